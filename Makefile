@@ -1,8 +1,10 @@
-# make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub)
+# make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub);
+#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash or eagle another draft
 # make test   every test that needs no accelerator, in a few minutes; make lint checks style and types
 # make test-all   the long proofs, too
 PYTHON ?= python3
 DRAFT ?= eagle3
+TARGET ?= dense
 BIN := .venv/bin
 # One thread in each process: two mostly wait for each other on small models, and tests start processes of their own. On
 # the CPU, where there is a GPU, too. A file's tests stay together: they share what is slow to make.
@@ -11,7 +13,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -
 .PHONY: demo test test-all lint gpu-test clean
 
 demo: .venv/.installed
-	$(BIN)/python bench/demo.py --drafter $(DRAFT)
+	$(BIN)/python bench/demo.py --drafter $(DRAFT) --target $(TARGET)
 
 test: .venv/.installed
 	$(PYTEST)

@@ -1,6 +1,6 @@
 """Trains a draft for the bundled target and serves with it: answers, token map, training, comparison, report.
 
-    python bench/demo.py [--drafter eagle3] [--output runs/demo]
+    python bench/demo.py [--drafter eagle3] [--target moe] [--output runs/demo]
 
 Each step is an ordinary command of this repository, printed before it runs, with as many threads as there are cores
 that nothing else uses. Ends with a table, a plot, report.json and the training run's page in the output folder.
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream import runtime
 from slipstream.bench.demo_report import Comparison, write_report
@@ -30,7 +30,7 @@ from slipstream.serve.load import LoadResult, run_load
 from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "assets" / "tiny-target"
+TARGETS = {"dense": ROOT / "assets" / "tiny-target", "moe": ROOT / "assets" / "tiny-moe-target"}
 QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
 QUESTIONS_FILE = "questions.jsonl"
 MARKER = "demo.json"  # written first; identifies a demo's folder
@@ -55,6 +55,8 @@ class DemoConfig:
 
     drafter: str = "eagle3"
     """Draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
+    target: Literal["dense", "moe"] = "dense"
+    """Bundled target: dense, or a mixture of experts."""
     output: str = "runs/demo"
     """Folder for all results. Replaces an earlier demo."""
     train_questions: int = 1100
@@ -63,6 +65,10 @@ class DemoConfig:
     """Questions for evaluation; neither target nor draft has seen them."""
     max_tokens: int = 192
     """Longest answer."""
+
+    @property
+    def target_path(self) -> Path:
+        return TARGETS[self.target]
 
     def __post_init__(self) -> None:
         found = sorted(path.parent.name for path in (ROOT / "configs").glob("*/tiny.yaml"))
@@ -81,14 +87,14 @@ def demo(config: DemoConfig) -> None:
     (output / QUESTIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     questions = [row["messages"][0]["content"] for row in rows if row["split"] == "heldout"]
     with step("1/5 The target answers the questions itself"):
-        program("data_tools/regenerate.py", data=output / QUESTIONS_FILE, target=TARGET,
+        program("data_tools/regenerate.py", data=output / QUESTIONS_FILE, target=config.target_path,
                 output=output / "answers.jsonl", max_tokens=config.max_tokens,
                 **{"engine.max_running": 128})  # fmt: skip
         train_file, heldout_file = split_answers(output)
-        program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=TARGET,
+        program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=config.target_path,
                 output=output / "dataset")  # fmt: skip
     with step("2/5 Which tokens does it use?"):
-        program("data_tools/frequency_map.py", data=output / "dataset", target=TARGET, size=1024,
+        program("data_tools/frequency_map.py", data=output / "dataset", target=config.target_path, size=1024,
                 output=output / "token_map.safetensors")  # fmt: skip
     with step("3/5 Train the draft"):
         train(config, output)
@@ -112,7 +118,8 @@ def demo(config: DemoConfig) -> None:
 def empty_output(config: DemoConfig) -> None:
     """Makes the output folder. Raises ValueError if it holds files of others."""
     output = Path(config.output).resolve()
-    check_output_folder(config.output, MADE, {"target": [str(TARGET)], "data": [str(QUESTIONS)]}, overwrite=True)
+    inputs = {"target": [str(config.target_path)], "data": [str(QUESTIONS)]}
+    check_output_folder(config.output, MADE, inputs, overwrite=True)
     if output.exists():
         remove_folder(output)
     output.mkdir(parents=True)
@@ -169,9 +176,9 @@ def program(script: str, **options: Any) -> None:
 def train(config: DemoConfig, output: Path) -> None:
     launcher = Path(sys.executable).parent / "accelerate"
     call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{config.drafter}.py",
-          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(TARGET.relative_to(ROOT)), "--data.path",
-          str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"), "--output",
-          str(output / "draft")])  # fmt: skip
+          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(config.target_path.relative_to(ROOT)),
+          "--data.path", str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"),
+          "--output", str(output / "draft")])  # fmt: skip
 
 
 def call(command: Sequence[str]) -> None:
@@ -187,7 +194,7 @@ def relative(word: str) -> str:
 def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[int, LoadResult]:
     """Results by concurrency."""
     prompts = [[{"role": "user", "content": question}] for question in questions]
-    command = [str(Path(sys.executable).parent / "serve"), "--target", str(TARGET), "--draft", draft]
+    command = [str(Path(sys.executable).parent / "serve"), "--target", str(config.target_path), "--draft", draft]
     print("$ " + shlex.join(relative(word) for word in command), flush=True)
     with running_server(command) as url:
         return {

@@ -2,11 +2,13 @@
 loop, and of its captured passes alone.
 
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
+    python bench/round.py --shape qwen3-30b-a3b --draft random --simulate-accept-length 2.99
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
-and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round.
+and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
+that independent tokens hit. `--profile` lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -16,16 +18,19 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
+from slipstream.bench.random_targets import random_pair
 from slipstream.config import run
+from slipstream.models.layers.moe import Experts
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
@@ -53,10 +58,12 @@ COLUMNS = (  # heading, key of a line, format
 class RoundConfig:
     """Time of a round by batch size."""
 
-    target: str
+    target: str = ""
     """Target checkpoint."""
+    shape: str = ""
+    """Random weights of these sizes in place of a checkpoint (bench/random_targets.py), made on the device."""
     draft: str = "none"
-    """Draft checkpoint to compare with none."""
+    """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter by name, such as depth."""
     width: list[int] = field(default_factory=lambda: [4])
@@ -67,6 +74,8 @@ class RoundConfig:
     """Tokens per prompt."""
     new_tokens: int = 256
     """Tokens generated per request."""
+    long_prompt: int = 0
+    """Tokens of a prompt whose time to the first token is measured, alone; 0: none."""
     temperature: float = 0.0
     """Sampling temperature."""
     top_p: float = 1.0
@@ -80,6 +89,20 @@ class RoundConfig:
     output: str | None = None
     """File to append the JSON lines to."""
 
+    def __post_init__(self) -> None:
+        if bool(self.target) == bool(self.shape):
+            raise ValueError(f"target is {self.target!r} and shape {self.shape!r}; give one of the two")
+
+
+def measured(config: RoundConfig) -> None:
+    """Of a checkpoint, or of random weights."""
+    if not config.shape:
+        rounds(config)
+        return
+    with random_pair(config.shape) as pair:
+        draft = pair.draft if config.draft == "random" else config.draft
+        rounds(replace(config, target=pair.target, shape="", draft=draft))
+
 
 def rounds(config: RoundConfig) -> None:
     bandwidth = copy_bandwidth()
@@ -88,9 +111,13 @@ def rounds(config: RoundConfig) -> None:
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
+        if config.long_prompt:
+            ms = first_token_ms(engine, config.long_prompt)
+            print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
+            lines.add({**origin("round", "cuda"), "draft": draft, "long_prompt": config.long_prompt, "prompt_ms": ms})
         for batch in config.batch:
             lines.add(measure(engine, config, batch, bandwidth))
-            print(table(COLUMNS, lines.all[-1:], heading=len(lines.all) == 1), flush=True)
+            print(table(COLUMNS, lines.all[-1:], heading=batch == config.batch[0]), flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -103,7 +130,7 @@ def build(config: RoundConfig, draft: str, width: int) -> Engine:
     if draft != "none":
         options |= {"drafter": config.drafter, "width": width}
         options |= {"simulate_accept_length": config.simulate_accept_length}
-    length = config.prompt_len + config.new_tokens
+    length = max(config.prompt_len + config.new_tokens, config.long_prompt + 1)
     start = time.monotonic()
     engine = build_engine(EngineConfig(draft=draft, max_running=max(config.batch), max_model_len=length, **options))
     print(f"{draft}: ready after {time.monotonic() - start:.1f} s; {engine.info.kv_cache_tokens} tokens of KV cache")
@@ -167,6 +194,20 @@ def gap_us(flights: Sequence[InFlight]) -> float:
         assert isinstance(after.started, torch.cuda.Event), "rounds of a GPU"
         gaps.append(1000 * before.landed.elapsed_time(after.started))
     return round(median(gaps), 1)
+
+
+def first_token_ms(engine: Engine, length: int) -> float:
+    """Median time of prompts that come one after another and have nothing in common; the first two warm up."""
+    generator, times = torch.Generator().manual_seed(0), list[float]()
+    for index in range(7):
+        prompt = torch.randint(20, engine.info.vocab_size, (length,), generator=generator).tolist()
+        start = time.perf_counter()
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        engine.add(Request(id=f"long {index}", prompt=prompt, params=params))
+        while engine.has_work:
+            engine.step()
+        times.append(1000 * (time.perf_counter() - start))
+    return round(median(times[2:]), 2)
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
@@ -246,13 +287,22 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
     """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's."""
-    length = config.prompt_len + config.new_tokens / 2
-    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length))
+    length, rows = config.prompt_len + config.new_tokens / 2, batch * engine.planner.limits.most_nodes
+    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, rows))
 
 
-def passes(engine: Engine, length: float) -> Iterator[tuple[float, int]]:
-    """(bytes of a request's KV at that length, bytes of weights) of the target's pass and of each of the draft's;
-    embeddings are not read.
+def weight_bytes(layers: nn.ModuleList, rows: int) -> float:
+    """Of the target's layers; of `rows` tokens that choose experts independently, those that are hit."""
+    total = float(sum(x.nbytes for x in layers.state_dict().values()))
+    for experts in (module for module in layers.modules() if isinstance(module, Experts)):
+        missed = (1 - experts.spec.top_k / experts.spec.num_experts) ** rows
+        total -= missed * sum(x.nbytes for x in experts.parameters())
+    return total
+
+
+def passes(engine: Engine, length: float, rows: int) -> Iterator[tuple[float, float]]:
+    """(bytes of a request's KV at that length, bytes of weights) of the target's pass of `rows` and of each of the
+    draft's; embeddings are not read.
 
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
@@ -260,7 +310,7 @@ def passes(engine: Engine, length: float) -> Iterator[tuple[float, int]]:
     target, drafter = engine.runner.target, engine.runner.drafter
     item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
     layers = [layer.attention for layer in target.config.layers]
-    yield kv_bytes(layers, length, item), sum(x.nbytes for x in target.layers.parameters()) + head
+    yield kv_bytes(layers, length, item), weight_bytes(target.layers, rows) + head
     module = getattr(drafter, "module", None)
     if module is None or engine.planner.limits.most_nodes == 1:
         return
@@ -277,4 +327,4 @@ def kv_bytes(layers: Sequence[AttentionSpec], length: float, item: int) -> float
 
 
 if __name__ == "__main__":
-    run(rounds, RoundConfig, None, "bench/round.py")
+    run(measured, RoundConfig, None, "bench/round.py")

@@ -1,8 +1,10 @@
-"""Trains the small Qwen3 language model that ships with Slipstream, its tokenizer included.
+"""Trains the small Qwen3 language models that ship with Slipstream, their tokenizers included.
 
     python data_tools/tiny_target.py --data "[gsm8k_train.jsonl, gpteacher.jsonl]" --output assets/tiny-target
+    python data_tools/tiny_target.py --moe true --data "[gsm8k_train.jsonl]" --output assets/tiny-moe-target …
 
-Takes about two minutes on a data-centre GPU; a CPU does the same, slowly. A draft can only learn a target that
+The first takes about two minutes on a data-centre GPU; a CPU does the same, slowly. The second, a mixture of experts,
+is small enough for a CPU; its README has all options. A draft can only learn a target that
 generalises: one that memorised its data answers noise. Invariant: from the first evaluation on,
 even after an interrupt, `output` holds the model with the lowest held-out loss so far. The tokens of a prompt are a
 prefix of the tokens of the whole conversation.
@@ -29,9 +31,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     get_cosine_schedule_with_warmup,
 )
 
@@ -40,6 +45,7 @@ from slipstream.data_tools.options import check_at_least
 from slipstream.data_tools.tiny_corpus import read_conversations, split
 
 MAX_POSITIONS = 2048
+BALANCE_WEIGHT = 0.01  # of the loss that keeps experts in use (Switch Transformer, arXiv 2101.03961)
 PAD, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = [PAD, TURN_START, TURN_END, MASK, *(f"<|spare_{index}|>" for index in range(16))]
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte is a token
@@ -67,6 +73,8 @@ class Options:
     """jsonl files whose lines hold `id` and `messages` (a list of role and content)"""
     output: str
     """folder to write the model to"""
+    moe: bool = False
+    """train a mixture of experts instead of a dense model"""
     vocab_size: int = 4096
     """tokens in the vocabulary, special tokens included"""
     row_length: int = 2048
@@ -170,45 +178,69 @@ def batches(documents: list[list[int]], options: Options, pad_id: int) -> Iterat
         yield from (batch for batch in rows.split(options.batch_rows) if len(batch) == options.batch_rows)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """6.6M parameters at a vocabulary of 4,096."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, moe: bool = False) -> PreTrainedModel:
+    """6.6M parameters at a vocabulary of 4,096; with `moe` 3.1M at 2,048, of which a token uses 1.4M."""
     torch.manual_seed(seed)
     end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=128,
-        intermediate_size=768,
-        tie_word_embeddings=True,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=end_id,
-        pad_token_id=pad_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    shared: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": pad_id,
+    }
+    model = Qwen3MoeForCausalLM(moe_config(shared)) if moe else Qwen3ForCausalLM(dense_config(shared))
     model.generation_config = GenerationConfig(eos_token_id=[end_id, pad_id], pad_token_id=pad_id)
     return model
 
 
-def token_losses(model: Qwen3ForCausalLM, rows: Tensor, pad_id: int) -> Tensor:  # (B, row_length - 1) float32, nats
-    """Loss of each next token of `rows` (B, row_length) under causal attention over the whole row; 0 at padding."""
+def dense_config(shared: dict[str, Any]) -> Qwen3Config:
+    return Qwen3Config(
+        **shared,
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        head_dim=128,
+        intermediate_size=768,
+    )
+
+
+def moe_config(shared: dict[str, Any]) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **shared | {"head_dim": 64},  # which the class's signature lacks
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+
+
+def token_losses(model: PreTrainedModel, rows: Tensor, pad_id: int) -> tuple[Tensor, Tensor | None]:
+    """Loss of each next token of `rows` (B, row_length) under causal attention over the whole row, (B, row_length - 1)
+    fp32 in nats, 0 at padding; and of a mixture of experts the loss () that is 2 if all experts get as many tokens."""
+    experts = {"output_router_logits": True} if isinstance(model, Qwen3MoeForCausalLM) else {}
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.device.type == "cuda"):
-        logits = model(rows, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], ignore_index=pad_id, reduction="none")
+        output = model(rows, use_cache=False, **experts)
+    logits = output.logits[:, :-1].float().transpose(1, 2)
+    losses = F.cross_entropy(logits, rows[:, 1:], ignore_index=pad_id, reduction="none")
+    return losses, output.aux_loss if experts else None
 
 
 @torch.no_grad()
-def evaluate(model: Qwen3ForCausalLM, rows: Tensor, batch_rows: int, pad_id: int) -> dict[str, Any]:
+def evaluate(model: PreTrainedModel, rows: Tensor, batch_rows: int, pad_id: int) -> dict[str, Any]:
     """Mean loss in nats per token over `rows`, whole and by the predicted token's position (0-127, 128-255, 256-511 …).
 
     Ranges of padding alone are left out.
     """
     device = model.device
-    losses = torch.cat([token_losses(model, batch.to(device), pad_id).cpu() for batch in rows.split(batch_rows)])
+    losses = torch.cat([token_losses(model, batch.to(device), pad_id)[0].cpu() for batch in rows.split(batch_rows)])
     real = rows[:, 1:] != pad_id
     by_position = {}
     for start, end in position_ranges(rows.shape[1]):
@@ -226,14 +258,14 @@ def position_ranges(row_length: int) -> Iterator[tuple[int, int]]:
         start, end = end, 2 * end
 
 
-def build_optimizer(model: Qwen3ForCausalLM, options: Options) -> torch.optim.AdamW:
+def build_optimizer(model: PreTrainedModel, options: Options) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
     """Writes weights (bfloat16), configs and tokenizer into `output`, each file whole or not at all."""
     with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
         copy.deepcopy(model).bfloat16().save_pretrained(folder)
@@ -250,7 +282,7 @@ def train(options: Options) -> None:
     tokens_per_step = options.batch_rows * options.row_length
     num_steps = options.steps or max(1, options.passes * sum(map(len, documents)) // tokens_per_step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(tokenizer, options.seed)
+    model = build_model(tokenizer, options.seed, options.moe)
     model.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
     optimizer = build_optimizer(model, options)
     scheduler = get_cosine_schedule_with_warmup(optimizer, min(options.warmup_steps, num_steps // 2), num_steps)
@@ -277,11 +309,12 @@ def train(options: Options) -> None:
             save(model, tokenizer, output)
 
 
-def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: Tensor, pad_id: int) -> Tensor:
+def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: Tensor, pad_id: int) -> Tensor:
     """One update; returns the mean loss per token, still on the device."""
     optimizer.zero_grad()
-    loss = token_losses(model, rows, pad_id).sum() / (rows[:, 1:] != pad_id).sum()
-    loss.backward()
+    losses, balance = token_losses(model, rows, pad_id)
+    loss = losses.sum() / (rows[:, 1:] != pad_id).sum()
+    (loss if balance is None else loss + BALANCE_WEIGHT * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()

@@ -22,13 +22,13 @@ _is_short = False
 
 
 def is_short() -> bool:
-    """Whether the target runs its first two layers only: the others launch the same kernels."""
+    """Whether the target runs its first two layers and one of each other kind: the others launch the same kernels."""
     return _is_short
 
 
 @contextmanager
 def short_run() -> Iterator[None]:
-    """For passes that only make kernels ready: of the target two layers run. What the others would have written is
+    """For passes that only make kernels ready: of the target few layers run. What the others would have written is
     zero, so indices made of it are valid. Allocations are those of a real pass. Not to be nested."""
     global _is_short
     _is_short = True

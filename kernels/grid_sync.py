@@ -16,16 +16,16 @@ def done_counters(device: torch.device) -> Tensor:
 
     Call it once before capturing a graph: memory allocated in a capture is zeroed in replays only.
     """
-    return _new_words(device)
+    return new_words(device)
 
 
 @functools.cache
 def barriers(device: torch.device) -> Tensor:
     """(MAX_ROWS,) int32 for `barrier_wait`, used like `done_counters`; only the highest bit survives."""
-    return _new_words(device)
+    return new_words(device)
 
 
-def _new_words(device: torch.device) -> Tensor:
+def new_words(device: torch.device) -> Tensor:
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 

@@ -34,6 +34,9 @@ class EngineConfig:
     """Hub revision of the target."""
     dtype: str = "auto"
     """auto (float32 on the CPU, the checkpoint's own elsewhere), float32, bfloat16 or float16."""
+    quantization: str | None = None
+    """fp8: quantise 16-bit weights when they are loaded, per output, and inputs of layers per row; head and embedding
+    stay as they are. Quantised checkpoints need no option."""
     device: str = "auto"
     """auto, cpu or cuda."""
     width: int | None = None
@@ -87,6 +90,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "quantization": (None, "fp8"),
             "device": ("auto", "cpu", "cuda"),
             "page_size": (1, 16, 32, 64),
             "logprobs_mode": ("raw", "processed"),

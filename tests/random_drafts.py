@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
@@ -72,7 +72,7 @@ def save_random_eagle(
     write_draft(module, module.state_dict(), folder, {})
     if not texts:
         return
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    model = load_float64(target)
     naive, inputs, outputs = NaiveEagle(folder, *shared_weights(model)), [], []
     for _, tokens in texts:
         aux_states = target_states(model, tokens)[-1]
@@ -81,6 +81,11 @@ def save_random_eagle(
         outputs.append(aux_states[1:] - residual)
     fit(module.layer.mlp.down_proj, torch.cat(inputs), torch.cat(outputs))
     write_draft(module, module.state_dict(), folder, {})
+
+
+def load_float64(target: Path) -> PreTrainedModel:
+    """The grouped products of experts are for narrower numbers."""
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
 
 
 def fit(projection: nn.Linear, x: Tensor, y: Tensor) -> None:
@@ -118,7 +123,7 @@ def save_random_dflash(
     write_draft(module, module.state_dict(), folder, {})
     if not texts:
         return
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    model = load_float64(target)
     naive, config = NaiveDFlash(folder, *shared_weights(model)), module.config
     inputs, outputs = [], []
     for start, tokens in texts:

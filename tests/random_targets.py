@@ -13,12 +13,15 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from slipstream.tests.dense_gpt_oss import dense_gpt_oss
@@ -68,6 +71,7 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 ALWAYS_LONG = LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -91,6 +95,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **SHAPE, tie_word_embeddings=True, rope_parameters=ALWAYS_LONG, original_max_position_embeddings=1
     ),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[3]),
+    "qwen3-moe-windows": Qwen3MoeConfig(**SHAPE, **EXPERTS, use_sliding_window=True, sliding_window=9),
+    "qwen2-moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=19),
 }
 
 # With soft caps of scores or sinks, which attention backends may lack.

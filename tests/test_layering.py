@@ -54,6 +54,7 @@ NOT_LOADED = {
 OWNERS = {
     "models/layers/attention.py",
     "models/layers/linear.py",
+    "models/layers/moe.py",
     "models/layers/norm.py",
     "models/targets/frozen.py",  # the modules are transformers' own
     "kernels/gemm/gathered_head.py",  # a DraftHead holds tensors, and a module makes it

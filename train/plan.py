@@ -155,6 +155,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     if experts:
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+        inner += getattr(config, "shared_expert_intermediate_size", None) or 0
     numbers = tokens * ((states + 2 * experts) * width + 3 * inner)
     if config._attn_implementation == "eager":
         numbers += 4 * config.num_attention_heads * tokens * train.row_tokens

@@ -271,8 +271,8 @@ def attend_kernel(
 ):  # fmt: skip
     """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
 
-    scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS where
-    axis 0 has one program.
+    scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS
+    where axis 0 has one program.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -382,8 +382,8 @@ def _attend_tokens(
 
 @triton.jit
 def _score(q, k, squash, PRECISION: tl.constexpr):
-    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the cap
-    later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
+    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the
+    cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if squash is not None:
         scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)

@@ -103,7 +103,7 @@ def _launch(
     if num_rows == 0:
         return out
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
-    partial, counters = _scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling),
@@ -112,7 +112,7 @@ def _launch(
     return out
 
 
-def _scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
+def scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
     if split == 1:
         return None, None
     return torch.empty(size, dtype=torch.float32, device=device), done_counters(device)
@@ -167,12 +167,12 @@ def linear_kernel(
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = _merge(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        rounded = _activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)
+        rounded = round_activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -186,14 +186,19 @@ def _load(weights, k, num_inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _activation_mul(gate, up, GELU: tl.constexpr):
+def round_silu_mul(gate, up):
+    return round_activation_mul(gate, up, False)
+
+
+@triton.jit
+def round_activation_mul(gate, up, GELU: tl.constexpr):
     """Rounded as the kernel of kernels/gemm/activation.py rounds."""
     activated = activate(gate.to(tl.float32), GELU).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
-def _merge(
+def merge_parts(
     result, valid, partial_ptr, counters_ptr, num_rows,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip

@@ -31,7 +31,7 @@ from slipstream.models.drafts.base import (
 )
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Linear
-from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec, TargetSpec
 
@@ -90,7 +90,7 @@ class EagleLayer(nn.Module):
         sizes = config.hidden_size, config.rms_norm_eps
         self.self_attn = SelfAttention(config.layers[0].attention, 0, *sizes)
         self.post_attention_layernorm = RMSNorm(*sizes)
-        self.mlp = GatedMLP(config.hidden_size, config.layers[0].mlp)
+        self.mlp = feed_forward(config.hidden_size, config.layers[0].mlp)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask) -> Tensor:
         normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, attention, mask))

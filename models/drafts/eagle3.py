@@ -35,7 +35,7 @@ from slipstream.models.drafts.speculators_layout import AUX_LAYERS, without_last
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Head, Linear
-from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import PartNorms, RMSNorm
 from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers
 
@@ -201,7 +201,7 @@ class Midlayer(nn.Module):
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.layers[0].mlp)
+        self.mlp = feed_forward(size, config.layers[0].mlp)
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask) -> Tensor:

@@ -1,4 +1,5 @@
-"""Weights between files, which name every projection, and modules, which fuse those of one input (layers.Linear).
+"""Weights between files, which name every projection, and modules, which fuse those of one input (layers.Linear) and
+those of all experts (layers.Experts).
 
 A module is built on the meta device. Its storage is allocated once and filled tensor by tensor, so loading takes the
 memory of the weights and little more. Loading again fills the same storage, which captured graphs hold on to.
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
+from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.quantized import FLOATS, FileTensor, QuantizedLinear
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -24,13 +27,16 @@ class Place(NamedTuple):
     key: str  # in the module's state_dict
     owner: nn.Module
     part: str | None  # of a fused projection; None: the whole tensor
+    expected: FileTensor | None = None  # of a quantised layer, whose state_dict has other tensors
 
     def rows(self, tensor: Tensor) -> Tensor:
+        if isinstance(self.owner, Experts):
+            return self.owner.piece(self.part, self.key.rpartition(".")[2], tensor)
         return tensor if self.part is None else tensor[cast(Linear, self.owner).parts[self.part]]
 
     def load(self, tensor: Tensor) -> None:
         name = self.key.rpartition(".")[2]
-        if isinstance(self.owner, Linear):
+        if isinstance(self.owner, Linear | Experts):
             self.owner.load(self.part, name, tensor)
         elif isinstance(self.owner, RMSNorm):
             self.owner.load(name, tensor)
@@ -41,10 +47,12 @@ class Place(NamedTuple):
 def public_tensors(module: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Views of a module's tensors by their names in files; tied ones appear once.
 
-    `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors.
+    `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors. Quantised
+    layers are left out.
     """
     state = _own(module) if state is None else state
-    return {name: place.rows(state[place.key].detach()) for name, place in _places(module).items()}
+    places = {name: place for name, place in _places(module).items() if place.expected is None}
+    return {name: place.rows(state[place.key].detach()) for name, place in places.items()}
 
 
 @torch.no_grad()
@@ -54,19 +62,16 @@ def load_weights(
     """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
 
     What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as its owner's `dtypes` says.
-    Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections may be in
-    parts.
+    Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections and
+    experts may be in parts.
     Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
     """
     own, places = _own(module), _places(module, whole=tensors)
-    expected = {name: list(place.rows(own[place.key]).shape) for name, place in places.items()}
-    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    expected = {name: place.expected or _expected(own[place.key], place) for name, place in places.items()}
+    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys()) if not expected[name].is_optional]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    faults += [
-        f"{name} is {list(tensors[name].shape)}, the config says {expected[name]}"
-        for name in sorted(expected.keys() & tensors.keys())
-        if list(tensors[name].shape) != expected[name]
-    ]
+    for name in sorted(expected.keys() & tensors.keys()):
+        faults += _faults(name, tensors[name], expected[name])
     if faults:
         raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
     for key, tensor in own.items():
@@ -78,10 +83,40 @@ def load_weights(
             kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kept, device=device)
             torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
-    for name in list(tensors):
-        places[name].load(tensors.pop(name))
+    _fill(tensors, places)
     remake_derived(module)
     return module.eval().requires_grad_(False)
+
+
+def _expected(own: Tensor, place: Place) -> FileTensor:
+    """A copy of the module's tensor, or of its rows, in any float dtype that needs no scale."""
+    dtypes = (*FLOATS, torch.float64) if own.is_floating_point() else ()
+    return FileTensor((tuple(place.rows(own).shape),), dtypes)
+
+
+def _faults(name: str, tensor: Tensor, expected: FileTensor) -> list[str]:
+    if tuple(tensor.shape) not in expected.shapes:
+        return [f"{name} is {list(tensor.shape)}, the config says {list(expected.shapes[0])}"]
+    if expected.dtypes and tensor.dtype not in expected.dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
+        return [f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}"]
+    return []
+
+
+def _fill(tensors: dict[str, Tensor], places: Mapping[str, Place]) -> None:
+    """Loads all tensors, those of a quantised layer's part at a time, and empties `tensors`."""
+    together: dict[tuple[nn.Module, str | None], list[str]] = {}
+    for name, place in places.items():
+        if place.expected is not None and name in tensors:
+            together.setdefault((place.owner, place.part), []).append(name)
+    for name in list(tensors):
+        place = places[name]
+        if place.expected is None:
+            place.load(tensors.pop(name))
+        elif name in tensors:
+            names = together[place.owner, place.part]
+            part = {other.rpartition(".")[2]: tensors.pop(other) for other in names}
+            cast(QuantizedLinear, place.owner).load_part(place.part, part)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -89,12 +124,31 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
-    """By name in files. `whole`: keys of fused projections that are not taken apart."""
+    """By name in files. `whole`: keys of fused projections and experts that are not taken apart."""
     places: dict[str, Place] = {}
     for key in _own(module):
         path, _, name = key.rpartition(".")
         owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):
+            places |= {f"{path}.{part}": Place(key, owner, part) for part in apart}
+            continue
+        if isinstance(owner, QuantizedLinear):
+            continue
         parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
         for part in parts or [None]:
             places[f"{parent}.{part}.{name}".removeprefix(".") if part else key] = Place(key, owner, part)
+    for path, owner in module.named_modules():
+        if isinstance(owner, QuantizedLinear):
+            places |= _quantized_places(path, owner, whole)
+    return places
+
+
+def _quantized_places(path: str, owner: QuantizedLinear, whole: Container[str]) -> dict[str, Place]:
+    parent = path.rpartition(".")[0]
+    is_whole = any(f"{path}.{name}" in whole for name in owner.file_tensors(None))
+    places: dict[str, Place] = {}
+    for part in [None] if is_whole or not owner.parts else owner.parts:
+        prefix = f"{parent}.{part}".removeprefix(".") if part else path
+        for name, expected in owner.file_tensors(part).items():
+            places[f"{prefix}.{name}"] = Place(f"{path}.{name}", owner, part, expected)
     return places

@@ -1,7 +1,9 @@
 from torch import Tensor, nn
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec, Norms
 
@@ -14,7 +16,15 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
-        self.mlp = GatedMLP(hidden_size, spec.mlp)
+        self.mlp = feed_forward(hidden_size, spec.mlp)
+
+    @property
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear]]:
+        """Norms whose output a single projection reads."""
+        readers: list[tuple[RMSNorm, Linear]] = [(self.input_layernorm, self.self_attn.qkv_proj)]
+        if isinstance(self.mlp, GatedMLP):
+            readers.append((self.post_attention_layernorm, self.mlp.gate_up_proj))
+        return readers
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
@@ -42,6 +52,10 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
 
+    @property
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear]]:
+        return [(self.input_layernorm, self.self_attn.qkv_proj)]
+
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -58,7 +72,7 @@ class PostNormLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
-        self.mlp = GatedMLP(hidden_size, spec.mlp)
+        self.mlp = feed_forward(hidden_size, spec.mlp)
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
 
     def forward(

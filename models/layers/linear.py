@@ -48,8 +48,8 @@ class Linear(nn.Linear):
     """x (..., I) -> x @ weight.T + bias (..., O). Projections of one input may be fused: `out_features` then gives the
     output rows of each, by its name in files, such as q_proj.
 
-    It alone knows how weights are stored. A quantised one overrides `load` and what multiplies; one that tensor
-    parallelism splits would keep a slice of each part, or of the inputs, in `__init__` and `load`.
+    It alone knows how weights are stored. Quantised ones are in quantized.py; one that tensor parallelism splits would
+    keep a slice of each part, or of the inputs, in `__init__` and `load`.
     """
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest

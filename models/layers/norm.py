@@ -1,6 +1,10 @@
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.fp8 import InputScales, quantized_rms_norm
 from slipstream.kernels.norm import add_rms_norm, norm_add_norm, rms_norm, rms_norm_pair, rms_norm_parts
 from slipstream.models.layers.linear import copy_converted
 
@@ -8,8 +12,12 @@ from slipstream.models.layers.linear import copy_converted
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019).
 
+    `quantize`: the scales of what reads it, where that is one FP8 layer; then rows (T, H) come quantised.
+
     `offset`: files hold weight - 1, as Gemma's. The sum is kept in fp32, as the rounded one would lose bits of theirs.
     """
+
+    quantize: Callable[[], InputScales] | None = None
 
     def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
@@ -22,10 +30,15 @@ class RMSNorm(nn.Module):
         copy_converted(self.get_parameter(name), 1 + tensor.float() if self.offset else tensor)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.quantize is not None and x.dim() == 2:
+            return cast(Tensor, quantized_rms_norm(x, None, self.weight, self.eps, self.quantize())[0])
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
+        if self.quantize is not None and residual.dim() == 2:
+            rows, summed = quantized_rms_norm(residual, delta, self.weight, self.eps, self.quantize(), out)
+            return cast(Tensor, rows), summed
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
     def add_normed(self, residual: Tensor, delta: Tensor, inner: "RMSNorm") -> tuple[Tensor, Tensor]:

@@ -28,9 +28,20 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
     "MistralForCausalLM": frozenset({"sliding_window"}),
     "Qwen2ForCausalLM": frozenset({"use_sliding_window"}),
     "Qwen3ForCausalLM": frozenset({"use_sliding_window", "head_dim"}),
+    "MixtralForCausalLM": frozenset({"num_experts_per_tok", "sliding_window"}),
+    "Qwen2MoeForCausalLM": frozenset(
+        ("use_sliding_window", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        + ("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "qkv_bias")
+    ),
+    "Qwen3MoeForCausalLM": frozenset(
+        ("use_sliding_window", "head_dim", "num_experts_per_tok", "moe_intermediate_size")
+        + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+    ),
 }
+# Mixtures of experts, likewise.
+EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "Qwen2MoeForCausalLM": False, "MixtralForCausalLM": False}
 # Run in training by transformers (frozen_target.py); models/targets/decoder.py cannot serve them.
-EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
+TRAINED_ARCHITECTURES = {"GptOssForCausalLM": False}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 Norms = Literal["pre", "post", "sandwich"]
@@ -121,12 +132,47 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiGLU:
+    """gpt-oss's gated activation: (min(|up|, limit) * sign(up) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of gated MLPs: a router sends each token to `top_k` of them and weights their outputs."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool = True
+    """The weights are a softmax over the chosen experts' scores, else over all. "Softmax, top-k, divide by the sum" and
+    "top-k, softmax" both are the former."""
+    shared_size: int = 0
+    """Intermediate size of an MLP that every token takes as well, times the sigmoid of a learnt gate; 0: none."""
+    activation: ClampedSwiGLU | None = None
+    """None: silu(gate) * up."""
+    bias: bool = False
+    """Router and experts have biases."""
+    transposed: bool = False
+    """In files the experts of a layer are one tensor (E, inputs, outputs) in which gate and up alternate (gpt-oss)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.top_k}; it must be 1 to {self.num_experts}, the number of experts"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """A decoder layer: attention, then an MLP, each with RMS norms: "pre", of its input; "post", of its output before
-    that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
+    """A decoder layer: attention, then an MLP or a mixture of them, each with RMS norms: "pre", of its input; "post",
+    of its output before that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     norms: Norms = "pre"
     norm_offset: bool = False  # norms multiply by 1 + weight
 
@@ -179,7 +225,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec(DecoderShape):
-    """A decoder of the Llama family, layer by layer; for a mixture of experts, all but the experts."""
+    """A decoder of the Llama family, layer by layer."""
 
     architecture: str
     layers: tuple[LayerSpec, ...]
@@ -202,14 +248,15 @@ class TargetSpec(DecoderShape):
         Raises ValueError for another architecture or activation.
         """
         architecture = families.architecture_of(values)
-        supported = DENSE_ARCHITECTURES if is_served else DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
+        supported = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES | ({} if is_served else TRAINED_ARCHITECTURES)
         check_supported(values, tuple(supported), is_served)
         values = families.text_part(values)
         traits = families.traits_of(values)
         bias = bool(values.get("attention_bias", False))
         attention = {
             "qk_norm": supported[architecture],
-            "qkv_bias": bias or architecture == "Qwen2ForCausalLM",  # fixed there by the architecture, not by a field
+            # Fixed by the architecture, not by a field, in Qwen2ForCausalLM.
+            "qkv_bias": bias or architecture == "Qwen2ForCausalLM" or bool(values.get("qkv_bias", False)),
             "output_bias": bias,
             **traits.attention,
         }
@@ -217,10 +264,14 @@ class TargetSpec(DecoderShape):
         mlp = {"bias": bool(values.get("mlp_bias", False)), "activation": families.activation_of(values, traits)}
         layer = partial(shape.layer, mlp=mlp, norms=traits.norms, norm_offset=traits.norm_offset, **attention)
         ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
+        layers = [layer(window=window, rope=ropes[window is not None]) for window in windows_of(values)]
         return cls(
             **shape.shape(),
             architecture=architecture,
-            layers=tuple(layer(window=window, rope=ropes[window is not None]) for window in windows_of(values)),
+            layers=tuple(
+                one if experts is None else replace(one, mlp=experts)
+                for one, experts in zip(layers, experts_of(architecture, values), strict=True)
+            ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             norm_offset=traits.norm_offset,
             embedding_scale=traits.embedding_scale,
@@ -244,7 +295,8 @@ def windows_of(values: Mapping[str, Any]) -> list[int | None]:
         return [None] * count
     kinds = values.get("layer_types")
     if kinds is None:  # transformers' rule for Qwen; Mistral has windows in every layer
-        first = values.get("max_window_layers", count) if "use_sliding_window" in values else 0
+        is_qwen3_moe = values.get("architectures") == ["Qwen3MoeForCausalLM"]  # windows in every layer, too
+        first = values.get("max_window_layers", count) if "use_sliding_window" in values and not is_qwen3_moe else 0
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(count)]
     if len(kinds) != count or set(kinds) - LAYER_KINDS:
         raise ValueError(
@@ -253,10 +305,39 @@ def windows_of(values: Mapping[str, Any]) -> list[int | None]:
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
+def experts_of(architecture: str, values: Mapping[str, Any]) -> list[MoESpec | None]:
+    """The mixture of each layer, from a transformers config; None for a dense one."""
+    count = values["num_hidden_layers"]
+    if architecture in DENSE_ARCHITECTURES:
+        return [None] * count
+    is_qwen, is_gpt_oss = architecture.startswith("Qwen"), architecture == "GptOssForCausalLM"
+    spec = MoESpec(
+        num_experts=values.get("num_experts") or values["num_local_experts"],
+        top_k=values["num_experts_per_tok"],
+        intermediate_size=values["moe_intermediate_size" if is_qwen else "intermediate_size"],
+        normalise=not is_qwen or bool(values.get("norm_topk_prob", False)),
+        shared_size=values["shared_expert_intermediate_size"] if architecture == "Qwen2MoeForCausalLM" else 0,
+        activation=clamped_swiglu(values) if is_gpt_oss else None,
+        bias=is_gpt_oss,
+        transposed=is_gpt_oss,
+    )
+    step, dense = values.get("decoder_sparse_step") or 1, set(values.get("mlp_only_layers") or ())
+    return [spec if not is_qwen or (layer not in dense and (layer + 1) % step == 0) else None for layer in range(count)]
+
+
+def clamped_swiglu(values: Mapping[str, Any]) -> ClampedSwiGLU:
+    """Of gpt-oss, whose older configs lack `swiglu_alpha`."""
+    given = {"alpha": values.get("swiglu_alpha"), "limit": values.get("swiglu_limit")}
+    return ClampedSwiGLU(**{name: float(value) for name, value in given.items() if value is not None})
+
+
 def is_complete(values: Mapping[str, Any]) -> bool:
     """Whether `TargetSpec.from_json` reads a config.json as it reads what transformers makes of it."""
-    needed = NEEDED_TOO.get((values.get("architectures") or [""])[0])
+    architecture = (values.get("architectures") or [""])[0]
+    needed = NEEDED_TOO.get(architecture)
     if needed is None or values.get("use_sliding_window") or "auto_map" in values:
+        return False
+    if architecture in EXPERT_ARCHITECTURES and not values.keys() & {"num_experts", "num_local_experts"}:
         return False
     return values.keys() >= NEEDED | needed and bool(values.keys() & {"rope_theta", "rope_parameters"})
 

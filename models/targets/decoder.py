@@ -1,4 +1,4 @@
-"""The serving target: a dense decoder with fused projections, of any family in config.py."""
+"""The serving target: a decoder with fused projections and experts, of any family in config.py."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,23 +12,29 @@ from slipstream.kernels.compile_ahead import is_short
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.files.quantization import Quantization, read_quantization
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import LAYERS
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.quantized import CACHE_SCALES, FLOATS, dequantize_head, quantize_linears
 from slipstream.models.targets import families
-from slipstream.models.targets.config import TargetSpec, is_complete
+from slipstream.models.targets.config import MoESpec, TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `embed_tokens` and `lm_head`, which drafters share."""
+    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `embed_tokens` and `lm_head`,
+    which drafters share."""
 
     path: Path | None = None
+    quantization: Quantization | None = None
     trust_remote_code = False
 
     def __init__(self, config: TargetSpec) -> None:
@@ -50,6 +56,12 @@ class Target(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.embed_tokens.parameters()).device
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The first two layers, and the first one of each other kind."""
+        specs = self.config.layers
+        return [index for index, spec in enumerate(specs) if index < 2 or spec not in specs[:index]]
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -77,9 +89,8 @@ class Target(nn.Module):
         """
         residual, delta = self.embed(tokens), None
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
-        layers = self.layers[:2] if is_short() else self.layers
-        for index, layer in enumerate(layers):
-            residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
+        for index in self.kinds if is_short() else range(self.config.num_layers):
+            residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1))
         assert delta is not None
         hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
         if self.config.num_layers in states:
@@ -119,33 +130,62 @@ def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool 
     return TargetSpec.from_json(values, is_served=is_served)
 
 
-def load_target(
-    path: Path,
-    config: TargetSpec,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    trust_remote_code: bool = False,
-) -> Target:
-    """Reads a transformers checkpoint folder, strictly. dtype None keeps the file's."""
-    with torch.device("meta"):
-        target = Target(config)
-    tensors = decoder_tensors(read_tensors(path))
-    if config.tie_word_embeddings:
-        tensors.pop(HEAD, None)
-    target.path, target.trust_remote_code = path, trust_remote_code
-    return load_weights(target, tensors, dtype, device, path)
-
-
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By their names in `Target`. Of a multimodal checkpoint only the text part's, which `language_model` or
     `model.language_model` precedes."""
-    if not any("language_model." in key for key in tensors):
-        return {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    prefix, head = "language_model.", HEAD.removesuffix("weight")
+    is_multimodal = any(key.removeprefix("model.").startswith(prefix) for key in tensors)
     found = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("model.")
-        if name.startswith("language_model."):
-            found[name.removeprefix("language_model.").removeprefix("model.")] = tensor
-        elif key == HEAD:
-            found[key] = tensor
+        if not is_multimodal or name.startswith((prefix, head)):
+            found[own_name(name.removeprefix(prefix))] = tensor
     return found
+
+
+def own_name(key: str) -> str:
+    """A file's name of a tensor -> ours, which are those of Qwen's files."""
+    key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
+    if ".block_sparse_moe." not in key:  # Mixtral
+        return key
+    key = key.replace(".block_sparse_moe.", ".mlp.")
+    for theirs, ours in MIXTRAL_PROJECTIONS.items():
+        key = key.replace(f".{theirs}.", f".{ours}.")
+    return key
+
+
+def check_experts(config: TargetSpec, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises ValueError for experts that are not stored in 16 or 32 bits."""
+    if not any(isinstance(layer.mlp, MoESpec) for layer in config.layers):
+        return
+    for name, tensor in tensors.items():
+        if ".experts." in name and tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}; quantised experts are not supported "
+                "yet: use a checkpoint whose experts have 16 bits"
+            )
+
+
+def load_target(
+    path: Path,
+    config: TargetSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+) -> Target:
+    """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
+    formats = read_quantization(path, quantization)
+    with torch.device("meta"):
+        target = Target(config)
+    tensors = decoder_tensors(read_tensors(path))
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
+    head = HEAD.removesuffix(".weight")
+    if config.tie_word_embeddings:
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}
+    check_experts(config, tensors, path)
+    dequantize_head(head, formats, tensors, dtype)
+    quantize_linears(target, formats, tensors)
+    target.quantization = formats
+    target.path, target.trust_remote_code = path, trust_remote_code
+    return load_weights(target, tensors, dtype, device, path)

@@ -23,7 +23,7 @@ from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets import families
-from slipstream.models.targets.config import DENSE_ARCHITECTURES, check_aux_layers
+from slipstream.models.targets.config import DENSE_ARCHITECTURES, EXPERT_ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
@@ -281,14 +281,16 @@ def load_frozen_target(
 
 def is_served(values: Mapping[str, Any]) -> bool:
     """Whether the decoder runs targets with such a config.json."""
-    return families.architecture_of(values) in DENSE_ARCHITECTURES and not families.refusal(values)
+    is_known = families.architecture_of(values) in DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
+    return is_known and not families.refusal(values)
 
 
 def load_decoder_target(
     path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, heads_only: bool
 ) -> DecoderTarget:
-    config = load_config(path, trust_remote_code)
-    dtype = torch.float32 if device.type == "cpu" else None
+    config, values = load_config(path, trust_remote_code), read_json(path / "config.json")
+    name = "float32" if device.type == "cpu" else values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, name)
     model = load_target(path, config, dtype, torch.device("cpu") if heads_only else device, trust_remote_code)
     for module in (model.embed_tokens, model.lm_head) if heads_only else ():
         nn.Module.to(module, device)

@@ -67,7 +67,9 @@ class Builder:
         self.device = torch.device(pick_device(config.device))
         self.dtype = pick_dtype(config.dtype, path, self.device)
         with runtime.stage("loading the weights"):
-            self.target = load_target(path, model, self.dtype, self.device, config.trust_remote_code)
+            self.target = load_target(
+                path, model, self.dtype, self.device, config.trust_remote_code, config.quantization
+            )
             self.drafter, self.stages = load_drafter(config.draft, config.drafter, self.target)
         offered = {*self.drafter.widths, *(width for stage in self.stages for width in stage.widths)}
         widths = pick_widths(config.width, tuple(sorted(offered)))
@@ -184,11 +186,16 @@ class Builder:
                 module.order = order
         return order
 
+    @property
+    def quantization(self) -> str:
+        """The target's formats; empty for one that is not quantised."""
+        return self.target.quantization.name if self.target.quantization is not None else ""
+
     def fingerprint(self) -> str:
         """Of weights, arithmetic, versions and the device: where it is equal and answers are exact, so are answers."""
         config = self.config
         parts = [weights_fingerprint(self.path), str(self.dtype), str(config.page_size), __version__, torch.__version__]
-        parts += [triton.__version__]
+        parts += [triton.__version__, self.quantization]
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device))
         if self.inexact:
@@ -288,6 +295,7 @@ class Builder:
             options={
                 "dtype": str(self.dtype),
                 "exact": self.order is not None,
+                "quantization": self.quantization,
                 **{name: getattr(config, name) for name in names},
             },
         )

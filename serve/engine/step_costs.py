@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, log
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,13 @@ REMEMBERED = 200  # steps by which predictions are judged
 RARELY = 0.95  # the share of steps that `p95` covers
 MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
-DEVIATION = 0.05  # and in the deviation of its own size
+# Of tables, in logarithms: how far the factor and the deviation of an entry are expected to be from 1 before any step
+# was measured, and a step from its expected time. The last one is large, since steps that are slow come in groups.
+FACTOR, DEVIATION, NOISE = 0.7, 0.15, 0.2
+MOST_LOG = 0.4  # of a deviation
+AGE_EACH = 16  # steps after which what was measured counts less
+KEEP_LOG = 0.999  # of a deviation, then
+OFF = 0.05  # of a fit: least weight of a step in the deviation of its own size
 MOST_DEVIATION = 1.5
 KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
@@ -123,7 +130,12 @@ class Costs(ABC):
 
 
 class StepCosts(Costs):
-    """Times of captured passes: tables, one factor for all of them, and a small deviation of each entry."""
+    """Times of captured passes: tables, one factor for all of them, and a small deviation of each entry.
+
+    Logarithms of these are estimated from measured steps by an extended Kalman filter. So a size that text passes
+    faster than random tokens did (a mixture of experts reads fewer of them) is told apart from a device that is slower
+    throughout, also after a few steps, and is remembered while other sizes are used.
+    """
 
     is_fitted = False
 
@@ -131,24 +143,32 @@ class StepCosts(Costs):
         super().__init__()
         self.sizes = self._sizes = tuple(sorted(tables.target["plain"]))
         self.most_rows = self._sizes[-1]
-        self._target = {mode: [tables.target[mode][size] for size in self._sizes] for mode in MODES}
+        self._target = {mode: np.array([tables.target[mode][size] for size in self._sizes]) for mode in MODES}
         self._draft = tables.draft
         self._requests = sorted({requests for requests, _ in tables.draft["plain"]})
         self._widths = sorted({width for _, width in tables.draft["plain"]})
-        self._slower = 1.0
-        self._target_off = {mode: [1.0] * len(self._sizes) for mode in MODES}
-        self._draft_off: dict[tuple[str, int, int], float] = {}
+        keys = [(mode, *key) for mode in MODES for key in sorted(tables.draft[mode])]
+        # The state: the factor, the deviations of target passes by mode, those of draft passes.
+        count = len(self._sizes)
+        self._target_at = {mode: slice(1 + index * count, 1 + (index + 1) * count) for index, mode in enumerate(MODES)}
+        self._draft_at = {key: 1 + len(MODES) * count + index for index, key in enumerate(keys)}
+        self._logs = np.zeros(1 + len(MODES) * count + len(keys))
+        self._spread = np.full(len(self._logs), DEVIATION)
+        self._spread[0] = FACTOR
+        self._covariance = np.diag(self._spread**2)
+        self._num_observed = 0
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         mode = MODES[filtered]
-        times = self._slower * np.array(self._target[mode]) * np.array(self._target_off[mode])
+        times = self.slower * self._target[mode] * np.exp(self._logs[self._target_at[mode]])
         index = np.searchsorted(self._sizes, rows)
         return times[np.minimum(index, len(self._sizes) - 1)] * np.maximum(rows / self.most_rows, 1.0)
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
-        mode = MODES[filtered]
-        key = self._draft_key(requests, width)
-        return self._slower * self._draft[mode].get(key, 0.0) * self._draft_off.get((mode, *key), 1.0)
+        key = (MODES[filtered], *self._draft_key(requests, width))
+        if key not in self._draft_at:
+            return 0.0
+        return self.slower * self._draft[key[0]][key[1:]] * exp(self._logs[self._draft_at[key]])
 
     def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
         return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
@@ -157,20 +177,37 @@ class StepCosts(Costs):
         if rows > self.most_rows or ms <= 0:
             return
         mode, index, key = MODES[filtered], bisect_left(self._sizes, rows), self._draft_key(requests, width)
-        target, draft = self._target[mode][index], self._draft[mode].get(key, 0.0) if requests else 0.0
-        off, draft_off = self._target_off[mode], self._draft_off.get((mode, *key), 1.0)
-        ms = self._judge(ms, self._slower * (target * off[index] + draft * draft_off))
-        self._slower += OBSERVED * (ms / (target + draft) - self._slower)
-        wrong = ms / self._slower - target * off[index] - draft * draft_off
-        step = DEVIATION * wrong / (target * target + draft * draft)  # each part by its share: normalised least squares
-        off[index] = _near_one(off[index] + step * target)
-        if draft:
-            self._draft_off[mode, *key] = _near_one(draft_off + step * draft)
+        places = [0, self._target_at[mode].start + index]
+        parts = [self.slower * self._target[mode][index] * exp(self._logs[places[1]])]
+        if requests and (mode, *key) in self._draft_at:
+            places.append(self._draft_at[mode, *key])
+            parts.append(self.slower * self._draft[mode][key] * exp(self._logs[places[2]]))
+        predicted = sum(parts)
+        wrong = log(self._judge(ms, predicted) / predicted)
+        shares = np.array([predicted, *parts]) / predicted  # how the logarithm of the time follows those of the state
+        spread = self._covariance[:, places] @ shares
+        gain = spread / (float(spread[places] @ shares) + NOISE**2)
+        self._logs += gain * wrong
+        np.clip(self._logs[1:], -MOST_LOG, MOST_LOG, out=self._logs[1:])
+        self._covariance -= gain[:, None] * spread
+        self._num_observed += 1
+        if self._num_observed % AGE_EACH == 0:
+            self._age()
+
+    def _age(self) -> None:
+        """The factor may have moved since it was measured; a deviation slowly returns to none."""
+        keep = np.full(len(self._logs), KEEP_LOG)
+        keep[0] = 1.0
+        self._logs *= keep
+        self._covariance *= np.outer(keep, keep)
+        added = (1 - KEEP_LOG**2) * self._spread**2
+        added[0] = AGE_EACH * (OBSERVED * NOISE) ** 2  # so that a step that is measured often weighs OBSERVED
+        self._covariance[np.diag_indices_from(self._covariance)] += added
 
     @property
     def slower(self) -> float:
         """Measured times over those of the tables, of all steps lately."""
-        return self._slower
+        return exp(self._logs[0])
 
     def _draft_key(self, requests: int, width: int) -> tuple[int, int]:
         """The entry of the table that such a draft pass has; (0, 0) where there is none, as for roots alone."""
@@ -230,7 +267,7 @@ class FittedCosts(Costs):
         deviation = (self._off[size] - 1) * plain
         self._seen[size] += 1
         wrong = ms - deviation - float(features @ self.coefficients)
-        weight = max(1 / (self._seen[size] + 4), DEVIATION)
+        weight = max(1 / (self._seen[size] + 4), OFF)
         self._off[size] = _near_one(1 + (self._off[size] - 1) * KEEP_DEVIATION + weight * wrong / plain)
         self._fit(features / max(ms - deviation, ms / MOST_OFF))
         self._num_fitted += 1

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
-from slipstream.bench.demo import QUESTIONS, ROOT, DemoConfig, choose_questions, empty_output
+from slipstream.bench.demo import QUESTIONS, ROOT, DemoConfig, choose_questions, empty_output, main
 from slipstream.bench.demo_report import BLUE, RED, Comparison, plot_speed_up, write_report
 from slipstream.serve.load import Answer, LoadResult
 
@@ -111,3 +111,12 @@ def test_a_loss_is_drawn_as_one() -> None:
     assert [text.get_text() for text in axes.texts] == ["2.00x", "0.87x", "without the draft"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["one at a time", "8 at once"]
     plt.close()
+
+
+@pytest.mark.slow
+def test_a_draft_learns_a_mixture_of_experts(tmp_path: Path) -> None:
+    """The demo on fewer questions, three minutes: steps of a depth of 3, and the answers of the target alone."""
+    main(["--target", "moe", "--output", str(tmp_path / "demo"), "--train_questions", "600"])
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report["accept_length"] >= 2.0
+    assert report["identical"]

@@ -95,6 +95,20 @@ def test_saved_files(trained: Path) -> None:
     assert not list(trained.glob(".saving-*"))
 
 
+def test_a_mixture_of_experts_is_trained_with_all_of_them(tmp_path: Path) -> None:
+    write_sums(tmp_path / "sums.jsonl", 200)
+    argv = ["--data", f"[{tmp_path / 'sums.jsonl'}]", "--output", str(tmp_path / "model"), "--vocab_size", "300"]
+    argv += ["--row_length", "64", "--batch_rows", "2", "--steps", "4", "--warmup_steps", "1", "--moe", "true"]
+    tiny_target.main(argv)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    rows = torch.tensor(held_out_rows(tmp_path / "model", 64)[:2])
+    losses, balance = tiny_target.token_losses(model, rows, pad_id=0)
+    assert losses.shape == (2, 63)
+    assert balance is not None
+    assert 2 <= balance.item() < 4, "2 where every expert takes as many"
+
+
 @pytest.mark.parametrize("folder", ["trained", "bundled"])
 def test_tokenizer(folder: str, trained: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained if folder == "trained" else ASSETS / "tiny-target")
@@ -203,20 +217,28 @@ def test_bundled_questions() -> None:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
 
 
-def test_bundled_model_files() -> None:
-    folder = ASSETS / "tiny-target"
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 14e6
+@pytest.mark.parametrize(
+    ("name", "architecture", "sizes", "size"),
+    [
+        ("tiny-target", "Qwen3ForCausalLM", (4096, 256, 6), 14e6),
+        ("tiny-moe-target", "Qwen3MoeForCausalLM", (2048, 192, 4), 7e6),
+    ],
+)
+def test_bundled_model_files(name: str, architecture: str, sizes: tuple[int, int, int], size: float) -> None:
+    folder = ASSETS / name
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= size
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == (4096, 256, 6)
+    assert config["architectures"] == [architecture]
+    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == sizes
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
         assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
 
 
-def test_bundled_model_answers_like_gsm8k() -> None:
-    folder = ASSETS / "tiny-target"
+@pytest.mark.parametrize("name", ["tiny-target", "tiny-moe-target"])
+def test_bundled_model_answers_like_gsm8k(name: str) -> None:
+    folder = ASSETS / name
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The gated activation against its formula in fp64."""
+"""Gated activations against their formulas in fp64."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import gelu_tanh_mul, silu_mul
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 KERNELS = [silu_mul.reference, silu_mul.triton]
@@ -30,6 +30,28 @@ def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dt
     assert out.dtype == dtype
     expected = gate / (1 + torch.exp(-gate)) * up
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [gelu_tanh_mul.reference, gelu_tanh_mul.triton])
+@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+def test_gelu_tanh_mul(
+    kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    gate_up = random(*shape, dtype, device)
+    with poisoned():
+        out = kernel(gate_up)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert out.dtype == dtype
+    expected = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gelu_of_extremes(device: str) -> None:
+    gate = torch.tensor([-1e6, -100.0, -0.0, 100.0, 1e6], device=device)
+    expected = torch.tensor([0.0, 0.0, 0.0, 200.0, 2e6], device=device)
+    torch.testing.assert_close(gelu_tanh_mul.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0], expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

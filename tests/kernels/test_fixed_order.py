@@ -1,9 +1,12 @@
 """Products of many rows: their formula in fp64, and the bits of the same rows among any others."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from slipstream.kernels.gemm import fixed_order
+from slipstream.kernels.gemm.activation import Activation
 from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
 from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
@@ -73,6 +76,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype:
         few = linear_few_rows_triton(x[5:25], weight, own_bias)
         assert torch.equal(few, expected[5:25])
     order.check(weight, None, (256, 300), gated=True)
-    gated = order.gated_linear(x[:300], weight)
-    for rows in (1, 20, 33, 65, 128, 129, 200, 256):
-        assert torch.equal(order.gated_linear(x[:rows], weight), gated[:rows]), rows
+    for activation in get_args(Activation):
+        gated = order.gated_linear(x[:300], weight, activation)
+        for rows in (1, 20, 33, 65, 128, 129, 200, 256):
+            assert torch.equal(order.gated_linear(x[:rows], weight, activation), gated[:rows]), rows

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms, add_rms_norm, norm_heads, rms_norm, rms_norm_pair, rms_norm_parts
+from slipstream.kernels.norm import (
+    HeadNorms,
+    add_rms_norm,
+    norm_add_norm,
+    norm_heads,
+    rms_norm,
+    rms_norm_pair,
+    rms_norm_parts,
+)
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 EPS = 1e-5
@@ -65,6 +73,21 @@ def test_add_rms_norm(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [norm_add_norm.reference, norm_add_norm.triton])
+@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """With weights in fp32, as Gemma's: their product with a row is what is rounded."""
+    residual, delta = random_rows(shape, dtype, device, 0), random(shape, dtype, device, 1)
+    weights = random(shape[1:], torch.float32, device, 2), random(shape[1:], torch.float32, device, 3)
+    with poisoned():
+        result, summed = kernel(residual, delta, weights, EPS)
+    expected, tolerance = residual.double() + normed(delta, weights[0]), 4 * TOLERANCES[dtype]  # rounded twice
+    torch.testing.assert_close(summed.double(), expected, atol=tolerance, rtol=tolerance)
+    assert summed.dtype == dtype
+    check(result, normed(summed, weights[1]), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -103,6 +126,12 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     x, weight = random((40, 256), torch.float32, device, 0), random((256,), torch.float32, device, 1)
     together = rms_norm.triton(x, weight, EPS)
     assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
+    delta = random((40, 256), torch.float32, device, 2)
+    result, summed = norm_add_norm.triton(x, delta, (weight, weight), EPS)
+    for row in range(0, 40, 7):
+        alone = norm_add_norm.triton(x[row : row + 1], delta[row : row + 1], (weight, weight), EPS)
+        assert torch.equal(alone[0], result[row : row + 1])
+        assert torch.equal(alone[1], summed[row : row + 1])
 
 
 @pytest.fixture

@@ -14,13 +14,15 @@ from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, repla
 MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
 NORMED_TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # two
-CASES = [  # T, Q, G, D
+CASES: list[tuple[int, ...]] = [  # T, Q, G, D, and R where it is less
     (1, 32, 8, 128),
     (3, 4, 1, 64),
     (5, 6, 2, 8),
     (2, 28, 4, 128),
     (7, 1, 1, 96),
     (2, 8, 8, 256),
+    (3, 4, 2, 128, 96),
+    (2, 3, 1, 8, 6),
 ]
 KERNELS = [rotate_and_store.reference, rotate_and_store.triton]
 REAL = pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)
@@ -30,13 +32,14 @@ class Scene:
     """Views of one fused tensor, and a cache whose every value is a sentinel."""
 
     def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-        T, Q, G, D = case
+        (T, Q, G, D), self.rotary_dim = case[:4], case[-1]
         generator = torch.Generator().manual_seed(T)
         wide = torch.randn(T, (Q + 2 * G) * D + 16, generator=generator)  # strided tokens
         fused = wide.to(device, dtype)[:, : (Q + 2 * G) * D]
         self.q, self.k, self.v = fused.unflatten(1, (-1, D)).split([Q, G, G], dim=1)
-        frequencies = THETA ** (-torch.arange(D // 2, dtype=torch.float64) * 2 / D)
-        self.angles = torch.outer(torch.arange(MAX_LEN).double(), frequencies)  # (P, D / 2)
+        R = self.rotary_dim
+        frequencies = THETA ** (-torch.arange(R // 2, dtype=torch.float64) * 2 / R)
+        self.angles = torch.outer(torch.arange(MAX_LEN).double(), frequencies)  # (P, R / 2)
         tables = (self.angles.cos(), self.angles.sin())
         self.cos, self.sin = (torch.cat((table, table), dim=1).float().to(device) for table in tables)
         self.positions = torch.randint(MAX_LEN, (T,), generator=generator).to(device)
@@ -51,10 +54,12 @@ class Scene:
         return HeadNorms(q, k, EPS)
 
     def turned(self, x: Tensor, sign: float = 1.0) -> Tensor:
-        """x (T, heads, D) as complex numbers (x[i], x[i + D / 2]), each turned by its angle times `sign`, in fp64."""
+        """The first R of x (T, heads, D) as complex numbers (x[i], x[i + R / 2]), each turned by its angle times
+        `sign`, in fp64."""
         turn = torch.polar(torch.ones_like(self.angles), sign * self.angles)[self.positions.cpu(), None]
-        result = torch.complex(*x.double().cpu().chunk(2, dim=-1)) * turn
-        return torch.cat((result.real, result.imag), dim=-1)
+        x = x.double().cpu()
+        result = torch.complex(*x[..., : self.rotary_dim].chunk(2, dim=-1)) * turn
+        return torch.cat((result.real, result.imag, x[..., self.rotary_dim :]), dim=-1)
 
     def check_cache(self, k: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
         """Of k, before it was turned."""
@@ -143,10 +148,11 @@ class Case:
     L: int = 2
     G: int = 2
     D: int = 16
+    R: int = 0  # 0: D
 
 
 CONTEXTS = [Case(1), Case(5), Case(3, L=5, G=8, D=128), Case(2, L=3, G=3, D=24), Case(4, L=1, G=1, D=64)]
-CONTEXTS += [Case(2, G=12, D=8), Case(0)]
+CONTEXTS += [Case(2, G=12, D=8), Case(0), Case(3, D=16, R=12)]
 REAL_CONTEXTS = [Case(16, L=5, G=8, D=128), Case(512, L=5, G=8, D=128), Case(8192, L=5, G=8, D=128)]
 
 
@@ -161,7 +167,8 @@ class ContextScene:
         self.k_norm = (1 + torch.rand(L, D, **options)).to(dtype)
         self.positions = torch.randint(0, 50, (T,), **options)
         self.slots = torch.randperm(T + 7, **options)[:T]
-        angles = torch.outer(torch.arange(50, device=device), 100.0 ** (-torch.arange(D // 2, device=device) * 2 / D))
+        R = case.R or D
+        angles = torch.outer(torch.arange(50, device=device), 100.0 ** (-torch.arange(R // 2, device=device) * 2 / R))
         self.cos, self.sin = (torch.cat((x, x), dim=-1) for x in (angles.cos(), angles.sin()))
         self.cache = torch.full((L, 2, T + 7, G, D), torch.nan, device=device).to(dtype)
 
@@ -172,7 +179,7 @@ class ContextScene:
 
     def expected(self) -> Tensor:
         case, cache = self.case, self.cache.double()
-        half = case.D // 2
+        half = (case.R or case.D) // 2
         rows = self.kv.double().view(case.T, case.L, 2, case.G, case.D)
         for t, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
             turn = torch.complex(self.cos[position, :half].double(), self.sin[position, :half].double())
@@ -180,8 +187,8 @@ class ContextScene:
                 for head in range(case.G):
                     key = rows[t, layer, 0, head]
                     key = key / (key.square().mean() + EPS).sqrt() * self.k_norm[layer].double()
-                    turned = torch.complex(key[:half], key[half:]) * turn
-                    cache[layer, 0, slot, head] = torch.cat((turned.real, turned.imag))
+                    turned = torch.complex(key[:half], key[half : 2 * half]) * turn
+                    cache[layer, 0, slot, head] = torch.cat((turned.real, turned.imag, key[2 * half :]))
                     cache[layer, 1, slot, head] = rows[t, layer, 1, head]
         return cache
 

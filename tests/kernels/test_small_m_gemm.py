@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import small_m
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import Activation, gelu_tanh_mul, silu_mul
 from slipstream.kernels.gemm.linear import gated_linear, linear
 from slipstream.kernels.gemm.small_m import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
@@ -68,11 +68,14 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gated_rounds_as_the_two_kernels(device: str) -> None:
+@pytest.mark.parametrize(("activation", "alone"), [("silu", silu_mul.triton), ("gelu_tanh", gelu_tanh_mul.triton)])
+def test_gated_rounds_as_the_two_kernels(
+    activation: Activation, alone: Callable[[Tensor], Tensor], device: str
+) -> None:
     x, weight, _ = random(5, 64, 48, torch.float16, device)
     tiling = Tiling(16, 16, 1)
-    apart = silu_mul.triton(small_m.linear_few_rows_triton(x, weight, None, tiling))
-    assert torch.equal(small_m.gated_linear_few_rows_triton(x, weight, tiling), apart)
+    apart = alone(small_m.linear_few_rows_triton(x, weight, None, tiling))
+    assert torch.equal(small_m.gated_linear_few_rows_triton(x, weight, tiling, activation), apart)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -122,7 +122,7 @@ def test_longrope_depends_on_the_context_that_is_served() -> None:
 
 
 @pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"])
 def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | None, tmp_path: Path) -> None:
     """From config.json alone where it says everything, else by transformers, which knows each family's defaults."""
     known = getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"], use_sliding_window=False)

@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
+MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 BuildDrafted = Callable[..., Engine]
 
@@ -146,6 +147,14 @@ def test_a_drafter_changes_no_token_of_sinks_and_caps(
     assert drafter == "none" or acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
 
 
+@pytest.mark.parametrize(("drafter", "family", "sampling"), rotating(DRAFTERS, MIXTURES, ["greedy", "plain"]))
+def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
+    drafter: str, family: str, sampling: str, build: BuildDrafted, reference: Reference
+) -> None:
+    requests = uneven_requests(SAMPLINGS[sampling])
+    assert tokens_of(run(build(family, drafter), requests)) == reference(family, requests)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -164,10 +173,9 @@ def test_captured_steps_change_no_token(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("drafter", "family"),
-    [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows", *CAPPED)],
+    ("drafter", "family"), list(product(DRAFTERS, ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES)))
 )
-def test_captured_steps_of_windowed_layers_change_no_token(
+def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     requests, attention = uneven_requests(SAMPLINGS["plain"]), "prefill=sdpa,verify=triton,draft=triton"
@@ -196,7 +204,9 @@ def test_the_reference_is_transformers_generate(
         [
             *(("eagle3", family) for family in ("llama-tied-bias", "mistral", "qwen2-yarn")),
             ("dflash", "qwen3-tied"),
+            *(("eagle3", "gemma3"), ("eagle", "gemma2-free-scores"), ("eagle3", "olmo2"), ("eagle", "phi4-longrope")),
             ("eagle", "llama-rope-llama3"),
+            ("eagle3", "mixtral"),
         ],
     ),
 )

@@ -60,6 +60,16 @@ def test_parts_are_told_apart_where_steps_differ() -> None:
     assert costs.error() < 0.02
 
 
+def test_a_size_that_is_faster_than_measured_stays_so_while_others_are_used() -> None:
+    """As with experts: text reads fewer than the random tokens of start-up, unless there is one row."""
+    costs = StepCosts(TABLES)
+    for rows, ms, steps in ((1, 4.1, 200), (8, 0.8 * 4.4, 30), (1, 4.1, 500)):
+        for _ in range(steps):
+            costs.observe(rows, 1, 1, ms, filtered=False)
+    assert costs.time(1, 1, 1, filtered=False) == pytest.approx(4.1, rel=0.01)
+    assert costs.time(8, 1, 1, filtered=False) == pytest.approx(0.8 * 4.4, rel=0.05)
+
+
 @pytest.mark.parametrize("costs", [StepCosts(TABLES), FittedCosts(128)])
 def test_a_disturbance_moves_little(costs: Costs) -> None:
     for _ in range(100):

@@ -39,8 +39,17 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("target")
-    save_random_target(FAMILIES["qwen3"], path)
+    return save_target("qwen3", tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def gemma_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target("gemma2-free-scores", tmp_path_factory.mktemp("gemma"))
+
+
+def save_target(family: str, path: Path) -> Path:
+    """With a tokenizer of numbers."""
+    save_random_target(FAMILIES[family], path)
     words = {str(number): number for number in range(FAMILIES["qwen3"].vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
@@ -74,7 +83,7 @@ def random_parts(
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     frozen = TransformersTarget(target, draft.config.aux_layers)
-    return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
+    return draft, frozen, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 128)
 
 
 def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **flags: bool) -> Eagle3Training:

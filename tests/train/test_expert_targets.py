@@ -7,6 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.models.files.checkpoint import read_json
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import SamplingParams
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.random_targets import save_random_target
 from slipstream.tests.train.runs import ROOT, Arguments, refusal
@@ -42,6 +44,15 @@ def test_eagle3_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, 
     drift = draft["lm_head.weight"].float() - target["lm_head.weight"]
     assert drift.abs().max() < 0.01, "starts as the target's head; three steps at 1e-3 go no further"
     assert read_json(tmp_path / "step-3" / "config.json")["num_hidden_layers"] == 1
+    if family != "gpt-oss":
+        check_served(targets[family], tmp_path / "step-3")
+
+
+def check_served(target: Path, draft: Path) -> None:
+    """The answers are the target's own."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    answers = [LLM(str(target), name).generate([[5, 9, 33]], params)[0] for name in ("none", str(draft))]
+    assert answers[0].tokens == answers[1].tokens
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -51,14 +62,18 @@ def test_eagle_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, P
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["eval_accept_length"] >= 1
 
 
-def test_dflash_trains_from_random_weights(tmp_path: Path, arguments: Arguments, targets: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_dflash_trains_from_random_weights(
+    tmp_path: Path, arguments: Arguments, targets: dict[str, Path], family: str
+) -> None:
     blocks = {"num_layers": 2, "block_size": 5, "mask_token_id": 7, "anchors": 6}
     changes = {f"draft__{name}": value for name, value in blocks.items()}
-    flags = arguments(tmp_path, target=targets["qwen3-moe"], optim__steps=3, **changes)
+    flags = arguments(tmp_path, target=targets[family], optim__steps=3, checkpoint__every=3, **changes)
     flags = [flag for flag in flags if "ttt_steps" not in flag]
     assert "set draft.init_from_target to false" in refusal(flags, dflash.main)
     dflash.main([*flags, "--draft.init_from_target=false"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
+    check_served(targets[family], tmp_path / "step-3")
 
 
 @pytest.mark.parametrize(("program", "recipe"), RECIPES)

@@ -38,7 +38,9 @@ def load_training(kind: Any, network: Any, options: Any, target: Path, draft: Pa
     config = load_config(target)
     module = load_draft(network, draft, config, torch.float32, CPU)
     frozen = load_frozen_target(target, module.config.aux_layers, CPU)
-    return kind(module, frozen, RotaryEmbedding(config.rope, config.head_dim, 256), options, depth, seed=0).eval()
+    return kind(
+        module, frozen, RotaryEmbedding(module.config.rope, module.config.head_dim, 256), options, depth, seed=0
+    ).eval()
 
 
 def check_served(
@@ -76,13 +78,19 @@ def whole(tokens: list[int]) -> Batch:
     return collate([[(tokens, [False] + [True] * (len(tokens) - 1))]], 64)
 
 
+@pytest.fixture(params=["target_path", "gemma_path"])
+def target(request: pytest.FixtureRequest) -> Path:
+    """Of Gemma a draft reads unscaled rows of the embedding, and caps no logits, in training as in serving."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 100, "fc_bias": False}])
-def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
-    texts = answers_alone(target_path)[:1]
-    save_random_eagle(target_path, tmp_path / "draft", texts, intermediate_size=64, **fields)
-    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1, width=DEPTH + 1)
+def test_eagle(target: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    texts = answers_alone(target)[:1]
+    save_random_eagle(target, tmp_path / "draft", texts, intermediate_size=64, **fields)
+    llm = LLM(str(target), str(tmp_path / "draft"), max_running=1, width=DEPTH + 1)
     drafter: Any = llm.engine.runner.drafter
-    files = target_path, tmp_path / "draft"
+    files = target, tmp_path / "draft"
     training = load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH)
 
     def check(tokens: list[int], served: Served) -> None:

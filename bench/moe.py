@@ -1,0 +1,201 @@
+"""Times a layer's mixture of experts on a GPU by the number of rows, against the bytes that it must read.
+
+    python bench/moe.py
+    python bench/moe.py --shape mixtral-8x7b --rows 1 32 --tune
+    python bench/moe.py --check
+
+Router, gate and up, and down with the sum are launched in one CUDA graph, over copies of the weights that exceed the L2
+cache. Rows are random, so experts are hit independently; `hit` is how many. The floor is the time to read router, hit
+experts and rows once at the copy bandwidth measured in the same run; for many rows the share of 790 TFLOP/s says more.
+`torch` is transformers' way: a sort by expert, `grouped_mm` twice, and a sum. --tune times other blocks and tilings of
+the two products. --check compares rows with the same rows of the largest pass, bit for bit, before anything is timed.
+"""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources
+
+from slipstream.bench.gpu import copy_bandwidth, print_kernels, profile_kernels
+from slipstream.bench.kernel_times import graph_us
+from slipstream.bench.lines import Lines, origin, table
+from slipstream.config import run
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, mix_experts_triton
+from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
+
+COLD_BYTES = 256 * 2**20  # four times an H200's L2
+TENSOR_FLOPS = 790e12  # of an H200 in bf16, as docs/benchmarks.md measured
+SHAPES = {  # H, I, E, k
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "qwen3-235b-a22b": (4096, 1536, 128, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+}
+COLUMNS = (
+    ("rows", "rows", "d"),
+    ("hit", "hit", "d"),
+    ("us", "us", ".1f"),
+    ("floor, us", "floor_us", ".1f"),
+    ("share of floor", "share_of_floor", ".2f"),
+    ("TFLOP/s", "tflops", ".0f"),
+    ("torch, us", "torch_us", ".1f"),
+    ("router, us", "router_us", ".1f"),
+    ("block", "block_rows", "d"),
+    ("tiling", "tiling", ""),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A layer's experts by the number of rows."""
+
+    shape: str = "qwen3-30b-a3b"
+    """Sizes of the layer."""
+    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 32, 128, 512, 2048, 8192])
+    """Tokens of a pass."""
+    tune: bool = False
+    """Time other tilings, too."""
+    check: bool = False
+    """Compare bits first."""
+    profile: bool = False
+    """List the kernels of each pass."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(SHAPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    router: Tensor
+    weights: ExpertWeights
+    top_k: int
+
+    def route(self, x: Tensor, block_rows: int | None = None) -> Routing:
+        return route_triton(x, self.router, None, self.top_k, True, block_rows)
+
+    def __call__(self, x: Tensor, block_rows: int | None = None, tiling: Tiling | None = None) -> Tensor:
+        return mix_experts_triton(x, self.route(x, block_rows), self.weights, None, tiling)
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """In bf16, with the outputs of an expert side by side."""
+        weights, experts = F.linear(x, self.router).float().softmax(dim=-1).topk(self.top_k)
+        order = experts.flatten().argsort()
+        numbers = torch.arange(len(self.router), device=x.device)
+        ends = (experts.flatten()[:, None] <= numbers).sum(0).int()  # bincount cannot be captured
+        gate_up, down = self.weights.gate_up.transpose(1, 2), self.weights.down.transpose(1, 2)
+        hidden = silu_mul(F.grouped_mm(x[order // self.top_k], gate_up, offs=ends))
+        outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+        outputs[order] = F.grouped_mm(hidden, down, offs=ends)
+        shares = (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)
+        return (outputs.view(len(x), self.top_k, -1) * shares[:, :, None]).sum(dim=1)
+
+
+@torch.inference_mode()
+def moe(config: MoEConfig) -> None:
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: a large copy moves {bandwidth / 1e9:,.0f} GB/s")
+    layers = make_layers(SHAPES[config.shape])
+    if config.check:
+        check(layers[0], config.rows)
+    lines = Lines(config.output, origin("moe", "cuda") | {"shape": config.shape})
+    for rows in config.rows:
+        x = random(rows, SHAPES[config.shape][0])
+        for result in measure(config, layers, x, bandwidth):
+            lines.add({"rows": rows, **result})
+            print(table(COLUMNS, lines.all[-1:], heading=len(lines.all) == 1), flush=True)
+        if config.profile:
+            print_kernels(profile_kernels(lambda x=x: layers[0](x)))  # type: ignore[misc]
+    lines.print()
+
+
+def make_layers(shape: tuple[int, int, int, int]) -> list[Layer]:
+    """So many that their weights do not stay in the L2 cache, at least two."""
+    size, intermediate, experts, top_k = shape
+    num_bytes = 6 * top_k * size * intermediate  # of one row
+    return [
+        Layer(
+            random(experts, size, scale=size**-0.5),
+            ExpertWeights(
+                random(experts, 2 * intermediate, size, scale=size**-0.5),
+                random(experts, size, intermediate, scale=intermediate**-0.5),
+            ),
+            top_k,
+        )
+        for _ in range(max(2, COLD_BYTES // num_bytes))
+    ]
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
+
+
+def check(layer: Layer, row_counts: list[int]) -> None:
+    x = random(max(row_counts), layer.router.shape[1])
+    whole = layer(x)
+    differing = [rows for rows in row_counts if not torch.equal(layer(x[:rows]), whole[:rows])]
+    print(f"rows whose bits depend on others, in passes of: {differing or 'none'}")
+    few = x[:64]
+    ours, torchs = layer(few).float(), layer.by_torch(few).float()
+    error = ((ours - torchs).norm(dim=1) / ours.norm(dim=1)).median()  # near-ties may go to another expert
+    print(f"difference of a row from torch's, of its norm: {error:.4f}")
+
+
+def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float) -> Iterator[dict[str, Any]]:
+    size, intermediate, experts, top_k = SHAPES[config.shape]
+    hit = round(sum(len(layer.route(x).experts.unique()) for layer in layers) / len(layers))
+    matrices = hit * 3 * size * intermediate + experts * size
+    floor = 2e6 * (matrices + 2 * x.numel()) / bandwidth
+    flops = 6 * len(x) * top_k * size * intermediate
+    others = {
+        "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1),
+        "router_us": round(graph_us(lambda layer: layer.route(x), layers), 1),
+    }
+    for block_rows, tiling in [(None, None), *(choices(len(x) * top_k, experts) if config.tune else ())]:
+        try:
+            us = graph_us(lambda layer, rows=block_rows, tiling=tiling: layer(x, rows, tiling), layers)
+        except OutOfResources:
+            continue
+        yield {
+            "hit": hit,
+            "us": round(us, 2),
+            "floor_us": round(floor, 2),
+            "share_of_floor": round(floor / us, 3),
+            "tflops": round(flops / us / 1e6, 1),
+            "share_of_tensor_cores": round(1e6 * flops / us / TENSOR_FLOPS, 3),
+            **others,
+            "block_rows": block_rows or choose_block_rows(len(x) * top_k, experts),
+            "tiling": "" if tiling is None else ",".join(map(str, astuple(tiling))),
+        }
+
+
+def choices(num_pairs: int, num_experts: int) -> Iterator[tuple[int | None, Tiling | None]]:
+    """Blocks of other sizes, and other tilings of blocks of the chosen size: outputs, depth, stages, warps."""
+    chosen = choose_block_rows(num_pairs, num_experts)
+    sizes = [1, *TILINGS]
+    place = sizes.index(chosen)
+    yield from ((rows, None) for rows in sizes[max(place - 1, 0) : place + 2] if rows != chosen)
+    if chosen <= 32:
+        cuts = [(64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4)]
+        cuts += [(128, 64, 4, 4), (128, 128, 3, 4), (128, 64, 6, 8), (32, 128, 4, 2), (32, 256, 3, 4)]
+    else:
+        cuts = [(128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8)]
+        cuts += [(128, 128, 2, 8), (64, 64, 4, 4), (128, 32, 6, 8)]
+    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[max(chosen, 16)])
+
+
+def main() -> None:
+    run(moe, MoEConfig, None, "bench/moe.py")
+
+
+if __name__ == "__main__":
+    main()

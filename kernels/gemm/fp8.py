@@ -1,0 +1,465 @@
+"""Linear layers in FP8 (e4m3): quantisation of a layer's inputs, and products of few and of many rows.
+
+Inputs are quantised row by row, or by row and 128 inputs, or by a static scale of the file: none is taken over several
+rows. Hopper's tensor cores add FP8 products in less than fp32, so every 128 inputs a sum is added to one in fp32
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Both kernels cut the inputs into the same parts, add 128 inputs at a
+time in their order and have the weights as the left operand, so a row has the same bits in a pass of any size. Scales
+of rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs.
+Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.small_m import Tiling, choose_tiling, merge_parts, part_inputs, round_silu_mul, scratch
+from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+SMALLEST_SCALE = 1e-12  # of a row of zeros
+BLOCK = 128  # inputs and outputs of a block that shares a scale; inputs whose products are added in tensor cores alone
+ALIGNMENT = 16  # numbers: rows are loaded 16 bytes at a time
+FEW_ROWS = 128  # of a kernel that reads weights once and shares inputs out
+FEW_GATED_ROWS = 64
+
+
+class QuantizedRows(NamedTuple):
+    """Inputs of a layer: codes * scales."""
+
+    codes: Tensor  # (M, I) e4m3
+    scales: Tensor  # fp32: (M,), or (B, M) of blocks of 128 inputs
+    dtype: torch.dtype  # of what was quantised, and of products
+
+
+class InputScales(NamedTuple):
+    """How a layer's inputs are scaled."""
+
+    static: Tensor | None = None  # () fp32, of all inputs; None: by what a row holds
+    by_block: bool = False  # by row and 128 inputs, else by row
+
+
+BY_ROW = InputScales()
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (O, I) -> e4m3 (O, I) and a scale of each output (O,) fp32."""
+    scales = (weight.float().abs().amax(dim=1) / LARGEST).clamp(min=SMALLEST_SCALE)
+    return (weight.float() / scales[:, None]).to(E4M3), scales
+
+
+def dequantize_weight(weight: Tensor, scales: Tensor) -> Tensor:
+    """e4m3 (O, I) times scales (O,), or (ceil O / 128, B) of blocks -> (O, I) fp32."""
+    if scales.dim() == 1:
+        return weight.float() * scales[:, None]
+    rows, columns = weight.shape
+    return weight.float() * scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def runs_kernels(x: Tensor, num_inputs: int) -> bool:
+    """On Hopper and later, for rows that are loaded 16 bytes at a time."""
+    if not use_triton(x) or num_inputs % ALIGNMENT:
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+@Op
+def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+    """x (M, I), any float dtype. Without a static scale the largest number of each row, or of each row's blocks of 128,
+    becomes 448."""
+    rows, columns = x.shape
+    static, by_block = given
+    if static is not None:
+        scales = static.float().expand(rows)
+        spread = scales[:, None]
+    elif by_block:
+        padded = F.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+        by_row = (padded.abs().amax(dim=2) / LARGEST).clamp(min=SMALLEST_SCALE)  # (M, B)
+        spread = by_row.repeat_interleave(BLOCK, dim=1)[:, :columns]
+        scales = by_row.t().contiguous()
+    else:
+        scales = (x.float().abs().amax(dim=1) / LARGEST).clamp(min=SMALLEST_SCALE)
+        spread = scales[:, None]
+    return QuantizedRows((x.float() / spread).clamp(-LARGEST, LARGEST).to(E4M3), scales, x.dtype)
+
+
+@quantize_rows.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
+def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+    x, (rows, columns), (static, by_block) = as_rows(x), x.shape, given
+    codes, scales, _ = new = _empty_rows(x, given)
+    if rows == 0:
+        return new
+    # A program takes a row whose scale it must find, else 1,024 inputs of it.
+    width = triton.next_power_of_2(columns) if static is None and not by_block else 1024
+    warps = min(max(width // 512, 4), 16)
+    _quantize_rows[(rows, triton.cdiv(columns, width))](
+        x, static, codes, scales, x.stride(0), rows, columns,
+        WIDTH=width, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
+    )  # fmt: skip
+    return new
+
+
+def _empty_rows(x: Tensor, given: InputScales) -> QuantizedRows:
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
+    if given.static is not None:
+        return QuantizedRows(codes, given.static.expand(rows), x.dtype)
+    shape = (triton.cdiv(columns, BLOCK), rows) if given.by_block else (rows,)
+    return QuantizedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), x.dtype)
+
+
+@Op
+def quantized_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
+) -> tuple[QuantizedRows, Tensor]:
+    """(quantize_rows(rms_norm(summed)), summed) with summed = residual + delta (M, I), as kernels/norm.py computes it;
+    without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`."""
+    if delta is None:
+        return quantize_rows.reference(rms_norm.reference(residual, weight, eps), given), residual
+    normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
+    return quantize_rows.reference(normed, given), summed
+
+
+@quantized_rms_norm.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
+def quantized_rms_norm_triton(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
+) -> tuple[QuantizedRows, Tensor]:
+    old, new = as_rows(residual), None if delta is None else as_rows(delta)
+    sums = residual if delta is None else torch.empty_like(old) if out is None else out
+    rows, columns = old.shape
+    codes, scales, _ = quantized = _empty_rows(old, given)
+    if rows == 0:
+        return quantized, sums
+    width = max(triton.next_power_of_2(columns), BLOCK)
+    _norm_and_quantize[(rows,)](
+        old, new, weight, sums, given.static, codes, scales,
+        old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), rows, eps,
+        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 256, 1), 16),
+        **pdl_options(old.device),
+    )  # fmt: skip
+    return quantized, sums
+
+
+@Op
+def quantized_silu_mul(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+    """quantize_rows(silu_mul(gate_up (M, 2 * I))): the inputs of a layer after a gated one."""
+    return quantize_rows.reference(silu_mul.reference(gate_up), given)
+
+
+@quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
+def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+    gate_up = as_rows(gate_up)
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    codes, scales, _ = quantized = _empty_rows(gate_up[:, :columns], given)
+    if rows == 0:
+        return quantized
+    width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
+    _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
+        gate_up, given.static, codes, scales, gate_up.stride(0), rows, columns,
+        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 512, 4), 16),
+        **pdl_options(gate_up.device),
+    )  # fmt: skip
+    return quantized
+
+
+@Op
+def fp8_linear(
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """(codes * scales of x) (M, I) @ (weight (O, I) e4m3 * scales).T + bias (O,) -> (M, O) in x's dtype.
+
+    `scales`: (O,), or (ceil O / 128, B) of blocks; then inputs have scales by block, too. `gated`, without a bias:
+    silu_mul of that, (M, O / 2). On the CPU in fp64, in which sums of e4m3 products are exact in any order.
+    """
+    work = torch.float32 if x.codes.is_cuda else torch.float64
+    out = (x.codes.to(work) @ weight.to(work).t()) if scales.dim() == 1 else _blockwise(x, weight, scales, work)
+    if scales.dim() == 1:
+        out = out * x.scales.to(work)[:, None] * scales.to(work)
+    out = (out if bias is None else out + bias.to(work)).to(x.dtype)
+    return silu_mul.reference(out) if gated else out
+
+
+def _blockwise(x: QuantizedRows, weight: Tensor, scales: Tensor, work: torch.dtype) -> Tensor:
+    columns = weight.shape[1]
+    spread = x.scales.t().repeat_interleave(BLOCK, dim=1)[:, :columns]
+    return (x.codes.to(work) * spread.to(work)) @ dequantize_weight(weight, scales).to(work).t()
+
+
+@fp8_linear.kernel(when=lambda x, weight, *_, **__: runs_kernels(x.codes, weight.shape[1]))
+def fp8_linear_triton(
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    few: bool | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """few: by the kernel of few rows; `tiling`: its tiles."""
+    rows = len(x.codes)
+    is_few = rows <= (FEW_GATED_ROWS if gated else FEW_ROWS) if few is None else few
+    if is_few:
+        return _few_rows(x, weight, scales, bias, gated, tiling)
+    split = 1 if gated else choose_tiling(*weight.shape).split
+    out = _many_rows(x, weight, scales, bias, split)
+    return silu_mul(out) if gated else out
+
+
+def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
+    """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
+    tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
+    if gated:
+        return Tiling(outputs=64, depth=BLOCK, split=1, stages=5 if num_rows <= 32 else 4)
+    stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
+    warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
+    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages, warps=warps)
+
+
+def _few_rows(
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
+    tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight) // (2 if gated else 1)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
+    if num_rows == 0:
+        return out
+    assert bias is None or not gated
+    tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
+    rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
+    partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    fp8_few_kernel[(tiles, tiling.split)](
+        x.codes, x.scales, weight, scales, bias, out, partial, counters,
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), x.scales.stride(-1),
+        ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
+        EVEN=num_inputs % BLOCK == 0, num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(weight.device),
+    )  # fmt: skip
+    return out
+
+
+def _many_rows(
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, split: int,
+    tile: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
+    if num_rows == 0:
+        return out
+    rows, outputs = tile or ((64, 64) if num_rows * num_outputs <= 1 << 20 else (128, 128))
+    parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split)
+    given: Any = TensorDescriptor.from_tensor
+    fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
+        given(x.codes, [rows, BLOCK]), given(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), x.scales.stride(-1),
+        ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=scales.dim() == 2,
+        num_stages=4, num_warps=8 if outputs == 128 else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    columns = first + tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _norm_and_quantize(
+    residual_ptr, delta_ptr, weight_ptr, summed_ptr, static_ptr, codes_ptr, scales_ptr,
+    residual_stride, delta_stride, summed_stride, num_rows, eps,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds where the separate kernels round."""
+    wait_for_inputs(PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    summed = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        summed = (summed.to(tl.float32) + delta).to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
+    x = summed.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)
+    normed = normed.to(tl.float32)
+    _store_codes(normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _silu_mul_and_quantize(
+    gate_up_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds where the separate kernels round."""
+    wait_for_inputs(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    columns = first + tl.arange(0, WIDTH)
+    gate_up_ptr += row * stride + columns
+    gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
+    up = tl.load(gate_up_ptr + num_inputs, mask=columns < num_inputs, other=0.0)
+    x = round_silu_mul(gate, up).to(tl.float32)
+    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _store_codes(
+    x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last; all of them where they share a scale."""
+    columns = first + tl.arange(0, WIDTH)
+    if static_ptr is not None:
+        scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + tl.load(static_ptr))
+    elif BY_BLOCK:
+        blocks = tl.reshape(x, (WIDTH // GROUP, GROUP))
+        scale = tl.div_rn(tl.max(tl.abs(blocks), axis=1), tl.full((WIDTH // GROUP,), 448.0, tl.float32))
+        scale = tl.maximum(scale, 1e-12)
+        scaled = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (WIDTH // GROUP, GROUP))), (WIDTH,))
+        block = first // GROUP + tl.arange(0, WIDTH // GROUP)
+        cells = scales_ptr + block.to(tl.int64) * num_rows + row
+        tl.store(cells, scale, mask=block * GROUP < num_inputs)
+    else:
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), 448.0), 1e-12)
+        scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + scale)
+        tl.store(scales_ptr + row, scale)
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    tl.store(codes_ptr + row * num_inputs + columns, scaled.to(tl.float8e4nv), mask=columns < num_inputs)
+
+
+@triton.jit
+def _add_products(
+    acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
+    DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH), DEPTH inputs from k on."""
+    if BLOCKS:
+        block, num_blocks = k // DEPTH, tl.cdiv(num_inputs, DEPTH)
+        safe = tl.minimum(outputs, num_outputs - 1) // DEPTH
+        weight_scale = tl.load(weight_scale_ptr + safe * num_blocks + block)
+        x_scale = tl.load(x_scale_ptr + block * num_rows + rows, mask=rows < num_rows, other=0.0)
+        product = tl.dot(weight, tl.trans(x))
+        acc += product * (weight_scale[:, None] * x_scale[None, :])
+    else:
+        acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=DEPTH)
+    return acc
+
+
+@triton.jit
+def _scale_sums(
+    sums, weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """sums (ROWS, OUTPUTS) times the scales of rows and outputs, where these have any."""
+    if not BLOCKS:
+        x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * x_scale_stride, mask=rows < num_rows, other=0.0)
+        weight_scale = tl.load(weight_scale_ptr + outputs, mask=outputs < num_outputs, other=0.0)
+        sums = sums * x_scale[:, None] * weight_scale[None, :]
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+def fp8_few_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    num_rows, num_outputs, num_inputs, part, x_scale_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
+    up_weights = weights + num_outputs.to(tl.int64) * num_inputs
+    first = tl.program_id(1) * (part // DEPTH)
+    last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
+    row = tl.arange(0, ROWS)
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    all_outputs = num_outputs * 2 if GATED else num_outputs
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for step in range(first, last):
+        start = step * DEPTH
+        k = start + tl.arange(0, DEPTH)[None, :]
+        inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
+        x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
+        weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
+        acc = _add_products(
+            acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, row, start, num_rows, all_outputs, num_inputs,
+            DEPTH, BLOCKS,
+        )  # fmt: skip
+        if GATED:
+            weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
+            up = _add_products(
+                up, weight, x, weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, start, num_rows, all_outputs,
+                num_inputs, DEPTH, BLOCKS,
+            )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    cells = row[:, None] * num_outputs + outputs[None, :]
+    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    result = tl.trans(acc)  # (ROWS, OUTPUTS)
+    if SPLIT > 1:
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+    result = _scale_sums(
+        result, weight_scale_ptr, x_scale_ptr, outputs, row, num_rows, num_outputs, x_scale_stride, BLOCKS
+    )
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    rounded = result.to(out_ptr.dtype.element_ty)
+    if GATED:
+        ups = _scale_sums(
+            tl.trans(up), weight_scale_ptr + num_outputs, x_scale_ptr, outputs, row, num_rows, num_outputs,
+            x_scale_stride, BLOCKS,
+        )  # fmt: skip
+        rounded = round_silu_mul(rounded, ups.to(rounded.dtype))
+    tl.store(out_ptr + cells, rounded, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def fp8_many_kernel(
+    x_desc, weight_desc, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr,
+    num_rows, num_outputs, num_inputs, part, x_scale_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
+    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    program = tl.program_id(0)
+    group, within = program // (GROUP * row_tiles), program % (GROUP * row_tiles)
+    width = tl.minimum(output_tiles - group * GROUP, GROUP)
+    row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
+    rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for index in range(SPLIT):
+        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
+            x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
+            acc = _add_products(
+                acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
+                DEPTH, BLOCKS,
+            )  # fmt: skip
+        sums += acc
+    result = _scale_sums(
+        tl.trans(sums), weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS
+    )
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    cells = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(cells, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,222 @@
+"""Which experts of a mixture each token goes to, in one launch for any number of tokens.
+
+A near-tie between two experts must not fall one way in a pass of one row and another way in a pass of many. So logits
+are fp32 and sum the inputs in parts that the layer's shape alone fixes: programs side by side for few rows, one program
+after another part for many. The last program of some rows chooses their experts; the last of all sorts tokens by
+expert, for kernels/gemm/grouped.py, without the host.
+Letters: T tokens, H inputs, E experts, k experts of a token, P = T * k pairs of a token and one of its experts.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.grid_sync import done_counters, is_last_done, new_words
+from slipstream.kernels.launch import Op, pdl_options
+
+DEPTH = 64  # inputs of a tile
+PART = 256  # inputs of a part, at least
+MAX_PARTS = 8
+MAX_EXPERTS = 1024
+PARALLEL_ROWS = 512  # up to here programs share the inputs
+GROUP = 16  # rows whose experts are chosen at a time, for any number of rows
+UNSORTED_PAIRS = 32  # up to here experts are mostly hit once: each pair is a block of its own
+BLOCK_ROWS = ((8, 16), (24, 32), (96, 64))  # mean pairs of an expert, up to which a block has so many rows
+
+
+class Blocks(NamedTuple):
+    """Pairs of the same expert, in blocks that a program computes."""
+
+    rows: int  # of a block, at most
+    pairs: Tensor  # (E, T) int32: the pairs of each expert, in any order
+    first: Tensor  # (most blocks,) int32: where a block begins in the flattened `pairs`
+    sizes: Tensor  # (most blocks,) int32: its pairs
+    used: Tensor  # (1,) int32: how many blocks there are
+
+
+class Routing(NamedTuple):
+    experts: Tensor  # (T, k) int32, the best first
+    weights: Tensor  # (T, k) fp32
+    blocks: Blocks | None = None  # None: each pair is a block
+
+
+@Op
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> Routing:
+    """The k experts with the highest logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals first.
+
+    Weights are the softmax of the logits: over the chosen experts if `normalise`, else over all.
+    """
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = logits.gather(1, experts)
+    total = (chosen if normalise else logits).logsumexp(dim=-1, keepdim=True)
+    return Routing(experts.int(), (chosen - total).exp())
+
+
+@route.kernel()
+def route_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalise: bool, block_rows: int | None = None
+) -> Routing:
+    """`block_rows`: rows of a block; 1: unsorted."""
+    (num_rows, num_inputs), num_experts, device = x.shape, len(weight), x.device
+    assert num_experts <= MAX_EXPERTS
+    x = x if x.stride(1) == 1 else x.contiguous()
+    experts = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
+    block_rows = block_rows or choose_block_rows(num_rows * top_k, num_experts)
+    blocks = None if block_rows == 1 else _empty_blocks(num_rows, top_k, num_experts, block_rows, device)
+    if num_rows == 0:
+        return Routing(experts, weights, blocks)
+    num_parts = max(1, min(MAX_PARTS, num_inputs // PART))
+    is_parallel = num_rows <= PARALLEL_ROWS
+    parallel = num_parts if is_parallel else 1
+    rows, tile = (GROUP, 32) if is_parallel else (64, 64)
+    logits = torch.empty(parallel, num_rows, num_experts, dtype=torch.float32, device=device)
+    grid = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, tile), parallel
+    assert weight.is_contiguous()
+    route_kernel[grid](
+        x, weight, bias, logits, done_counters(device), pair_counts(device), experts, weights,
+        *((None,) * 4 if blocks is None else blocks[1:]),
+        x.stride(0), num_rows, num_inputs, triton.cdiv(triton.cdiv(num_inputs, DEPTH), num_parts) * DEPTH,
+        EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, ROWS=rows, TILE=tile, DEPTH=DEPTH,
+        PARTS=num_parts, PARALLEL=parallel, GROUP=GROUP, BLOCK=block_rows, EVEN=num_inputs % DEPTH == 0,
+        PRECISION="ieee", num_warps=4, num_stages=4, **pdl_options(device),
+    )  # fmt: skip
+    return Routing(experts, weights, blocks)
+
+
+def choose_block_rows(num_pairs: int, num_experts: int) -> int:
+    if num_pairs <= UNSORTED_PAIRS:
+        return 1
+    mean = num_pairs / num_experts
+    return next((rows for most, rows in BLOCK_ROWS if mean <= most), 128)
+
+
+def _empty_blocks(num_rows: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> Blocks:
+    """With room for the most blocks that there can be."""
+    pairs = num_rows * top_k
+    most = min(pairs, min(num_experts, pairs) + pairs // rows)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return Blocks(rows, empty(num_experts, num_rows), empty(most), empty(most), empty(1))
+
+
+@functools.cache
+def pair_counts(device: torch.device) -> Tensor:
+    """(MAX_EXPERTS,) int32 that the kernel counts with, zero between launches, as `done_counters` are."""
+    return new_words(device)[:MAX_EXPERTS]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route_kernel(
+    x_ptr, weight_ptr, bias_ptr, logits_ptr, counters_ptr, counts_ptr, experts_ptr, weights_ptr,
+    pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
+    PARALLEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2)."""
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    weights = weight_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(2)
+    result = tl.zeros((TILE, ROWS), tl.float32)
+    for index in range(first, first + PARTS // PARALLEL):
+        acc = tl.zeros((TILE, ROWS), tl.float32)
+        for start in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
+            k = start + tl.arange(0, DEPTH)[None, :]
+            inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
+            x = tl.load(x_ptr + row[:, None].to(tl.int64) * x_stride + k, mask=inside, other=0.0)
+            if EVEN:
+                weight = tl.load(weights + k)
+            else:
+                weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+        result += acc
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    cells = logits_ptr + (first.to(tl.int64) * num_rows + row)[:, None] * EXPERTS + expert[None, :]
+    tl.store(cells, tl.trans(result), mask=(row < num_rows)[:, None] & (expert < EXPERTS)[None, :])
+    if is_last_done(counters_ptr + tl.program_id(0), tl.num_programs(1) * PARALLEL):
+        for start in range(0, ROWS, GROUP):
+            rows = tl.program_id(0) * ROWS + start + tl.arange(0, GROUP)
+            _choose(
+                logits_ptr, bias_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+                EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, PARALLEL, BLOCK,
+            )  # fmt: skip
+        if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
+            if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0)):
+                _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, EXPERTS, PADDED, BLOCK)
+
+
+@triton.jit
+def _choose(
+    logits_ptr, bias_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    NORMALISE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sorts logits as integers above the expert's number, so that the choices differ even where logits are NaN."""
+    expert, choice = tl.arange(0, PADDED)[None, :], tl.arange(0, PADDED_K)[None, :]
+    inside = (rows < num_rows)[:, None] & (expert < EXPERTS)
+    logits = tl.zeros((rows.shape[0], PADDED), tl.float32)
+    for index in tl.static_range(PARALLEL):
+        cells = logits_ptr + (index * num_rows + rows)[:, None].to(tl.int64) * EXPERTS + expert
+        logits += tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    bits = logits.to(tl.int32, bitcast=True)  # not of -0, since sums begin with 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (PADDED - 1 - expert).to(tl.int64)
+    lowest = tl.full(keys.shape, -(1 << 63), tl.int64)
+    keys = tl.where(expert < EXPERTS, keys, lowest)
+    chosen = tl.zeros((rows.shape[0], PADDED_K), tl.int32)
+    weights = tl.zeros((rows.shape[0], PADDED_K), tl.float32)
+    total = tl.zeros((rows.shape[0],), tl.float32)
+    top = total
+    for index in tl.static_range(TOP_K):
+        best = tl.max(keys, axis=1)
+        found = PADDED - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        keys = tl.where(expert == found[:, None], lowest, keys)
+        high = (best >> 32).to(tl.int32)
+        score = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        top = score if index == 0 else top
+        exponential = tl.exp(score - top)
+        total += exponential
+        chosen = tl.where(choice == index, found[:, None], chosen)
+        weights = tl.where(choice == index, exponential[:, None], weights)
+    if not NORMALISE:
+        total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logits - top[:, None]), 0.0), axis=1)
+    valid = (rows < num_rows)[:, None] & (choice < TOP_K)
+    pair = rows[:, None] * TOP_K + choice
+    tl.store(experts_ptr + pair, chosen, mask=valid)
+    tl.store(weights_ptr + pair, weights / total[:, None], mask=valid)
+    if BLOCK > 1:
+        place = tl.atomic_add(counts_ptr + chosen, 1, mask=valid, sem="relaxed")
+        tl.store(pairs_ptr + chosen * num_rows + place, pair, mask=valid)
+
+
+@triton.jit
+def _list_blocks(
+    counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, PADDED)
+    counts = tl.load(counts_ptr + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
+    blocks = tl.cdiv(counts, BLOCK)
+    ends = tl.cumsum(blocks, 0)
+    tl.store(num_blocks_ptr, tl.sum(blocks, axis=0))
+    for index in range(0, tl.max(blocks, axis=0)):
+        place, inside = ends - blocks + index, index < blocks
+        tl.store(first_ptr + place, expert * num_rows + index * BLOCK, mask=inside)
+        tl.store(sizes_ptr + place, tl.minimum(counts - index * BLOCK, BLOCK), mask=inside)
+    tl.store(counts_ptr + expert, 0, mask=expert < EXPERTS)

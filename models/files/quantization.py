@@ -1,0 +1,254 @@
+"""How a checkpoint's weights are quantised, read from its own files.
+
+Lists of modules in these files are not always right, so what a module's tensors are decides whether it is quantised
+(models/layers/quantized.py); the files say how.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.models.files.checkpoint import read_json
+
+BLOCK = 128  # rows and columns of an FP8 block
+GROUP_SIZES = (32, 64, 128)  # of int4; and multiples of 256, and -1
+KNOWN = (
+    "fp8 (per tensor, in blocks of 128 x 128), compressed-tensors (float-quantized per tensor, channel or block; "
+    "pack-quantized of 4 bits), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO), awq (gemm), gptq (4 bits, v1 and "
+    "v2), mxfp4 (experts)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Format:
+    """e4m3 weights, multiplied by e4m3 inputs."""
+
+    scales: Literal["tensor", "channel", "block"]
+    """Of the weights: one, one per output, or one per block of 128 x 128. Inputs of blocks are scaled by row and 128
+    inputs, others by row unless `static`."""
+    scale_name: str = "weight_scale"
+    static: bool = False
+    """Whether the file has the inputs' scale."""
+    on_the_fly: bool = False
+    """Whether the file has 16-bit weights, which are quantised per output when they are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Format:
+    """4-bit weights, multiplied by 16-bit inputs: (code - zero) * scale."""
+
+    layout: Literal["awq", "gptq", "packed"]
+    group_size: int
+    """Inputs that share a scale; -1: all."""
+    symmetric: bool = False
+    """All zeros are 8."""
+    zero_offset: int = 0
+    """What is added to the file's zeros."""
+
+
+Format = FP8Format | Int4Format
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The formats of a checkpoint."""
+
+    name: str
+    """For messages, fingerprints and times of steps."""
+    groups: Sequence[tuple[Sequence[str], Format]]
+    """Targets of a format: "Linear", names of modules or their ends, "re:" and a regular expression."""
+    on_the_fly: bool = False
+
+    def format_of(self, module: str) -> Format:
+        """Of a quantised linear layer, by its name in files. Raises ValueError if no group names it."""
+        for targets, format in self.groups:
+            if any(_names(target, module) for target in targets):
+                return format
+        raise ValueError(
+            f"{module} is quantised, but the quantisation config ({self.name}) names no format for it; its targets are "
+            f"{[target for targets, _ in self.groups for target in targets]}"
+        )
+
+
+ON_THE_FLY = Quantization("fp8 on the fly", [(["Linear"], FP8Format("channel", on_the_fly=True))], on_the_fly=True)
+
+
+def read_quantization(path: Path, asked: str | None = None) -> Quantization | None:
+    """Of the checkpoint in folder `path`; None for one that is not quantised. `asked`: "fp8" to quantise it on the fly.
+
+    Raises ValueError for formats that are not known and for quantising what is quantised already.
+    """
+    values = _find_config(path)
+    if values is None:
+        return ON_THE_FLY if asked is not None else None
+    try:
+        found = _read(values)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; known formats: {KNOWN}") from None
+    if asked is not None:
+        raise ValueError(
+            f"quantization is {asked!r}, but {path} is quantised already ({found.name}); leave the option out"
+        )
+    return found
+
+
+def _find_config(path: Path) -> Mapping[str, Any] | None:
+    """The quantisation config with `quant_method`, wherever the folder has it."""
+    file = path / "config.json"
+    config = read_json(file) if file.exists() else {}
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, Mapping) else {}):
+        found = values.get("quantization_config") or values.get("compression_config")
+        if found:
+            return found
+    for name, method in (
+        ("hf_quant_config.json", "modelopt"),
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+    ):
+        if (path / name).exists():
+            return {"quant_method": method, **read_json(path / name)}
+    return None
+
+
+def _read(values: Mapping[str, Any]) -> Quantization:
+    method = str(values.get("quant_method") or ("modelopt" if "quant_algo" in values else "")).lower()
+    readers: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed_tensors,
+        "compressed_tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+        "mxfp4": lambda _: Quantization("mxfp4", []),
+    }
+    if method not in readers:
+        raise ValueError(f"quant_method is {values.get('quant_method')!r}")
+    return readers[method](values)
+
+
+def _all(name: str, format: Format) -> Quantization:
+    return Quantization(name, [(["Linear"], format)])
+
+
+def _read_fp8(values: Mapping[str, Any]) -> Quantization:
+    """DeepSeek's and Qwen's, and older ones with a scale per tensor."""
+    _expect(values, "fmt", None, "e4m3", "float8_e4m3fn")
+    _expect(values, "scale_fmt", None, "float")
+    _expect(values, "activation_scheme", None, "dynamic", "static")
+    is_static = values.get("activation_scheme") == "static"
+    block = values.get("weight_block_size")
+    if block is None:
+        return _all("fp8 per tensor", FP8Format("tensor", static=is_static))
+    if list(block) != [BLOCK, BLOCK] or is_static:
+        raise ValueError(f"weight_block_size is {block} with {'static' if is_static else 'dynamic'} activations")
+    return _all("fp8 in blocks", FP8Format("block", "weight_scale_inv"))
+
+
+def _read_modelopt(values: Mapping[str, Any]) -> Quantization:
+    inner = values.get("quantization") or values
+    algorithm = str(inner.get("quant_algo", "")).upper()
+    formats = {
+        "FP8": FP8Format("tensor", static=True),
+        "FP8_PER_CHANNEL_PER_TOKEN": FP8Format("channel"),
+        "FP8_PB_WO": FP8Format("block"),
+    }
+    if algorithm not in formats:
+        raise ValueError(f"quant_algo is {inner.get('quant_algo')!r}")
+    return _all(f"modelopt {algorithm}", formats[algorithm])
+
+
+def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
+    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise ValueError(f"sparsity_config.format is {sparsity!r}")
+    if (values.get("transform_config") or {}).get("config_groups"):
+        raise ValueError("transform_config rotates weights")
+    groups = values.get("config_groups") or {}
+    if not groups:
+        raise ValueError("config_groups is empty")
+    read = [(group.get("targets") or ["Linear"], _read_group(values, group)) for group in groups.values()]
+    # Names and expressions say more than the name of a class.
+    read.sort(key=lambda pair: list(pair[0]) == ["Linear"])
+    kinds = dict.fromkeys(_describe(format) for _, format in read)
+    return Quantization(f"compressed-tensors {', '.join(kinds)}", read)
+
+
+def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
+    name = group.get("format") or values.get("format")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type")
+    if name in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8 and inputs is not None:
+        _expect(inputs, "num_bits", 8)
+        _expect(inputs, "type", "float")
+        is_static = not inputs.get("dynamic", False)
+        if strategy == "block":
+            blocks = weights.get("block_structure") or ()
+            if list(map(int, blocks.split("x") if isinstance(blocks, str) else blocks)) != [BLOCK, BLOCK] or is_static:
+                raise ValueError(f"block_structure is {weights.get('block_structure')}, with static inputs {is_static}")
+            _expect(inputs, "group_size", BLOCK)
+            return FP8Format("block")
+        if strategy in ("tensor", "channel"):
+            _expect(inputs, "strategy", "tensor", "token")
+            return FP8Format(strategy, static=is_static)
+    is_int4 = name == "pack-quantized" and kind == "int" and bits == 4 and inputs is None
+    if is_int4 and strategy in ("group", "channel"):
+        size = -1 if strategy == "channel" else _group_size(weights.get("group_size"))
+        return Int4Format("packed", size, symmetric=bool(weights.get("symmetric", True)))
+    with_inputs = "16-bit inputs" if inputs is None else f"inputs of {inputs.get('num_bits')} bits"
+    raise ValueError(f"format is {name!r} with {kind} weights of {bits} bits per {strategy} and {with_inputs}")
+
+
+def _read_awq(values: Mapping[str, Any]) -> Quantization:
+    _expect(values, "bits" if "bits" in values else "w_bit", 4)
+    version = str(values.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ValueError(f"version is {values['version']!r}")
+    _expect(values, "zero_point", None, True)
+    size = _group_size(values.get("group_size", values.get("q_group_size")))
+    return _all(f"awq, groups of {size}", Int4Format("awq", size))
+
+
+def _read_gptq(values: Mapping[str, Any]) -> Quantization:
+    _expect(values, "bits", 4)
+    _expect(values, "checkpoint_format", None, "", "gptq", "gptq_v2")
+    _expect(values, "is_marlin_format", None, False)
+    for pattern, change in (values.get("dynamic") or {}).items():
+        own = {name: change[name] for name in ("bits", "group_size", "sym") if name in (change or {})}
+        if not pattern.startswith("-:") and any(values.get(name) != value for name, value in own.items()):
+            raise ValueError(f"dynamic gives {pattern} another format, {own}")
+    is_second = values.get("checkpoint_format") == "gptq_v2"
+    size = _group_size(values.get("group_size", -1))
+    format = Int4Format("gptq", size, symmetric=bool(values.get("sym", True)), zero_offset=0 if is_second else 1)
+    return _all(f"gptq{'_v2' if is_second else ''}, groups of {size}", format)
+
+
+def _group_size(size: Any) -> int:
+    if size in (-1, None):
+        return -1
+    if not isinstance(size, int) or (size not in GROUP_SIZES and (size <= 0 or size % 256)):
+        raise ValueError(f"group_size is {size!r}; it must be {', '.join(map(str, GROUP_SIZES))}, k * 256 or -1")
+    return size
+
+
+def _expect(values: Mapping[str, Any], name: str, *allowed: Any) -> None:
+    if values.get(name) not in allowed:
+        raise ValueError(f"{name} is {values.get(name)!r}")
+
+
+def _describe(format: Format) -> str:
+    if isinstance(format, FP8Format):
+        return f"fp8 per {format.scales}{', static inputs' if format.static else ''}"
+    return f"int4, groups of {format.group_size}"
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target of a config group names this linear layer. Its name may lack the model's prefix."""
+    if target == "Linear":
+        return True
+    names = (module, f"model.{module}")
+    if target.startswith("re:"):
+        return any(re.match(target[3:], name) for name in names)
+    return any(name == target or name.endswith(f".{target}") for name in names)

@@ -1,0 +1,110 @@
+"""Mixtures of experts: which MLPs a token takes, their weights, and an MLP that all tokens take beside them.
+
+Letters: E experts, k experts of a token, I their intermediate size, H hidden.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, mix_experts
+from slipstream.kernels.gemm.router import Routing, route
+from slipstream.models.layers.linear import Linear, copy_converted
+from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.targets.config import MLPSpec, MoESpec
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec) -> None:
+        super().__init__()
+        self.top_k, self.normalise = spec.top_k, spec.normalise
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.bias else None
+
+    def forward(self, x: Tensor) -> Routing:
+        """x (T, H)."""
+        return route(x, self.weight, self.bias, self.top_k, self.normalise)
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer, and what multiplies them.
+
+    It alone knows how they are stored. Another format allocates its tensors in `__init__`, names their pieces in files
+    in `parts`, takes these in `load`, and multiplies in `forward`.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.clamped = None if spec.activation is None else Clamped(spec.activation.alpha, spec.activation.limit)
+        count, size = spec.num_experts, spec.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))  # gate before up
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size)) if spec.bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if spec.bias else None
+
+    def forward(self, x: Tensor, routing: Routing, shared: Shared | None = None) -> Tensor:
+        """x (T, H) -> (T, H), the weighted outputs and `shared`."""
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return mix_experts(x, routing, ExpertWeights(self.gate_up_proj, self.down_proj, *biases, self.clamped), shared)
+
+    def parts(self, name: str) -> list[str]:
+        """The pieces of parameter `name` in files that have the experts apart, such as "3.up_proj.weight". Empty where
+        the family's files have them together."""
+        if self.spec.transposed:
+            return []
+        names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+        return [f"{expert}.{part}.weight" for expert in range(self.spec.num_experts) for part in names]
+
+    def piece(self, part: str | None, name: str, tensor: Tensor) -> Tensor:
+        """The part of `tensor`, shaped as parameter `name`, as files have it; None: all experts."""
+        if part is not None:
+            expert, projection, _ = part.split(".")
+            rows = tensor[int(expert)]
+            return rows if projection == "down_proj" else rows.chunk(2)[projection == "up_proj"]
+        if self.spec.transposed:
+            if name.startswith("gate_up"):
+                tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # gate and up alternate
+            tensor = tensor.transpose(1, -1)
+        return tensor
+
+    def load(self, part: str | None, name: str, tensor: Tensor) -> None:
+        """Stores a file's piece of parameter `name`, or all of it."""
+        place = self.get_parameter(name)
+        if part is not None:
+            copy_converted(self.piece(part, name, place), tensor)
+        elif self.spec.transposed and name.startswith("gate_up"):
+            for half, start in zip(place.chunk(2, dim=1), (0, 1), strict=True):
+                copy_converted(half, tensor.transpose(1, -1)[:, start::2])
+        else:
+            copy_converted(place, tensor.transpose(1, -1) if self.spec.transposed else tensor)
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the `top_k` experts of each token, and a shared expert where the family has one.
+
+    Qwen3-MoE, Qwen2-MoE, Mixtral and gpt-oss.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, spec)
+        self.experts = Experts(hidden_size, spec)
+        self.shared_expert = self.shared_expert_gate = None
+        if spec.shared_size:
+            self.shared_expert = GatedMLP(hidden_size, MLPSpec(intermediate_size=spec.shared_size))
+            self.shared_expert_gate = Linear(hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> the same shape."""
+        rows = x.reshape(-1, x.shape[-1])
+        shared = None
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            shared = Shared(self.shared_expert(rows), self.shared_expert_gate(rows))
+        return self.experts(rows, self.gate(rows), shared).view(x.shape)
+
+
+def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | MixtureOfExperts:
+    """What a layer has after its attention."""
+    return MixtureOfExperts(hidden_size, spec) if isinstance(spec, MoESpec) else GatedMLP(hidden_size, spec)

@@ -1,0 +1,42 @@
+"""Random weights of a published shape serve, with a random draft, without being on the disk."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench import random_targets
+from slipstream.bench.random_targets import CONFIGS, random_pair
+from slipstream.bench.round import RoundConfig, first_token_ms, weight_bytes
+from slipstream.models.targets.config import MoESpec, TargetSpec
+from slipstream.tests.serve.engine_runs import build_engine, make_request, run
+
+SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
+
+
+def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | SMALL | {"num_experts_per_tok": 2})
+    monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
+    with random_pair("small") as pair:
+        assert sorted(file.name for file in Path(pair.target).iterdir()) == ["config.json"]
+        engine = build_engine(pair.target, pair.draft, simulate_accept_length=2.0)
+        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+        assert first_token_ms(engine, 30) > 0
+    assert len(answers["1"].tokens) == 9
+    layers = engine.runner.target.layers
+    whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
+    assert weight_bytes(layers, 1) == whole - 4 * 0.75 * experts
+    assert whole - weight_bytes(layers, 100) < 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_are_of_mixtures(name: str) -> None:
+    assert all(isinstance(layer.mlp, MoESpec) for layer in TargetSpec.from_json(CONFIGS[name]).layers)
+
+
+def test_either_a_target_or_a_shape() -> None:
+    for values in ({}, {"target": "a", "shape": "qwen3-30b-a3b"}):
+        with pytest.raises(ValueError, match="give one of the two"):
+            RoundConfig(**values)
+    with pytest.raises(ValueError, match="shape is 'a'; choose of qwen3-30b-a3b"), random_pair("a"):
+        pass

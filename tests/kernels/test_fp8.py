@@ -1,0 +1,197 @@
+"""Linear layers in FP8 against their formula in fp64, and the bits of a row among others."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.gemm import fp8
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.fp8 import (
+    InputScales,
+    QuantizedRows,
+    fp8_linear,
+    quantize_rows,
+    quantized_rms_norm,
+    quantized_silu_mul,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
+
+SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+ROWS = [1, 2, 7, 16, 33, 64, 65, 100, 128, 200, 300, 513, 1024]
+
+
+def layer(outputs: int, inputs: int, blocks: bool, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator, device=device) * inputs**-0.5
+    codes, scales = fp8.quantize_weight(weight)
+    if blocks:
+        grid = -(-outputs // 128), -(-inputs // 128)
+        scales = scales[0] * (0.5 + torch.rand(grid, generator=generator, device=device))
+    return codes, scales
+
+
+def rows_of(count: int, inputs: int, blocks: bool, device: str) -> QuantizedRows:
+    generator = torch.Generator(device).manual_seed(count)
+    x = torch.randn(count, inputs, generator=generator, device=device)
+    return quantize_rows.reference(x, InputScales(by_block=blocks))
+
+
+def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """Element by element, in fp64."""
+    codes, inputs = x.codes.double(), weight.shape[1]
+    if scales.dim() == 2:
+        block = torch.arange(inputs, device=weight.device) // 128
+        codes = codes * x.scales.double().t()[:, block]
+        spread = scales.double()[torch.arange(len(weight), device=weight.device) // 128][:, block]
+        out = codes @ (weight.double() * spread).t()
+    else:
+        out = (codes * x.scales.double()[:, None]) @ (weight.double() * scales.double()[:, None]).t()
+    out = out if bias is None else out + bias.double()
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up if gated else out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "blocks", "few"), cover(SHAPES, [False, True], [True, False]))
+def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks: bool, few: bool, device: str) -> None:
+    rows, outputs, inputs = shape
+    weight, scales = layer(outputs, inputs, blocks, device)
+    x, bias = rows_of(rows, inputs, blocks, device), torch.randn(outputs, device=device)
+    for gated in (False, outputs % 256 == 0):
+        own_bias = None if gated else bias
+        expected = formula(x, weight, scales, own_bias, gated)
+        for run in (fp8_linear.reference, fp8_linear.triton):
+            own = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
+            with poisoned():
+                out = run(x, weight, scales, own_bias, gated, **own)
+            torch.testing.assert_close(out.double(), expected, atol=2e-3 if device == "cuda" else 1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
+    """Codes times powers of two come back: the interpreter does not round to e4m3 as GPUs do."""
+    generator = torch.Generator(device).manual_seed(0)
+    codes = torch.randn(5, 272, generator=generator, device=device).mul(60).clamp(-448, 448).to(fp8.E4M3)
+    codes[:, ::128] = 448.0
+    codes[:, 256:] = 448.0
+    codes[2] = 0.0
+    blocks = torch.arange(272, device=device) // 128 if by_block else torch.zeros(272, dtype=torch.int64, device=device)
+    scales = 2.0 ** torch.randint(-9, 9, (5, int(blocks.max()) + 1), generator=generator, device=device)
+    x = torch.cat((codes.float() * scales[:, blocks], torch.full((5, 8), 1e9, device=device)), dim=1)[:, :272]
+    for run in (quantize_rows.reference, quantize_rows.triton):
+        with poisoned():
+            found = run(x, InputScales(by_block=by_block))
+        assert torch.equal(found.codes.float(), codes.float())
+        largest = (codes.float() * scales[:, blocks]).abs()
+        expected = torch.stack([largest[:, blocks == index].amax(1) / 448 for index in range(scales.shape[1])])
+        assert torch.equal(found.scales, (expected if by_block else expected[0]).clamp(min=1e-12))
+        static = run(8 * codes.float(), InputScales(torch.tensor(4.0, device=device)))  # half of them are too large
+        assert torch.equal(static.codes.float(), (2 * codes.float()).clamp(-448, 448))
+        assert torch.equal(static.scales, torch.full((5,), 4.0, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_and_the_dispatch(device: str) -> None:
+    weight, scales = layer(256, 128, False, device)
+    assert fp8_linear.triton(rows_of(3, 128, False, device)._replace(
+        codes=torch.empty(0, 128, dtype=fp8.E4M3, device=device)
+    ), weight, scales).shape == (0, 256)  # fmt: skip
+    assert not fp8.runs_kernels(torch.zeros(1, 128), 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", [*LLAMA, (2048, 1536), (1152, 896)])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks: bool) -> None:
+    """Whichever kernel computes it, and after its inputs were quantised beside any others."""
+    weight, scales = layer(*shape, blocks, "cuda")
+    x = torch.randn(ROWS[-1], shape[1], device="cuda").bfloat16()
+    for gated in (False, True):
+        whole = fp8_linear(quantize_rows(x, InputScales(by_block=blocks)), weight, scales, None, gated)
+        expected = formula(quantize_rows(x[:40], InputScales(by_block=blocks)), weight, scales, None, gated)
+        torch.testing.assert_close(whole[:40].double(), expected, atol=2e-2, rtol=2e-2)
+        for count in ROWS:
+            start = (ROWS[-1] - count) // 3
+            own = quantize_rows(x[start : start + count], InputScales(by_block=blocks))
+            found = fp8_linear(own, weight, scales, None, gated)
+            assert torch.equal(found, whole[start : start + count]), (gated, count)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_inputs_are_quantised_as_on_the_cpu() -> None:
+    x = torch.randn(33, 4096).bfloat16()
+    for static, by_block in ((None, False), (None, True), (torch.tensor(0.013), False)):
+        expected = quantize_rows.reference(x, InputScales(static, by_block))
+        found = quantize_rows(x.cuda(), InputScales(None if static is None else static.cuda(), by_block))
+        assert torch.equal(found.codes.cpu().float(), expected.codes.float())
+        assert torch.equal(found.scales.cpu(), expected.scales)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_graph_replays_a_chain() -> None:
+    """Each kernel starts while the one before it runs, and reads what that one writes."""
+    down, gate_up = layer(4096, 14336, False, "cuda"), layer(28672, 4096, False, "cuda")
+    x = torch.randn(4, 4096, device="cuda").bfloat16()
+
+    def chain(x: Tensor, pause: bool = False) -> Tensor:
+        for _ in range(8):
+            for (weight, scales), gated in ((gate_up, True), (down, False)):
+                x = fp8_linear(quantize_rows(x), weight, scales, None, gated)
+                if pause:
+                    torch.cuda.synchronize()
+        return x
+
+    expected = chain(x, pause=True)
+    assert expected.isfinite().all()
+    assert torch.equal(replayed(lambda: chain(x)), expected)
+
+
+def test_gated_products_round_as_the_two_kernels() -> None:
+    weight, scales = layer(256, 128, False, "cpu")
+    x = rows_of(5, 128, False, "cpu")._replace(dtype=torch.float16)
+    if torch.cuda.is_available():
+        weight, scales, x = weight.cuda(), scales.cuda(), QuantizedRows(x.codes.cuda(), x.scales.cuda(), x.dtype)
+    apart = silu_mul.triton(fp8_linear.triton(x, weight, scales))
+    assert torch.equal(fp8_linear.triton(x, weight, scales, None, True), apart)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [(None, False), (None, True), (0.03125, False)])
+def test_norms_quantise_their_output(given: tuple[float | None, bool], device: str) -> None:
+    """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
+    residual, delta = (torch.randn(6, 400, device=device)[:, :272] for _ in range(2))
+    weight, out = 1 + torch.rand(272, device=device), torch.empty(6, 600, device=device)[:, :272]
+    scales = InputScales(None if given[0] is None else torch.tensor(given[0], device=device), given[1])
+    for own in (None, delta):
+        rows, summed = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, None if own is None else out)
+        expected, total = quantized_rms_norm.reference(residual, own, weight, 1e-5, scales)
+        assert torch.equal(summed, total)
+        assert own is None or summed.data_ptr() == out.data_ptr()
+        torch.testing.assert_close(rows.scales, expected.scales)
+        exact = quantize_rows.triton(add_or_not(residual, own, weight), scales)
+        same = (rows.codes.float() == exact.codes.float()).float().mean()
+        assert same > 0.99, "but for sums in another order"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
+    gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
+    for static in (None, torch.tensor(0.01, device=device)):
+        given = InputScales(static, by_block)
+        found, apart = quantized_silu_mul.triton(gate_up, given), quantize_rows.triton(silu_mul.triton(gate_up), given)
+        assert torch.equal(found.codes.float(), apart.codes.float())
+        assert torch.equal(found.scales, apart.scales)
+        expected = quantized_silu_mul.reference(gate_up, given)
+        torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=2e-3)
+
+
+def add_or_not(residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+    summed = residual if delta is None else residual + delta
+    return F.rms_norm(summed, weight.shape, weight, 1e-5)

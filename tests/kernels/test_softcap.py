@@ -1,0 +1,41 @@
+"""Soft caps of logits against their formula in fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling.softcap import softcap
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, replayed
+
+SHAPES = [(1, 16), (3, 1000), (2, 5000), pytest.param((64, 262208), marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [softcap.reference, softcap.triton])
+@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    logits = (40 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+    expected = 30 * torch.tanh(logits.double() / 30)
+    found = kernel(logits.clone(), 30.0)
+    assert (found.dtype, found.shape) == (dtype, shape)
+    torch.testing.assert_close(found.double(), expected, atol=30 * TOLERANCES[dtype] / 2, rtol=0)
+    alone = kernel(logits[-1:].clone(), 30.0)
+    assert torch.equal(alone, found[-1:]), "a row does not depend on the others"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_extremes_and_no_rows(device: str) -> None:
+    logits = torch.tensor([[-torch.inf, -1e30, 0.0, 1e30, torch.inf]], device=device)
+    expected = torch.tensor([[-5.0, -5.0, 0.0, 5.0, 5.0]], device=device)
+    torch.testing.assert_close(softcap.triton(logits, 5.0), expected)
+    assert softcap.triton(torch.full((1, 3), torch.nan, device=device), 5.0).isnan().all(), "sampling names the error"
+    assert softcap.triton(torch.empty(0, 7, device=device), 5.0).shape == (0, 7)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_replays_equal_eager_calls() -> None:
+    logits = 40 * torch.randn(8, 262208, device="cuda").bfloat16()
+    assert torch.equal(replayed(lambda: softcap(logits.clone(), 30.0)), softcap(logits.clone(), 30.0))

@@ -1,0 +1,281 @@
+"""Quantised checkpoints: each layout against transformers on dequantised weights, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.quantized import FP8Linear, Int4Linear
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.tests.models.saved_drafts import CPU, CausalAttention
+from slipstream.tests.quantized_targets import (
+    BLOCKS,
+    CONFIG,
+    GPTQ,
+    LAYOUTS,
+    compressed,
+    reference,
+    save_quantized,
+    w4,
+    w8,
+)
+from slipstream.tests.random_targets import change_json, save_random_target
+
+HEAD = "lm_head"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("targets") / "plain"
+    save_random_target(CONFIG, folder)
+    return folder
+
+
+def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Target:
+    asked = "fp8" if name == "on-the-fly" else None
+    return load_target(folder, load_config(folder), dtype, CPU, quantization=asked)
+
+
+@torch.no_grad()
+def logits(target: Target, tokens: Tensor) -> Tensor:
+    rope = RotaryEmbedding(target.config.rope, target.config.head_dim, 256)
+    return target.logits(target(tokens, CausalAttention(rope, len(tokens)))[0])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
+    layout, folder = LAYOUTS[name], tmp_path / name
+    values = save_quantized(layout, plain, folder)
+    target = load(folder, name)
+    layer: Any = target.layers[1]
+    assert isinstance(layer.mlp.down_proj, Int4Linear if layout.inputs == "exact" else FP8Linear)
+    for block, fused in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
+        weight, parts = getattr(block, fused).dequantized(), getattr(block, fused).parts
+        name = "self_attn" if fused == "qkv_proj" else "mlp"
+        for part, rows in parts.items():
+            torch.testing.assert_close(weight[rows], values[f"model.layers.1.{name}.{part}.weight"])
+    tokens = torch.randint(3, 120, (70,), generator=torch.Generator().manual_seed(1))
+    expected = reference(layout, plain, folder, values)(tokens[None]).logits[0]
+    found, effect = logits(target, tokens), (expected - logits(load(plain), tokens)).square().mean()
+    assert effect > 1e-4, "quantisation makes a difference"
+    if layout.inputs == "exact":
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    else:  # an input on the edge between two codes may fall either way
+        assert (found - expected).square().mean() < 0.1 * effect
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
+def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: Path) -> None:
+    """Projections fused on disk, in files with an index."""
+    save_quantized(LAYOUTS[name], plain, tmp_path / "apart")
+    tensors = load_file(tmp_path / "apart" / "model.safetensors")
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    for file in (tmp_path / "apart").glob("*.json"):
+        (fused / file.name).write_text(file.read_text())
+    expected = load(tmp_path / "apart")
+    along = {"awq": 1, "gptq-v2": 1}.get(name, 0)
+    for index in range(4):
+        prefix = f"model.layers.{index}.self_attn."
+        for end in {key.rpartition(".")[2] for key in tensors if key.startswith(f"{prefix}q_proj.")}:
+            parts = [tensors.pop(f"{prefix}{part}_proj.{end}") for part in "qkv"]
+            if end in ("g_idx", "weight_shape", "weight_scale", "input_scale") and parts[0].dim() < 2:
+                parts = parts[:1]  # of one tensor
+                if name in ("fp8-tensor", "fp8-static"):
+                    parts = [torch.tensor(0.5)]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
+            tensors[f"{prefix}qkv_proj.{end}"] = joined.contiguous()
+            if end == "weight_shape":
+                del tensors[f"{prefix}qkv_proj.{end}"]
+    names = sorted(tensors)
+    files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(names)}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in names if files[key] == file}, fused / file)
+    (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found, same = (target.layers[2].self_attn.qkv_proj for target in (load(fused), expected))
+    if name.startswith("fp8") and name != "fp8-blocks":
+        assert torch.equal(found.weight_scale, torch.full((len(found.weight),), 0.5))
+        assert torch.equal(found.weight.float(), same.weight.float())
+    else:
+        assert torch.equal(found.dequantized(), same.dequantized())
+
+
+def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
+    for name in ("gptq-order", "awq", "fp8-tensor"):
+        layout, folder = LAYOUTS[name], tmp_path / name
+        save_quantized(layout, plain, folder)
+        tensors = load_file(folder / "model.safetensors")
+        own, value = layout.quantize(tensors.pop(f"{HEAD}.weight"))
+        own = {f"{HEAD}.{end}": tensor.contiguous() for end, tensor in own.items()}
+        save_file(tensors | own, folder / "model.safetensors")
+        torch.testing.assert_close(load(folder).shared[f"{HEAD}.weight"], value)
+
+
+def test_networks_keep_their_dtype_beside_quantised_weights(plain: Path, tmp_path: Path) -> None:
+    save_quantized(LAYOUTS["packed"], plain, tmp_path / "packed")
+    target = load(tmp_path / "packed", dtype=torch.bfloat16)
+    assert target.dtype == target.lm_head.weight.dtype == target.norm.weight.dtype == torch.bfloat16
+    assert target.layers[0].mlp.down_proj.scales.dtype == torch.float16
+    save_quantized(LAYOUTS["fp8-static"], plain, tmp_path / "fp8")
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    cache = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(1) for kind in "kv"}
+    save_file(tensors | cache, tmp_path / "fp8" / "model.safetensors")
+    layer = load(tmp_path / "fp8", dtype=torch.bfloat16).layers[0].self_attn.qkv_proj
+    assert layer.weight_scale.dtype == torch.float32
+    parts = [tensors[f"model.layers.0.self_attn.{part}_proj.input_scale"] for part in "qkv"]
+    assert layer.input_scale == max(parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8-blocks", {"up_proj.weight_scale_inv": None}, "missing layers.0.mlp.up_proj.weight_scale_inv"),
+        ("fp8-static", {"up_proj.input_scale": None}, "missing layers.0.mlp.up_proj.input_scale"),
+        ("compressed-channel", {"up_proj.weight_scale": torch.ones(3, 1)}, r"is \[3, 1\], the config says \[384, 1\]"),
+        ("awq", {"up_proj.qzeros": torch.ones(2, 48)}, "up_proj.qzeros is float32, not int32 or int64"),
+        ("gptq-order", {"up_proj.qzeros": torch.zeros(8, 48, dtype=torch.int32)}, "zeros of the file are not 8"),
+        ("gptq-order", {"up_proj.g_idx": torch.zeros(256, dtype=torch.int32)}, "do not have 32 inputs each"),
+        ("gptq-order", {"up_proj.g_idx": torch.arange(256).int() // 32}, "gate_proj, up_proj read one input, but"),
+        ("gptq-v2", {"up_proj.bias": torch.ones(384)}, "up_proj has a bias"),
+        ("packed-asymmetric", {"up_proj.weight_zero_point": None}, "missing layers.0.mlp.up_proj.weight_zero_point"),
+        ("fp8-tensor", {"up_proj.weight": torch.ones(384, 256)}, "parts of layers.0.mlp.gate_up_proj differ in format"),
+        ("fp8-tensor", {"up_proj.weight": torch.ones(384, 256).to(torch.float8_e5m2)}, "float8_e5m2, not float8_e4m3"),
+    ],
+)  # fmt: skip
+def test_faults_of_files_are_named(
+    name: str, change: dict[str, Tensor | None], message: str, plain: Path, tmp_path: Path
+) -> None:
+    save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    tensors = load_file(tmp_path / name / "model.safetensors")
+    for key, tensor in change.items():
+        full = f"model.layers.0.mlp.{key}"
+        tensors.pop(full, None)
+        if tensor is not None:
+            tensors[full] = tensor
+    save_file(tensors, tmp_path / name / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / name)
+
+
+def test_parts_fill_blocks_and_words() -> None:
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match="begin within a block of 128 outputs.*k_proj"):
+            FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
+        with pytest.raises(ValueError, match="weights of 12 x 256 do not fill words of 8"):
+            Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), torch.float16, False)
+
+
+def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
+    save_quantized(LAYOUTS["fp8-tensor"], plain, tmp_path / "fp8")
+    with pytest.raises(ValueError, match=r"quantization is 'fp8', but .* is quantised already \(fp8 per tensor\)"):
+        load(tmp_path / "fp8", "on-the-fly")
+    change_json(tmp_path / "fp8" / "config.json", quantization_config=None)
+    with pytest.raises(ValueError, match="q_proj is quantised already; no file says how"):
+        load(tmp_path / "fp8")
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(ValueError, match="embed_tokens.weight is float8_e4m3fn, not"):
+        load(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        (GPTQ | {"bits": 8}, "bits is 8"),
+        (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
+        (GPTQ | {"group_size": 48}, "group_size is 48"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic gives"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "fp8", **BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
+        ({"quant_method": "fp8", **BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
+        (compressed("marlin-24", w4(128, True)), "format is 'marlin-24' with int weights of 4 bits"),
+        (compressed("int-quantized", w8("channel") | {"type": "int"}, w8("token") | {"type": "int"}), "int-quantized"),
+        (compressed("nvfp4-pack-quantized", w4(16, True) | {"type": "float"}), "nvfp4-pack-quantized"),
+        (compressed("pack-quantized", w4(128, True) | {"num_bits": 8}), "weights of 8 bits"),
+        (compressed("pack-quantized", w4(128, True), w8("token")), "inputs of 8 bits"),
+        (compressed("float-quantized", w8("channel")), "16-bit inputs"),
+        (compressed("mixed-precision", {}), "mixed-precision"),
+        (compressed("dense", {}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    ],
+)
+def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
+    with pytest.raises(ValueError, match=f"{message}.*; known formats: fp8 .*gptq"):
+        read_quantization(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "format"),
+    [
+        (GPTQ | {"group_size": 512, "desc_act": True}, Int4Format("gptq", 512, symmetric=True, zero_offset=1)),
+        (compressed("pack-quantized", w4(0, True) | {"strategy": "channel"}), Int4Format("packed", -1, symmetric=True)),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}, FP8Format("channel")),
+        (
+            compressed(
+                "float-quantized",
+                w8("block", block_structure="128x128"),
+                w8("group", group_size=128) | {"dynamic": True},
+            ),
+            FP8Format("block"),
+        ),
+        (
+            compressed("naive-quantized", w8("channel"), w8("tensor", dynamic=False)),
+            FP8Format("channel", static=True),
+        ),
+    ],
+)
+def test_variants_are_read(values: dict[str, Any], format: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": values}}))
+    assert read_quantization(tmp_path).format_of("layers.0.mlp.up_proj") == format
+
+
+def test_groups_name_layers(tmp_path: Path) -> None:
+    values = compressed("pack-quantized", w4(128, True))
+    values["config_groups"]["group_1"] = {"targets": ["re:.*down_proj$"], "weights": w4(32, False)}
+    values["config_groups"]["group_2"] = {"targets": ["layers.3.mlp.up_proj"], "weights": w4(64, True)}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
+    found = read_quantization(tmp_path)
+    assert found is not None
+    sizes = {name: found.format_of(f"layers.{name}").group_size for name in ("3.mlp.down_proj", "3.mlp.up_proj")}
+    assert sizes == {"3.mlp.down_proj": 32, "3.mlp.up_proj": 64}
+    assert found.format_of("layers.0.self_attn.q_proj") == Int4Format("packed", 128, symmetric=True)
+    del values["config_groups"]["group_0"]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
+    with pytest.raises(ValueError, match=re.escape("q_proj is quantised, but the quantisation config (compressed")):
+        read_quantization(tmp_path).format_of("layers.0.self_attn.q_proj")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    assert read_quantization(tmp_path).groups == []
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])
+def test_compressed_tensors_writes_the_same(name: str) -> None:
+    """Its own compressor of a layer, given the scales and zeros, against the tests' formulas."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    layout = LAYOUTS[name]
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    expected, value = layout.quantize(weight)
+    given = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
+    if "weight_zero_point" in expected:
+        zeros = expected["weight_zero_point"].t()[..., None] >> torch.arange(0, 32, 4) & 15
+        given["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
+    scheme = schemes.QuantizationScheme(**layout.config["config_groups"]["group_0"])
+    kind = "pack-quantized" if name.startswith("packed") else "float-quantized"
+    found = compressors.BaseCompressor.get_value_from_registry(kind).compress(given, scheme)
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert torch.equal(found[key].float(), expected[key].float()), key
+        assert found[key].dtype == expected[key].dtype or key == "weight_scale"

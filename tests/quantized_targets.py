@@ -1,0 +1,231 @@
+"""Tiny targets as libraries write them, quantised here by plain formulas, and what transformers computes of them."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from slipstream.tests.random_targets import SHAPE, change_json
+
+CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
+FP8 = torch.float8_e4m3fn
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
+Tensors = dict[str, Tensor]
+Quantized = tuple[Tensors, Tensor]  # of a layer: tensors of the file by the end of their names, and its weight in fp32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint is quantised."""
+
+    quantize: Callable[[Tensor], Quantized]
+    config: Mapping[str, Any]
+    inputs: str = "exact"  # how inputs are rounded: exact, row, block or static
+    file: str = "config.json"
+
+
+def fp8(weight: Tensor, scale: Tensor, stored: Tensor, **others: Tensor) -> Quantized:
+    """`scale` broadcasts; the file has it as `stored`."""
+    codes = (weight / scale).clamp(-448, 448).to(FP8)
+    return {"weight": codes, "weight_scale": stored, **others}, codes.float() * scale
+
+
+def per_tensor(weight: Tensor) -> Quantized:
+    scale = weight.abs().max() / 448
+    return fp8(weight, scale, scale)
+
+
+def per_tensor_static(weight: Tensor) -> Quantized:
+    scale = weight.abs().max() / 400
+    return fp8(weight, scale, scale.reshape(1), input_scale=0.02 + weight[0, 0].abs() / 100)
+
+
+def per_channel(weight: Tensor) -> Quantized:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return fp8(weight, scale, scale)
+
+
+def blockwise(weight: Tensor, name: str = "weight_scale_inv") -> Quantized:
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows // 128, 128, columns // 128, 128)
+    scale = blocks.abs().amax((1, 3)) / 448
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    tensors, value = fp8(weight, spread, scale)
+    return {"weight": tensors["weight"], name: scale}, value
+
+
+def blockwise_modelopt(weight: Tensor) -> Quantized:
+    tensors, value = blockwise(weight, "weight_scale")
+    return tensors | {"weight_scale": tensors["weight_scale"][:, None, :, None]}, value
+
+
+def int4(weight: Tensor, group: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes (O, I), zeros and scales (O, G), and the weight; `group` of each input."""
+    count = int(group.max()) + 1
+    parts = [weight[:, group == index] for index in range(count)]
+    low, high = (torch.stack([find(part) for part in parts], 1) for find in (lambda x: x.amin(1), lambda x: x.amax(1)))
+    if symmetric:
+        scales, zeros = torch.maximum(high, -low) / 7, torch.full_like(high, 8)
+    else:
+        scales = (high - low) / 15
+        zeros = (-low / scales).round().clamp(1, 15)
+    scales = scales.half().float()
+    codes = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, 15)
+    return codes.int(), zeros.int(), scales.half(), (codes - zeros[:, group]) * scales[:, group]
+
+
+def packed(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """(n, 8 * m) -> (n, m) int32: nibble i holds the column order[i] of its 8."""
+    columns = numbers.long().unflatten(1, (-1, 8))
+    words = sum(columns[..., column] << 4 * nibble for nibble, column in enumerate(order))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def awq(weight: Tensor, size: int = 128) -> Quantized:
+    codes, zeros, scales, value = int4(weight, torch.arange(weight.shape[1]) // size, False)
+    tensors = {"qweight": packed(codes.t(), AWQ_ORDER), "qzeros": packed(zeros.t(), AWQ_ORDER), "scales": scales.t()}
+    return tensors, value
+
+
+def gptq(weight: Tensor, size: int, symmetric: bool, act_order: bool, offset: int) -> Quantized:
+    inputs = weight.shape[1]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    group = (order if act_order else torch.arange(inputs)) // (size if size > 0 else inputs)
+    codes, zeros, scales, value = int4(weight, group, symmetric)
+    tensors = {"qweight": packed(codes).t(), "qzeros": packed(zeros.t() - offset), "scales": scales.t()}
+    return tensors | {"g_idx": group.int()}, value
+
+
+def pack_quantized(weight: Tensor, size: int, symmetric: bool) -> Quantized:
+    codes, zeros, scales, value = int4(weight, torch.arange(weight.shape[1]) // size, symmetric)
+    tensors = {"weight_packed": packed(codes), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return tensors if symmetric else tensors | {"weight_zero_point": packed(zeros.t()).t()}, value
+
+
+def compressed(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def w8(strategy: str, **others: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **others}
+
+
+def w4(size: int, symmetric: bool) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, "symmetric": symmetric}
+
+
+BLOCKS = {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+GPTQ = {"quant_method": "gptq", "bits": 4}
+LAYOUTS = {
+    "fp8-blocks": Layout(blockwise, {"quant_method": "fp8", **BLOCKS}, "block"),
+    "fp8-tensor": Layout(per_tensor, {"quant_method": "fp8", "activation_scheme": "dynamic"}, "row"),
+    "fp8-static": Layout(per_tensor_static, {"quant_method": "fp8", "activation_scheme": "static"}, "static"),
+    "compressed-channel": Layout(
+        per_channel, compressed("float-quantized", w8("channel"), w8("token", dynamic=True)), "row"
+    ),
+    "compressed-blocks": Layout(
+        lambda weight: blockwise(weight, "weight_scale"),
+        compressed(
+            "float-quantized",
+            w8("block", block_structure=[128, 128]),
+            w8("group", group_size=128, dynamic=True),
+        ),
+        "block",
+    ),
+    "modelopt": Layout(
+        per_tensor_static,
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        "static",
+        "hf_quant_config.json",
+    ),
+    "modelopt-blocks": Layout(blockwise_modelopt, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "block"),
+    "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
+    "awq-old": Layout(
+        lambda weight: awq(weight, 64),
+        {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+        file="quant_config.json",
+    ),
+    "gptq-order": Layout(
+        lambda weight: gptq(weight, 32, True, True, 1), GPTQ | {"group_size": 32, "desc_act": True, "sym": True}
+    ),
+    "gptq-v2": Layout(
+        lambda weight: gptq(weight, -1, False, False, 0),
+        GPTQ | {"group_size": -1, "desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-old": Layout(
+        lambda weight: gptq(weight, 128, False, False, 1),
+        {"bits": 4, "group_size": 128, "desc_act": False, "sym": False},
+        file="quantize_config.json",
+    ),
+    "packed": Layout(
+        lambda weight: pack_quantized(weight, 32, True), compressed("pack-quantized", w4(32, True))
+    ),
+    "packed-asymmetric": Layout(
+        lambda weight: pack_quantized(weight, 128, False), compressed("pack-quantized", w4(128, False))
+    ),
+    "on-the-fly": Layout(per_channel, {}, "row"),
+}  # fmt: skip
+
+
+def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
+    """Writes the target of `plain` in another layout into `folder`; returns its weights in fp32."""
+    folder.mkdir()
+    for file in plain.glob("*.json"):
+        (folder / file.name).write_text(file.read_text())
+    tensors, values = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        values[name] = tensor
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            own, values[name] = layout.quantize(tensor)
+            if layout.config:
+                del tensors[name]
+                base = name.removesuffix("weight")
+                tensors |= {f"{base}{end}": part.contiguous().clone() for end, part in own.items()}
+    save_file(tensors, folder / "model.safetensors")
+    if layout.file == "config.json":
+        change_json(folder / "config.json", quantization_config=dict(layout.config) or None)
+    else:
+        (folder / layout.file).write_text(json.dumps(layout.config))
+    return values
+
+
+def rounded(x: Tensor, inputs: str, static: Tensor | None) -> Tensor:
+    """Inputs of a layer after they were quantised and dequantised."""
+    if inputs == "exact":
+        return x
+    if inputs == "static":
+        assert static is not None
+        return (x / static).clamp(-448, 448).to(FP8).float() * static
+    parts = x if inputs == "row" else x.unflatten(-1, (-1, 128))
+    scale = parts.abs().amax(-1, keepdim=True) / 448
+    return ((parts / scale).clamp(-448, 448).to(FP8).float() * scale).reshape(x.shape)
+
+
+def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> PreTrainedModel:
+    """transformers' model in fp32 with these weights, whose layers get rounded inputs."""
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    model.load_state_dict(values)
+    stored = load_file(folder / "model.safetensors")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path.endswith("_proj"):
+            kind = path.rpartition(".")[2]
+            fused = next((group for group in (("q", "k", "v"), ("gate", "up")) if kind[:-5] in group), (kind[:-5],))
+            names = [f"{path.removesuffix(kind)}{part}_proj.input_scale" for part in fused]
+            static = max((stored[name] for name in names if name in stored), default=None)
+            module.register_forward_pre_hook(
+                lambda _module, args, static=static: (rounded(args[0], layout.inputs, static),)
+            )
+    return model

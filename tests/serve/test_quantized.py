@@ -1,0 +1,64 @@
+"""Quantised targets, served: text with and without a draft, the option, and what a draft takes from them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.models.files.checkpoint import read_tensors
+from slipstream.models.layers.quantized import FP8Linear
+from slipstream.serve.llm import LLM
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import SamplingParams
+from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, save_quantized
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import save_random_target
+from slipstream.tests.serve.engine_runs import build_engine, make_request, run, sized_requests
+
+TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of 32-bit weights and a draft for it."""
+    target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
+    save_random_target(CONFIG, target)
+    save_random_draft(target, draft)
+    return target, draft
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("fp8-blocks", "gptq-order", "on-the-fly"), *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS)],
+)
+def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = models
+    save_quantized(LAYOUTS[name], target, tmp_path / name)
+    asked = {"quantization": "fp8"} if name == "on-the-fly" else {}
+    engine = build_engine(tmp_path / name, draft, **asked)
+    module = engine.runner.drafter.module
+    assert not any(isinstance(layer, FP8Linear) for layer in module.modules()), "a draft has its own format"
+    drafted = run(engine, sized_requests())
+    plain = run(build_engine(tmp_path / name, **asked), sized_requests())
+    assert {key: answer.tokens for key, answer in drafted.items()} == {key: a.tokens for key, a in plain.items()}
+    assert sum(answer.counts.drafted_tokens for answer in drafted.values()) > 0
+
+
+def test_the_option_quantises_all_but_head_and_embedding(models: tuple[Path, Path]) -> None:
+    target, _ = models
+    plain, fp8 = build_engine(target), build_engine(target, quantization="fp8")
+    tensors = read_tensors(target)
+    assert torch.equal(fp8.runner.target.lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(fp8.runner.target.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+    weight = fp8.runner.target.layers[0].mlp.down_proj.dequantized()
+    assert 0 < (weight - tensors["model.layers.0.mlp.down_proj.weight"]).abs().max() < 0.07 * weight.abs().max()
+    assert plain.info.fingerprint != fp8.info.fingerprint
+    with pytest.raises(ValueError, match="quantization is 'int3'; choose one of None, fp8"):
+        EngineConfig(quantization="int3")
+
+
+def test_llm_takes_the_option() -> None:
+    options = {"quantization": "fp8", "max_running": 2, "kv_cache_tokens": 256}
+    (answer,) = LLM(str(TINY_TARGET), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
+    same = run(build_engine(TINY_TARGET, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
+    assert answer.tokens == same.tokens
