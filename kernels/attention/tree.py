@@ -272,8 +272,7 @@ def attend_kernel(
     """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
 
     scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS
-    where axis 0 has one program.
-    """
+    where axis 0 has one program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(2)

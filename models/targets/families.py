@@ -78,11 +78,11 @@ def phi3(_values: Mapping[str, Any]) -> Traits:
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "GptOssForCausalLM": gpt_oss,
     "Olmo2ForCausalLM": olmo2,
     "Phi3ForCausalLM": phi3,
 }
-# Of architectures that are targets of training alone.
-UNSERVED_FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {"GptOssForCausalLM": gpt_oss}
+MIXTURES = frozenset({"GptOssForCausalLM"})  # of these, the families of experts
 OFFSET_NORMS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
 
 
@@ -103,7 +103,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def traits_of(values: Mapping[str, Any]) -> Traits:
-    family = (FAMILIES | UNSERVED_FAMILIES).get(architecture_of(values))
+    family = FAMILIES.get(architecture_of(values))
     return Traits() if family is None else family(values)
 
 
