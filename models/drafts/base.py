@@ -20,7 +20,7 @@ from slipstream.models.drafts.speculators_layout import from_speculators, specul
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.linear import Embedding
-from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
+from slipstream.models.targets.config import ROPE_TYPES, DecoderShape, LayerSpec, TargetSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
@@ -39,6 +39,7 @@ FOREIGN_ARCHITECTURES = {
     "Qwen3DSparkModel": "dflash",
 }
 
+DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
 Network = TypeVar("Network", bound="DraftNetwork")
 Tensors = Mapping[str, Tensor]  # by public name
 
@@ -59,6 +60,12 @@ class DraftConfig(DecoderShape, ABC):
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
+        if self.rope.rope_type not in DRAFT_ROPES:  # RopeConfig.of_draft says why
+            raise ValueError(f"rope_type is {self.rope.rope_type!r}; supported in drafts: {', '.join(DRAFT_ROPES)}")
+        if self.rope.partial != 1:
+            raise ValueError(
+                f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever targets have"
+            )
 
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:

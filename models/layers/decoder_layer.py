@@ -5,7 +5,8 @@ from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import LayerSpec, Norms
+from slipstream.models.targets.config import LayerSpec
+from slipstream.models.targets.families import Norms
 
 
 class DecoderLayer(nn.Module):

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slipstream.models.targets import families
+from slipstream.models.targets.families import Norms
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -47,7 +48,6 @@ EXPERT_ARCHITECTURES = {
 }
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-Norms = Literal["pre", "post", "sandwich"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,15 @@ class RopeConfig:
     def to_json(self) -> dict[str, Any]:
         """The older pair of fields, which all readers of draft checkpoints understand."""
         scaling = None if self.rope_type == "default" else {"rope_type": self.rope_type, **self.scaling}
-        partial = {} if self.partial == 1 else {"partial_rotary_factor": self.partial}
-        return {"rope_theta": self.theta, "rope_scaling": scaling, **partial}
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
 
     @property
     def of_draft(self) -> "RopeConfig":
-        """What a draft of such a target has: the same, but for longrope, whose frequencies depend on the context length
-        that is served. In training that is another one, and a draft must not see other angles than it was trained
-        with."""
-        return self if self.rope_type != "longrope" else replace(self, rope_type="default", scaling={})
+        """What a draft of such a target has: the same base and scaling, of whole heads, which every engine can serve.
+        Of longrope the base alone: its frequencies depend on the context length that is served, in training another
+        one, and a draft must not see other angles than it was trained with."""
+        longrope: dict[str, Any] = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
+        return replace(self, partial=1.0, **longrope)
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial)

@@ -7,12 +7,12 @@ gpt-oss (2508.10925).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
-    from slipstream.models.targets.config import Norms
 
+Norms = Literal["pre", "post", "sandwich"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -29,7 +29,7 @@ class Traits:
     """Fields of AttentionSpec."""
     activation: str = "hidden_act"
     """The config's field that names it."""
-    norms: "Norms" = "pre"
+    norms: Norms = "pre"
     """Where the layers' norms are: LayerSpec.norms."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""

@@ -249,8 +249,8 @@ LAYERS = "layer_types"
         ({LAYERS: ["sliding_attention"] * 2}, r"layers \[0, 1\] are sliding_attention; sliding_window must be set"),
         ({LAYERS: ["sliding_attention"] * 2, "sliding_window": 9}, "use_sliding_window not be false"),
         ({"num_hidden_layers": 3, LAYERS: None}, "missing layers.2.input_layernorm.weight"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1.0"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5 in the draft"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 in the draft"),
     ],
 )
 def test_what_does_not_fit_is_refused(values: Values, message: str, draft: SavedDraft) -> None:
