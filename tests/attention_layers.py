@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
@@ -15,9 +17,10 @@ def asking_layer(
     id: int = 0,
     window: int | None = None,
     norms: HeadNorms | None = None,
+    sinks: Tensor | None = None,
     **fields: Any,
 ) -> AttentionLayer:
     """`fields`: others of its spec."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    spec = AttentionSpec(**sizes, rope=RopeConfig(), window=window, qk_norm=norms is not None, **fields)
-    return AttentionLayer(id, spec, norms)
+    fields |= {"window": window, "qk_norm": norms is not None, "sinks": sinks is not None}
+    return AttentionLayer(id, AttentionSpec(**sizes, rope=RopeConfig(), **fields), norms, sinks)

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -99,8 +100,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=19),
 }
 
-# With soft caps of scores, which attention backends may lack.
-CAPPED = {"gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)}
+# With soft caps of scores or sinks, which attention backends may lack.
+CAPPED: dict[str, PretrainedConfig] = {
+    "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gpt-oss": GptOssConfig(
+        **SHAPE,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        rope_parameters=YARN_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    ),
+}
 
 
 def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:
@@ -114,10 +125,10 @@ def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) ->
 
 
 def roughen(module: nn.Module) -> None:
-    """Norms and biases start as constants: makes them count."""
-    for parameter in module.parameters():
+    """Norms and biases start as constants, and sinks small: makes them count."""
+    for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
+            parameter.data += (1.0 if name.endswith("sinks") else 0.2) * torch.randn_like(parameter)
 
 
 def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

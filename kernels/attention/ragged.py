@@ -12,7 +12,6 @@ Letters: T rows of the pass, S segments, Q/G query and KV heads, D head dim, R r
 """
 
 import functools
-import math
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention.dense import cap, softmax_beside
 from slipstream.kernels.attention.paths import PATH_NODES, Paths
 from slipstream.kernels.attention.tree import (
     Blocks,
@@ -28,7 +28,10 @@ from slipstream.kernels.attention.tree import (
     _apply_window,
     _load_pages,
     _node_bit,
+    _score,
+    _weigh_sinks,
     fit_blocks,
+    score_factors,
     sees,
 )
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
@@ -107,6 +110,8 @@ def ragged_attention(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     paths: Paths | None = None,  # noqa: ARG001  how the kernel adds, not what it gives
     work: Work | None = None,  # noqa: ARG001
     is_old_plan: bool = False,  # noqa: ARG001
@@ -120,6 +125,7 @@ def ragged_attention(
     smaller. Chunks of prompts are causal in either case.
     window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
     its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
+    softcap, sinks: as in `tree_attention`.
     paths: of `trace_paths` for the same segments; then the bits of a tree's nodes are those that they have in a chain.
     work: of `plan_work` for the same segments, sizes and window; None: it is planned here. is_old_plan: a kernel
     without `pdl_options` has run since it was planned; then it is read while the kernel before these still runs.
@@ -142,7 +148,8 @@ def ragged_attention(
         places = places.masked_fill(~read, 0)
         k, v = (x.flatten(0, 1)[places].masked_fill(~read[:, None, None], 0).float() for x in (keys, values))
         scores = torch.einsum("ngrd,sgd->ngrs", q[own].float().unflatten(1, (-1, group)), k) * scale
-        weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(dim=-1)
+        scores = cap(scores, softcap).masked_fill(~visible[:, None, None], -torch.inf)
+        weights = softmax_beside(scores, None if sinks is None else sinks.view(-1, group))
         out[own] = torch.einsum("ngrs,sgd->ngrd", weights, v).flatten(1, 2).to(q.dtype)
     return out
 
@@ -534,6 +541,8 @@ def ragged_attention_triton(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     paths: Paths | None = None,
     work: Work | None = None,
     is_old_plan: bool = False,
@@ -544,15 +553,16 @@ def ragged_attention_triton(
     assert all(x.is_contiguous() for x in (q, keys, values, pages))
     assert mask in ("causal", "tree")
     assert window is None or window > 0
+    assert sinks is None or sinks.is_contiguous()
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    cache = (q, keys, values, pages)
+    cache, factors = (q, keys, values, pages), score_factors(scale, softcap)
     if work.nodes is not None:
         tree = (ancestors, paths) if mask == "tree" else (None, None)
-        _attend(*cache, *tree, out, work.nodes, segments.most_nodes, scale, window, is_old_plan)
+        _attend(*cache, *tree, sinks, out, work.nodes, segments.most_nodes, factors, window, is_old_plan)
     if work.prompts is not None:
-        _attend(*cache, None, None, out, work.prompts, segments.most_nodes, scale, window, is_old_plan)
+        _attend(*cache, None, None, sinks, out, work.prompts, segments.most_nodes, factors, window, is_old_plan)
     return out
 
 
@@ -563,10 +573,11 @@ def _attend(
     pages: Tensor,
     ancestors: Tensor | None,
     paths: Paths | None,
+    sinks: Tensor | None,
     out: Tensor,
     tiles: Tiles,
     most_nodes: int,
-    scale: float,
+    factors: tuple[float, float | None],
     window: int | None,
     is_old_plan: bool,
 ) -> None:
@@ -578,9 +589,9 @@ def _attend(
     share = blocks.rows // 4
     attend_kernel[(G, programs)](
         q, keys, values, pages, ancestors if paths is None else None, *(paths or (None,) * 3),
-        out, tiles.records, tiles.ranges,
+        sinks, out, tiles.records, tiles.ranges,
         partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
-        scale / math.log(2), pages.shape[1],
+        *factors, pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         SLOTS=SCRATCH_PARTS, SHARE=share,
         AT_ONCE=min(max(1, 64 * 32 * blocks.warps // (share * block_dim)), MOST_AT_ONCE), WINDOW=window,
@@ -595,14 +606,15 @@ def _attend(
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, table_width,
+    sinks_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash, table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
     NESTED: tl.constexpr, IS_OLD_PLAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2. IS_OLD_PLAN: the plan is
-    complete before the kernel before this one begins, so it can be read while that one runs."""
+    """One KV head (axis 0) of the tiles in a program's range (axis 1); scale and squash are `score_factors`.
+    IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
+    runs."""
     head, program = tl.program_id(0), tl.program_id(1)
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
@@ -628,8 +640,9 @@ def attend_kernel(
         if begin < finish:
             _attend_tile(
                 q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-                out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, head, first_row, count, position, base,
-                part, begin, finish, first_part, own_finish, parts_end, lowest, place * SLOTS,
+                sinks_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
+                head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest,
+                place * SLOTS,
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
             )  # fmt: skip
         first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
@@ -659,7 +672,7 @@ def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
 @triton.jit
 def _attend_tile(
     q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    out_ptr, partial_ptr, sums_ptr, counter_ptr, scale,
+    sinks_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale, squash,
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -696,27 +709,31 @@ def _attend_tile(
         merged, top, total = _attend_parts(
             q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
-            lowest, certain, base, end, scale,
+            lowest, certain, base, end, scale, squash,
             G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
             _store_part(partial_ptr, sums_ptr, index, merged, top, total, ROWS, BLOCK_D)
         else:
+            total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
             _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
     if own_finish < parts_end:
         stored = parts_end - own_finish + 1
         if _all_arrived(counter_ptr, pieces, stored):
             for first in range(0, num_rows, SHARE):
                 some = first + tl.arange(0, SHARE)
-                result = _merge(partial_ptr, sums_ptr, slot, some, num_rows, stored, BLOCK_D, ROWS, SHARE, AT_ONCE)
+                result = _merge(
+                    partial_ptr, sums_ptr, sinks_ptr, slot, head, some, num_rows, stored,
+                    BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE,
+                )  # fmt: skip
                 _store(out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
 def _attend_parts(
     q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
-    start, stop, part, lowest, certain, base, end, scale,
+    start, stop, part, lowest, certain, base, end, scale, squash,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
@@ -749,7 +766,7 @@ def _attend_parts(
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
             k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
                 visible = _visible(seen, place, position, base, end) & (position > before[:, None])
@@ -764,7 +781,7 @@ def _attend_parts(
             for tile_start in range(tl.maximum(first, new), last, TOKENS):
                 top, total, acc = _attend_paths(
                     q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
-                    scale, top, total, acc, G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
+                    scale, squash, top, total, acc, G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
                 )  # fmt: skip
                 if not NESTED:  # noqa: SIM102
                     if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
@@ -794,7 +811,7 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, PRECISION: tl
 @triton.jit
 def _attend_paths(
     q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
-    scale, top, total, acc,
+    scale, squash, top, total, acc,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -814,7 +831,7 @@ def _attend_paths(
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
         cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
@@ -863,6 +880,14 @@ def _add_part(merged, all_top, all_total, acc, top, total):
 
 
 @triton.jit
+def _add_sinks(sinks_ptr, top, total, head, row, GROUP: tl.constexpr):
+    """Adds each row's sink to the sum of all parts' weights: the last addition, whichever programs had the parts."""
+    if sinks_ptr is not None:
+        total += _weigh_sinks(sinks_ptr, head, row, top, GROUP)
+    return total
+
+
+@triton.jit
 def _store_part(partial_ptr, sums_ptr, index, acc, top, total, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     cells = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
@@ -884,8 +909,8 @@ def _all_arrived(counter_ptr, arriving, parts):
 
 @triton.jit
 def _merge(
-    partial_ptr, sums_ptr, tile, row, num_rows, parts,
-    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    partial_ptr, sums_ptr, sinks_ptr, tile, head, row, num_rows, parts,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together."""
     dims = tl.arange(0, BLOCK_D)
@@ -901,6 +926,7 @@ def _merge(
             cells = ((tile + part).to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
             acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
             merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
+    total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
     return merged / tl.where(total > 0, total, 1.0)[:, None]  # 0: a row past the last
 
 

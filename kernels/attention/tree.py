@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention.dense import cap
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory
 from slipstream.kernels.speculation.verify import MAX_NODES, unpack
@@ -62,6 +63,8 @@ def tree_attention(
     *,
     first_node: int = 0,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     prefix: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -77,11 +80,15 @@ def tree_attention(
     nothing is read, so pages there may be another request's.
     first_node: only the last N of first_node + N <= 64 nodes are queries; row i of q and of ancestors is node
     first_node + i, and the KV of the earlier nodes is in slots lengths + 0..first_node-1.
+    softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2, arXiv 2408.00118).
+    sinks (Q,), of any floating dtype: one more score of each head, which has no value (gpt-oss): it takes a share of
+    the softmax. Not with return_lse: a sink joins when all parts of a softmax are merged (`add_sinks`).
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
     B, N, Q, D = q.shape
     page_size, G = keys.shape[1:3]
+    assert sinks is None or not return_lse
     end = first_node + N
     queries = torch.arange(first_node, end, device=q.device)  # (N,) nodes
     positions = torch.arange(int(lengths.max()) + end, device=q.device)  # (S,)
@@ -91,9 +98,11 @@ def tree_attention(
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
     slots = slots.masked_fill(~used, 0)
     k, v = (x.flatten(0, 1)[slots].masked_fill(~used[:, :, None, None], 0).float() for x in (keys, values))
-    scores = torch.einsum("bngrd,bsgd->bngrs", q.float().view(B, N, G, Q // G, D), k) * scale
+    scores = cap(torch.einsum("bngrd,bsgd->bngrs", q.float().view(B, N, G, Q // G, D), k) * scale, softcap)
     scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
     lse = scores.logsumexp(dim=-1)  # (B, N, G, Q / G)
+    if sinks is not None:
+        lse = lse.logaddexp(sinks.float().view(G, Q // G))
     out = torch.einsum("bngrs,bsgd->bngrd", (scores - lse[..., None]).exp(), v).reshape(B, N, Q, D).to(q.dtype)
     return (out, lse.reshape(B, N, Q)) if return_lse else out
 
@@ -132,6 +141,8 @@ def tree_attention_triton(
     *,
     first_node: int = 0,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     prefix: bool = True,
     return_lse: bool = False,
     blocks: Blocks | None = None,
@@ -147,6 +158,7 @@ def tree_attention_triton(
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
     assert window is None or window > 0
+    assert sinks is None or (sinks.is_contiguous() and not return_lse)
     block_dim = max(16, triton.next_power_of_2(D))
     if blocks is None:
         blocks = choose_blocks(B, N * group, D, q.element_size())
@@ -160,9 +172,9 @@ def tree_attention_triton(
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
     wait = all_resident(q.device, parts.most)
     attend_kernel[(parts.most, tiles, B)](
-        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
-        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), scale / math.log(2), N, first_node,
-        pages.shape[1], parts.tokens,
+        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, sinks, out, lse,
+        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), *score_factors(scale, softcap),
+        N, first_node, pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
@@ -170,6 +182,14 @@ def tree_attention_triton(
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """Of a kernel that weighs tokens by exp2: what scores are multiplied by and, with a soft cap, what the products of
+    queries and keys are multiplied by before that, for `_score`."""
+    if softcap is None:
+        return scale / math.log(2), None
+    return softcap / math.log(2), 2 * scale / (softcap * math.log(2))
 
 
 def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
@@ -242,17 +262,17 @@ def _scratch(
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, first_node, table_width, min_part,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0); scale is for exp2.
+    """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
 
-    SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS where axis 0 has one program.
-    """
+    scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS
+    where axis 0 has one program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(2)
@@ -284,7 +304,7 @@ def attend_kernel(
         before = length + depth - WINDOW
     acc, log_sum = _attend_tokens(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
-        tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale,
+        tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, squash,
         lowest if WINDOW is not None else None, before,
         G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
@@ -296,11 +316,11 @@ def attend_kernel(
             partial = tile.to(tl.int64) * tl.num_programs(0) * ROWS
             _merge(
                 acc, log_sum, partial_ptr + partial * BLOCK_D, partial_lse_ptr + partial, counters_ptr + tile, parts,
-                out_ptr, lse_ptr, request, N, head, first_row, num_rows,
+                sinks_ptr, out_ptr, lse_ptr, request, N, head, first_row, num_rows,
                 G, D, BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE, WAIT,
             )  # fmt: skip
             num_rows = 0
-    _store(out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows, G, D, BLOCK_D, GROUP)
+    _store(sinks_ptr, out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
@@ -314,7 +334,7 @@ def _first_position(length, first_node, PREFIX: tl.constexpr, MASK: tl.constexpr
 
 @triton.jit
 def _attend_tokens(
-    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, lowest, before,
+    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, squash, lowest, before,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +360,7 @@ def _attend_tokens(
             inside &= (token >= lowest - tile_start)[:, None]
         page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = _score(q, k, squash, PRECISION)
         if before is not None:
             position = tile_start + token
             visible = (seen[:, None] & _node_bit(position, length, end, PREFIX, seen.dtype)[None, :]) != 0
@@ -357,6 +377,24 @@ def _attend_tokens(
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # 0: the row sees nothing in this part, which then weighs exp2(-1e30)
     return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _score(q, k, squash, PRECISION: tl.constexpr):
+    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the
+    cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if squash is not None:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)
+    return scores
+
+
+@triton.jit
+def _weigh_sinks(sinks_ptr, head, row, top, GROUP: tl.constexpr):
+    """The weights of a KV head's sinks relative to scores `top` (rows,), which are for exp2; row = query * GROUP + head
+    within the group. An explicit fma: it is rounded alike wherever it is compiled."""
+    sinks = tl.load(sinks_ptr + head * GROUP + row % GROUP).to(tl.float32)
+    return tl.exp2(tl.fma(sinks, 1.4426950408889634, -top))
 
 
 @triton.jit
@@ -419,7 +457,7 @@ def _node_bit(position, length, end, PREFIX: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def _merge(
-    acc, log_sum, partial_ptr, partial_lse_ptr, counter_ptr, parts, out_ptr, lse_ptr,
+    acc, log_sum, partial_ptr, partial_lse_ptr, counter_ptr, parts, sinks_ptr, out_ptr, lse_ptr,
     request, N, head, first_row, num_rows,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
@@ -460,18 +498,37 @@ def _merge(
                 top = new_top
         merged = merged / total[:, None]
         lse = top + tl.log2(total)
-        _store(out_ptr, lse_ptr, merged, lse, request, N, head, first_row, shared, num_rows, G, D, BLOCK_D, GROUP)
+        _store(
+            sinks_ptr,
+            out_ptr,
+            lse_ptr,
+            merged,
+            lse,
+            request,
+            N,
+            head,
+            first_row,
+            shared,
+            num_rows,
+            G,
+            D,
+            BLOCK_D,
+            GROUP,
+        )
 
 
 @triton.jit
 def _store(
-    out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
+    sinks_ptr, out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Stores result (R, BLOCK_D) and log_sum (R,) of the tile's rows `row` (R,) below num_rows."""
+    """Stores result (R, BLOCK_D) and log_sum (R,) of the tile's rows `row` (R,) below num_rows, which are final:
+    their heads' sinks join the softmax here."""
     dims = tl.arange(0, BLOCK_D)
     out_row = _row_of(request, N, head, first_row + row, G, GROUP)
     kept = row < num_rows
+    if sinks_ptr is not None:
+        result = result / (1.0 + _weigh_sinks(sinks_ptr, head, first_row + row, log_sum, GROUP))[:, None]
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:

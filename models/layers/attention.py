@@ -5,6 +5,7 @@ Letters: H hidden, Q/G query and KV heads, D head dim; ...: packed tokens, in an
 
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.linear import linear
@@ -22,6 +23,7 @@ class AttentionLayer(NamedTuple):
     id: int  # its place in the network
     spec: AttentionSpec
     norms: HeadNorms | None = None  # where the spec has q/k norms
+    sinks: Tensor | None = None  # (Q,) where the spec has sinks
 
 
 class Attention(Protocol):
@@ -44,7 +46,8 @@ class Attention(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with q, k and v fused in one projection; q/k norms where the architecture has them."""
+    """Grouped-query attention with q, k and v fused in one projection; q/k norms and sinks where the architecture has
+    them."""
 
     def __init__(
         self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
@@ -60,6 +63,7 @@ class SelfAttention(nn.Module):
         q_size, k_size = (heads * spec.head_dim for heads in normed_heads[:2])
         self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
         self.k_norm = RMSNorm(k_size, eps, spec.norm_offset) if has_norms else None
+        self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
@@ -69,7 +73,7 @@ class SelfAttention(nn.Module):
 
     @property
     def layer(self) -> AttentionLayer:
-        return AttentionLayer(self.id, self.spec, self.norms)
+        return AttentionLayer(self.id, self.spec, self.norms, self.sinks)
 
     @property
     def norms(self) -> HeadNorms | None:

@@ -17,7 +17,7 @@ DENSE_ARCHITECTURES = {
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": True,
-    **dict.fromkeys(families.FAMILIES, False),  # they say themselves
+    **dict.fromkeys(families.FAMILIES.keys() - families.MIXTURES, False),  # they say themselves
 }
 # Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
 NEEDED = frozenset(
@@ -40,9 +40,12 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
     ),
 }
 # Mixtures of experts, likewise.
-EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "Qwen2MoeForCausalLM": False, "MixtralForCausalLM": False}
-# Run in training by transformers (frozen_target.py); models/targets/decoder.py cannot serve them.
-TRAINED_ARCHITECTURES = {"GptOssForCausalLM": False}
+EXPERT_ARCHITECTURES = {
+    "Qwen3MoeForCausalLM": True,
+    "Qwen2MoeForCausalLM": False,
+    "MixtralForCausalLM": False,
+    "GptOssForCausalLM": False,
+}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -248,7 +251,7 @@ class TargetSpec(DecoderShape):
         Raises ValueError for another architecture or activation.
         """
         architecture = families.architecture_of(values)
-        supported = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES | ({} if is_served else TRAINED_ARCHITECTURES)
+        supported = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
         check_supported(values, tuple(supported), is_served)
         values = families.text_part(values)
         traits = families.traits_of(values)

@@ -1,7 +1,8 @@
 """What the architectures of targets fix beside the fields of their config.json, and which targets are refused.
 
 A family is a function: the config's fields, as transformers gives them, -> `Traits`. Sources: the architectures' code
-in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656).
+in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656),
+gpt-oss (2508.10925).
 """
 
 from collections.abc import Callable, Mapping
@@ -60,6 +61,11 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
     )
 
 
+def gpt_oss(_values: Mapping[str, Any]) -> Traits:
+    """Windows, biases and YaRN are fields of its config."""
+    return Traits(attention={"sinks": True})
+
+
 def olmo2(_values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"projection_norm": True}, norms="post")
 
@@ -72,9 +78,11 @@ def phi3(_values: Mapping[str, Any]) -> Traits:
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "GptOssForCausalLM": gpt_oss,
     "Olmo2ForCausalLM": olmo2,
     "Phi3ForCausalLM": phi3,
 }
+MIXTURES = frozenset({"GptOssForCausalLM"})  # of these, the families of experts
 OFFSET_NORMS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
 
 

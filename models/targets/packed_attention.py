@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.attention.dense import add_sinks, dense_attention
 from slipstream.kernels.attention.packed import takes
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
@@ -45,8 +46,8 @@ class PackedAttention:
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
         if q.is_cuda and takes(v) and spec.softcap is None:
-            return self._attend_all(q, k, v, spec)
-        return self._attend_each(q, k, v, spec)
+            return self._attend_all(q, k, v, layer)
+        return self._attend_each(q, k, v, layer)
 
     def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:
         key = spec.rope, spec.head_dim
@@ -54,21 +55,24 @@ class PackedAttention:
             self._ropes[key] = RotaryEmbedding(*key, self._length).to(device)
         return self._ropes[key]
 
-    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        spec, sinks = layer.spec, layer.sinks
         left = None if spec.window is None else spec.window - 1
         sizes = self.ends, self.ends, self.most, self.most
         run, options = torch.ops.aten._flash_attention_forward, {"scale": spec.score_scale, "window_size_left": left}
-        output, *_ = run(q.contiguous(), k, v.contiguous(), *sizes, 0.0, True, False, **options)  # no dropout; causal
-        return output
+        # no dropout; causal
+        output, lse, *_ = run(q.contiguous(), k, v.contiguous(), *sizes, 0.0, True, False, **options)
+        return output if sinks is None else add_sinks(output, lse.t(), sinks)
 
-    def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        spec, sinks = layer.spec, layer.sinks
         output = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # what a document of one token gets
         ends = self.ends.tolist()
         for start, end in zip(ends, ends[1:], strict=False):
-            if end > start + 1:
+            if end > start + 1 or sinks is not None:
                 q_own, k_own, v_own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-                if spec.softcap is not None:
-                    output[start:end] = _attend_capped(q_own, k_own, v_own, spec)
+                if spec.softcap is not None or sinks is not None:
+                    output[start:end] = _attend_densely(q_own[0], k_own[0], v_own[0], layer)
                     continue
                 is_narrow = spec.window is not None and end - start > spec.window
                 mask = _band(end - start, spec, q.device) if is_narrow else None
@@ -78,17 +82,16 @@ class PackedAttention:
         return output
 
 
-def _attend_capped(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """q (1, Q, count, D), k and v (1, G, count, D) -> (count, Q, D). No library kernel caps scores; those of a KV
-    head's queries are held in fp32 at a time."""
-    assert spec.softcap is not None
-    group = q.shape[1] // k.shape[1]
-    seen = _band(q.shape[2], spec, q.device)
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+    """q (Q, count, D), k and v (G, count, D) -> (count, Q, D), with a soft cap or sinks. The queries of a KV head at a
+    time."""
+    spec, group = layer.spec, q.shape[0] // k.shape[0]
+    seen = _band(q.shape[1], spec, q.device)
+    bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
     heads = []
-    for index, (keys, values) in enumerate(zip(k[0], v[0], strict=True)):
-        scores = (q[0, index * group : (index + 1) * group] @ keys.T).float() * spec.score_scale
-        scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill_(~seen, -torch.inf)
-        heads.append(scores.softmax(dim=-1).to(v.dtype) @ values)  # (Q / G, count, D)
+    for index, own in enumerate(q.split(group)):
+        sinks = None if layer.sinks is None else layer.sinks[index * group : (index + 1) * group, None]
+        heads.append(dense_attention(own, k[index], v[index], bias, spec.score_scale, spec.softcap, sinks))
     return torch.cat(heads).transpose(0, 1)
 
 

@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 from slipstream import runtime
+from slipstream.kernels.attention.dense import add_sinks
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -96,7 +97,7 @@ class Planner:
 class Backend(base.Backend):
     needs_host_lengths = True
     phases = frozenset(PHASES)
-    features = frozenset({"soft caps of scores"})
+    features = frozenset(base.FEATURES)
     prompt_kernels: ClassVar[str] = "auto"
     node_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 
@@ -141,31 +142,33 @@ class Backend(base.Backend):
             mask = "causal"  # what a node without others sees does not depend on the mask
         keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
         if mask == "tree" and layer.spec.window is not None:  # windows count depth, theirs order
-            return self._tree(q, layer).flatten(0, 1)
+            return self._tree(q, layer, sinks=layer.sinks).flatten(0, 1)
         if (mask, layer.spec) not in self.planned:
             self.planned[mask, layer.spec] = self._plan_pass(mask, layer)
         wrapper = self.planned[mask, layer.spec]
-        if mask != "tree":
+        if mask != "tree" and layer.sinks is None:
             return wrapper.run(q, (keys, values), out=torch.empty_like(q))
-        committed = wrapper.run(q, (keys, values), out=torch.empty_like(q), return_lse=True)
-        return self._add_tree(committed, q, layer)
+        out, lse = wrapper.run(q, (keys, values), out=torch.empty_like(q), return_lse=True)
+        if mask == "tree":
+            out, lse = self._add_tree((out, lse), q, layer)
+        return out if layer.sinks is None else add_sinks(out, lse * math.log(2), layer.sinks)
 
     def _tree(self, q: Tensor, layer: AttentionLayer, **options: Any) -> Any:
         """`tree_attention` of q (T, Q, D)."""
         metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
         pages, nodes = metadata.state.pages[self.groups[layer.id]], q.unflatten(0, (len(metadata.query_lens), -1))
         where = (pages, metadata.requests, metadata.lengths, metadata.ancestors)
-        options |= {"first_node": metadata.first_node, "window": spec.window}
+        options |= {"first_node": metadata.first_node, "window": spec.window, "softcap": spec.softcap}
         return tree_attention(nodes, keys, values, *where, "tree", spec.score_scale, **options)
 
-    def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, layer: AttentionLayer) -> Tensor:
+    def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, layer: AttentionLayer) -> list[Tensor]:
         """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
-        over the new nodes."""
+        over the new nodes: the same two, over all."""
         (T, Q, D), G = q.shape, layer.spec.num_kv_heads
         out, lse = self._tree(q, layer, prefix=False, return_lse=True)
         rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
         parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
-        return flashinfer.merge_state(*parts)[0].view(T, Q, D)
+        return [x.view(T, Q, *x.shape[2:]) for x in flashinfer.merge_state(*parts)]
 
     def _plan_pass(self, mask: Mask, layer: AttentionLayer) -> Any:
         """The wrapper for this pass, mask and layer. With "tree" it will see the committed tokens only."""

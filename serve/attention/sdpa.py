@@ -1,4 +1,5 @@
-"""Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and the reference."""
+"""Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and the reference.
+Layers with soft caps or sinks take plain torch instead, which holds scores in fp32."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.attention.dense import dense_attention
 from slipstream.kernels.attention.tree import sees
 from slipstream.kernels.norm import rms_norm_each
 from slipstream.models.layers.attention import AttentionLayer, Mask
@@ -40,11 +42,13 @@ class Segment:
     views: dict[tuple[int, int | None], View] = field(default_factory=dict)  # by group and window
     # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
     biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
+    dense_biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)  # (b, 1, 1, count, p * page_size)
 
 
 class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
+    features = frozenset(base.FEATURES)
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         super().__init__(kv, ropes)
@@ -120,15 +124,31 @@ class Backend(base.Backend):
         k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
-        if b == 1 and q.is_cuda:
+        is_plain = layer.spec.softcap is None and layer.sinks is None
+        if b == 1 and q.is_cuda and is_plain:
             return self._attend_one(q[0], k, v, layer, mask, segment)
         key = mask, layer.spec.window
+        if not is_plain:
+            return self._attend_densely(q, k, v, layer, mask, segment)
         if key not in segment.biases:
             segment.biases[key] = self._bias(layer, mask, segment, q.dtype).repeat(1, 1, group, 1)
         q = q.reshape(b, G, group * segment.count, D)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[key], scale=layer.spec.score_scale)
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
+
+    def _attend_densely(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment
+    ) -> Tensor:
+        """With soft caps or sinks. q (b, G, Q / G, count, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
+        spec, key, sinks = layer.spec, (mask, layer.spec.window), layer.sinks
+        if key not in segment.dense_biases:
+            segment.dense_biases[key] = self._bias(layer, mask, segment, torch.float32)[:, :, None]
+        if sinks is not None:
+            sinks = sinks.view(*q.shape[1:3], 1)
+        k, v = k[:, :, None], v[:, :, None]
+        out = dense_attention(q, k, v, segment.dense_biases[key], spec.score_scale, spec.softcap, sinks)
+        return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
 
     def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
         """Copies of pages (P,) of a layer's cache: (2, P, page_size, G, D).

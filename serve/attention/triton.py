@@ -17,6 +17,7 @@ class Backend(base.Backend):
     needs_host_lengths = False
     is_exact = True
     phases = frozenset({"verify", "draft"})
+    features = frozenset(base.FEATURES)
 
     @classmethod
     def fault(cls, kv: base.KVFormat) -> str:
@@ -42,6 +43,8 @@ class Backend(base.Backend):
             spec.score_scale,
             first_node=metadata.first_node,
             window=spec.window,
+            softcap=spec.softcap,
+            sinks=layer.sinks,
         )
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)
@@ -72,6 +75,8 @@ class Backend(base.Backend):
             mask,
             spec.score_scale,
             window=spec.window,
+            softcap=spec.softcap,
+            sinks=layer.sinks,
             paths=metadata.paths,
             work=work,
             is_old_plan=True,  # the tokens' embedding came after it

@@ -21,6 +21,8 @@ class Case:
     page_size: int = 16
     prefix: bool = True
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
 
 CASES = {
@@ -74,6 +76,13 @@ CASES = {
     "window, a block, pages of 128 tokens": Case(lengths=(400, 140, 63), N=20, mask="block", window=70, page_size=128),
     "window, new nodes of a tree only": Case(lengths=(140, 0, 65), N=20, mask="tree", window=3, prefix=False),
     "window, new nodes of a block only": Case(lengths=(140, 0, 65), N=20, mask="block", window=6, prefix=False),
+    "cap": Case(lengths=(0, 9, 31, 260), N=5, softcap=2.0),
+    "cap, a tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree", softcap=2.0, window=33),
+    "cap, new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False, softcap=2.0),
+    "sinks": Case(lengths=(0, 9, 31, 260), N=5, sinks=True, Q=8),
+    "sinks, a tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree", sinks=True, window=33),
+    "sinks, a block": Case(lengths=(12, 0, 130), N=8, mask="block", sinks=True, Q=6),
+    "sinks and a cap, parts of a long context": Case(lengths=(530, 128), N=3, G=1, sinks=True, softcap=2.0),
     "new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False),
     "new nodes only, pages of 64": Case(lengths=(140, 0, 65), N=64, mask="tree", prefix=False, page_size=64),
     "new nodes only, a chain": Case(lengths=(140, 0, 65), N=20, prefix=False, page_size=1),
@@ -118,6 +127,10 @@ GPU_CASES = {
     "batch 32, 16 nodes of a block, a window": replace(REAL, N=16, lengths=LONG, mask="block", window=500),
     "batch 5, D 256": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16),
     "batch 5, D 64": replace(REAL, lengths=LONG[:5], D=64, Q=64, page_size=32),
+    "batch 1, 16 nodes of a tree, sinks and a window": replace(REAL, N=16, D=64, Q=64, window=128, sinks=True),
+    "batch 32, sinks and a cap": replace(REAL, lengths=LONG, sinks=True, softcap=5.0),
+    "batch 5, 16 nodes of a block, sinks": replace(REAL, lengths=LONG[:5], N=16, mask="block", sinks=True),
+    "batch 5, D 256, a cap": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16, softcap=5.0),
     "32k tokens": replace(REAL, lengths=(32768, 5)),
 }
 
@@ -149,6 +162,7 @@ class Scene:
         masks = [[sum(1 << node for node in self.allowed(b, n)) for n in range(case.N)] for b in range(2 * B)]
         masks = [[mask - 2**64 if mask >= 2**63 else mask for mask in row] for row in masks]  # as int64
         self.ancestors = torch.tensor(masks, device=device) if case.mask == "tree" else None
+        self.sinks = 2 * torch.randn(case.Q, **options).to(dtype) if case.sinks else None
         self.give_back(first_position=0)
 
     def give_back(self, first_position: int) -> None:
@@ -198,10 +212,12 @@ class Scene:
         return sorted(slot for slot, depth in depths.items() if depth >= first)
 
     def run(self, kernel: Callable[..., tuple[Tensor, Tensor]], **options: object) -> tuple[Tensor, Tensor]:
-        """Output (B, N, Q, D) and log-sum-exp (B, N, Q) of the requests that do not pad."""
+        """Output (B, N, Q, D), and log-sum-exp (B, N, Q) without sinks, of the requests that do not pad."""
         tensors = (self.q, self.keys, self.values, self.pages, self.rows, self.lengths, self.ancestors)
-        options |= {"window": self.case.window, "prefix": self.case.prefix, "return_lse": True}
-        out, lse = kernel(*tensors, self.case.mask, 0.3, **options)
+        options |= {"window": self.case.window, "prefix": self.case.prefix, "softcap": self.case.softcap}
+        out, lse = kernel(*tensors, self.case.mask, 0.3, return_lse=True, **options)
+        if self.sinks is not None:
+            out = kernel(*tensors, self.case.mask, 0.3, sinks=self.sinks, **options)
         assert out.dtype == self.q.dtype
         assert lse.dtype == torch.float32
         return out[::2], lse[::2]
@@ -218,6 +234,11 @@ class Scene:
                 tokens = self.seen(request, node)
                 q = self.q[request, node].double().view(case.G, -1, case.D)
                 scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * 0.3
+                if case.softcap is not None:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
                 lse[request // 2, node] = scores.logsumexp(-1).flatten()
-                out[request // 2, node] = torch.einsum("grs,sgd->grd", scores.softmax(-1), values[tokens]).flatten(0, 1)
+                if self.sinks is not None:  # a score more, without a value
+                    scores = torch.cat((scores, self.sinks.double().view(case.G, -1, 1)), dim=-1)
+                weights = scores.softmax(-1)[..., : len(tokens)]
+                out[request // 2, node] = torch.einsum("grs,sgd->grd", weights, values[tokens]).flatten(0, 1)
         return out, lse

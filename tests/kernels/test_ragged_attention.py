@@ -4,6 +4,7 @@ those of the same row in another pass."""
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ class Case:
     D: int = 16
     page_size: int = 16
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
     unused: int = 3  # rows
 
     @property
@@ -83,6 +86,11 @@ CASES = {
     "window wider than all": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", window=1000),
     "parts of more tokens": Case(nodes=((3071, 1), (3072, 3), (3060, 20)), chunks=((3050, 40),), G=1, Q=2),
     "window, parts of more tokens": Case(nodes=((4000, 3),), chunks=((3050, 40),), G=1, Q=2, window=3100),
+    "cap": Case(nodes=NODES, chunks=CHUNKS, mask="tree", softcap=2.0),
+    "sinks": Case(nodes=NODES, chunks=CHUNKS, mask="tree", sinks=True, Q=6),
+    "sinks and a cap, window": Case(
+        nodes=NODES[:5], chunks=CHUNKS[:2], mask="tree", sinks=True, softcap=2.0, window=33
+    ),
     "seven heads share": Case(nodes=NODES, chunks=CHUNKS, Q=14, mask="tree"),
     "32 heads share": Case(nodes=NODES[:3], chunks=((3, 5),), Q=32, G=1, mask="tree"),
     "no sharing": Case(nodes=NODES[:4], chunks=((33, 50),), Q=3, G=3),
@@ -90,7 +98,15 @@ CASES = {
     "D 128": Case(nodes=NODES[:4], chunks=((33, 50),), D=128, mask="tree"),
     "D 256": Case(nodes=NODES[:4], chunks=((33, 50),), D=256, mask="tree"),
 }
-IN_GATE = ("both", "window of trees", "one row", "nothing", "33 nodes of a tree", "window within the rows")
+IN_GATE = (
+    "both",
+    "window of trees",
+    "one row",
+    "nothing",
+    "33 nodes of a tree",
+    "window within the rows",
+    "sinks and a cap, window",
+)
 BUSY = random.Random(0)
 REAL = Case(
     nodes=tuple((BUSY.randrange(1, 5000), BUSY.choice((0, 1, 1, 2, 4, 8))) for _ in range(40)),
@@ -111,6 +127,9 @@ GPU_CASES = {
     "pages of one token": replace(REAL, page_size=1),
     "D 256": replace(REAL, D=256, Q=16),
     "D 64": replace(REAL, D=64, Q=64, page_size=64),
+    "sinks, window": replace(REAL, D=64, Q=64, window=128, sinks=True),
+    "sinks and a cap": replace(REAL, sinks=True, softcap=5.0),
+    "cap, D 256": replace(REAL, D=256, Q=16, softcap=5.0),
 }
 
 
@@ -169,6 +188,8 @@ class Scene:
             case.most_nodes,
         )
         self.used = int(starts[-1])
+        sinks = 2 * torch.randn(case.Q, generator=torch.Generator().manual_seed(7))
+        self.sinks = sinks.to(device, dtype) if case.sinks else None
 
     def path(self, s: int, node: int) -> list[int]:
         """The node and its ancestors."""
@@ -205,7 +226,8 @@ class Scene:
     ) -> Tensor:
         """The rows in use."""
         tensors = (self.q, self.keys, self.values, self.pages, self.segments, self.ancestors)
-        options = {"window": self.case.window, "paths": paths, "work": work}
+        options = {"window": self.case.window, "softcap": self.case.softcap, "sinks": self.sinks}
+        options |= {"paths": paths, "work": work}
         out = kernel(*tensors, self.case.mask, SCALE, **options)  # type: ignore[operator]
         assert out.dtype == self.q.dtype
         assert out.shape == self.q.shape
@@ -221,7 +243,12 @@ class Scene:
             for row in range(rows):
                 q = self.q[starts[s] + row].double().view(case.G, -1, case.D)
                 seen = self.seen(s, row)
-                weights = (torch.einsum("grd,sgd->grs", q, keys[seen]) * SCALE).softmax(dim=-1)
+                scores = torch.einsum("grd,sgd->grs", q, keys[seen]) * SCALE
+                if case.softcap is not None:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                if self.sinks is not None:  # a score more, without a value
+                    scores = torch.cat((scores, self.sinks.double().view(case.G, -1, 1)), dim=-1)
+                weights = scores.softmax(dim=-1)[..., : len(seen)]
                 right = torch.einsum("grs,sgd->grd", weights, values[seen]).flatten(0, 1)
                 error = (out[starts[s] + row].double() - right).norm() / right.norm()
                 assert error < TOLERANCES[out.dtype], (s, row)
@@ -327,9 +354,10 @@ def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("features", [{"window": 250}, {"sinks": True, "softcap": 2.0}], ids=["window", "sinks, cap"])
 @torch.inference_mode()
-def test_bits_of_a_row_do_not_depend_on_its_company(device: str) -> None:
-    case = Case(nodes=((130, 3), (300, 2), (0, 1)), chunks=((33, 20), (270, 9)), mask="tree", window=250, G=1, Q=2)
+def test_bits_of_a_row_do_not_depend_on_its_company(features: dict[str, Any], device: str) -> None:
+    case = Case(nodes=((130, 3), (300, 2), (0, 1)), chunks=((33, 20), (270, 9)), mask="tree", G=1, Q=2, **features)
     scene = Scene(case, torch.float32, device)
     out, starts = scene.run(), scene.segments.starts.tolist()
     for s in range(len(case.segments)):
@@ -366,7 +394,11 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
             q, count = scene.q[starts[s] + path], torch.tensor([0, len(path)], dtype=torch.int32, device=device)
             chain = Segments(count, slot, scene.segments.lengths[s : s + 1], 1, scene.segments.most_nodes)
             right = ragged_attention_triton(
-                q, keys, values, scene.pages, chain, None, "causal", SCALE, window=scene.case.window
+                q,
+                *(keys, values, scene.pages, chain, None, "causal", SCALE),
+                window=scene.case.window,
+                softcap=scene.case.softcap,
+                sinks=scene.sinks,
             )
             assert torch.equal(out[starts[s] + path], right)
 
@@ -393,8 +425,9 @@ def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
     [
         Case(nodes=((125, 9), (0, 1), (318, 5)), chunks=((33, 5),), mask="tree", G=1, Q=4),
         Case(nodes=((126, 14),), mask="tree", G=1, Q=4, page_size=1, window=19),
+        Case(nodes=((126, 9),), mask="tree", G=1, Q=4, sinks=True, softcap=2.0),
     ],
-    ids=["parts", "window"],
+    ids=["parts", "window", "sinks and a cap"],
 )
 @torch.inference_mode()
 def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +438,9 @@ def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["busy", "window", "D 256", "D 64", "64 nodes", "pages of one token"])
+@pytest.mark.parametrize(
+    "name", ["busy", "window", "D 256", "D 64", "64 nodes", "pages of one token", "sinks, window", "sinks and a cap"]
+)
 @torch.inference_mode()
 def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dtype) -> None:
     check_paths(Scene(replace(GPU_CASES[name], mask="tree"), dtype, "cuda"))
@@ -442,7 +477,9 @@ def test_real_shapes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["busy", "window", "D 256", "D 64", "one long request"])
+@pytest.mark.parametrize(
+    "name", ["busy", "window", "D 256", "D 64", "one long request", "sinks, window", "sinks and a cap"]
+)
 @torch.inference_mode()
 def test_bits_in_bf16(name: str) -> None:
     """Whatever the company, the tiles' heights and how they are shared; ten runs each, for races."""

@@ -201,16 +201,18 @@ def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family:
         assert torch.equal(weights[name], model.model.layers[2 + int(number)].state_dict()[rest])
 
 
-def test_gpt_oss_is_trained_for_and_not_served() -> None:
+def test_gpt_oss_is_read() -> None:
     config = random_model("gpt-oss").config
     config.architectures = ["GptOssForCausalLM"]
-    trained = TargetSpec.from_json(config.to_dict(), is_served=False)
+    trained = TargetSpec.from_json(config.to_dict())
     assert (trained.hidden_size, trained.num_layers, trained.head_dim) == (32, 4, 16)
     assert trained.layers[0].mlp == MoESpec(
         num_experts=4, top_k=2, intermediate_size=48, activation=ClampedSwiGLU(), bias=True, transposed=True
     )
-    with pytest.raises(ValueError, match="architecture GptOssForCausalLM cannot be served; supported: Llama"):
-        TargetSpec.from_json(config.to_dict())
+    attention = trained.layers[0].attention
+    assert (attention.window, attention.sinks, attention.qkv_bias, attention.output_bias) == (9, True, True, True)
+    assert trained.layers[1].attention.window is None
+    assert attention.rope.scaling["truncate"] is False
 
 
 def test_a_head_that_does_more_is_refused() -> None:

@@ -38,6 +38,8 @@ class Pass:
     page_size: int = 16
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
     reach: int = 4  # a node's parent is at most so many nodes before it, trees only
     num_decoding: int | None = None  # of a ragged pass: its first requests ask for nodes, the others for chunks
 
@@ -56,6 +58,16 @@ PASSES = {
     "window, prompts": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12),
     "scaled": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, scale=0.07),
     "scaled tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, scale=0.07),
+    "cap": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, softcap=1.5),
+    "cap, prompts": Pass(mask="causal", lengths=(16, 5, 0), query_lens=(3, 90, 16), prompt=True, softcap=1.5),
+    "cap, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, softcap=1.5),
+    "sinks, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, sinks=True),
+    "sinks, window, prompts": Pass(
+        mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12, sinks=True
+    ),
+    "sinks, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, sinks=True),
+    "sinks, window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21, sinks=True),
+    "sinks, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, sinks=True),
     "window, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, window=20),
     "window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21),
     "window within a tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=3),
@@ -74,6 +86,15 @@ RAGGED = {
     "trees and chunks": Pass(mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2),
     "trees and chunks, window": Pass(
         mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2, window=6
+    ),
+    "sinks and caps, trees and chunks": Pass(
+        mask="tree",
+        lengths=(7, 48, 0, 33),
+        query_lens=(9, 2, 17, 40),
+        num_decoding=2,
+        window=6,
+        softcap=1.5,
+        sinks=True,
     ),
     "chains and chunks, pages of 1": Pass(
         mask="causal", lengths=(7, 48, 0, 33), query_lens=(4, 2, 7, 20), num_decoding=2, page_size=1
@@ -114,6 +135,7 @@ class Scene:
         self.cache = cache.to(self.device, dtype)
         self.ropes = [RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)] * NUM_LAYERS
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
+        self.sinks = 2 * torch.randn(case.num_heads, generator=generator).to(self.device) if case.sinks else None
         rng, reach = random.Random(5), case.reach
         self.parents = [
             [-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, count))] for count in case.query_lens
@@ -184,7 +206,8 @@ class Scene:
     def layer(self, with_norms: bool = False, id: int = LAYER) -> AttentionLayer:
         sizes = self.case.num_heads, self.case.num_kv_heads, self.cache.shape[-1]
         norms = self.norms if with_norms else None
-        return asking_layer(*sizes, id=id, window=self.case.window, norms=norms, scale=self.case.scale)
+        features = {"window": self.case.window, "scale": self.case.scale, "softcap": self.case.softcap}
+        return asking_layer(*sizes, id=id, norms=norms, sinks=self.sinks, **features)
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)

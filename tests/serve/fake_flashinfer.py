@@ -59,6 +59,8 @@ class Wrapper:
                 x[pages.long()].flatten(0, 1)[:length].repeat_interleave(group, dim=1).float() for x in kv
             )  # (S, Q, D)
             scores = torch.einsum("nhd,shd->hns", q[start:end].float(), k) * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
             if causal:
                 visible = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
                 scores = scores.masked_fill(~visible, -torch.inf)
@@ -92,18 +94,22 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         *,
         window_left: int = -1,
         sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
-        self.window_left, self.scale = window_left, sm_scale
+        self.window_left, self.scale, self.softcap = window_left, sm_scale, logits_soft_cap
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         starts = torch.arange(len(indptr), dtype=torch.int32)
         self._keep(starts, (indptr, indices, last_page_len), shape, q_data_type)
         assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 6, 8)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        return self._run(q, paged_kv_cache, out, causal=False)[0]
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result = self._run(q, paged_kv_cache, out, causal=False)
+        return result if return_lse else result[0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -125,13 +131,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         causal: bool,
         window_left: int = -1,
         sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(qo_indptr, table, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), q_data_type)
-        self.causal, self.window_left, self.scale = causal, window_left, sm_scale
+        self.causal, self.window_left, self.scale, self.softcap = causal, window_left, sm_scale, logits_soft_cap
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False

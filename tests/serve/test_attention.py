@@ -58,6 +58,15 @@ CASES = {
     "window wider than all": Pass(mask="causal", lengths=(3, 30), query_lens=(4, 4), window=90),
     "window, ragged prefill": Pass(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16), window=9),
     "block": Pass(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5)),
+    "cap": Pass(mask="causal", lengths=(0, 9, 47), query_lens=(5,) * 3, softcap=0.8),
+    "sinks": Pass(mask="causal", lengths=(0, 9, 47), query_lens=(5,) * 3, sinks=True),
+    "sinks and a cap, ragged prefill": Pass(
+        mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16), window=9, softcap=0.8, sinks=True
+    ),
+    "sinks, block": Pass(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5), sinks=True),
+    "sinks and a cap, tree": Pass(
+        mask="tree", lengths=(7, 15, 0), query_lens=(9,) * 3, window=4, softcap=0.8, sinks=True
+    ),
     "ragged block": Pass(mask="block", lengths=(12, 4), query_lens=(5, 9), page_size=1),
     **{
         f"tree {reach}": Pass(mask="tree", lengths=(7, 15, 0), query_lens=(9,) * 3, reach=reach, page_size=size)
@@ -114,7 +123,11 @@ def expected(scene: Scene) -> Tensor:
             for head in range(case.num_heads):
                 scores = k[:, head // group] @ turn(all_q[start + query, head], place)
                 scores = scores * (case.scale or HEAD_DIM**-0.5)
-                out[start + query, head] = scores.softmax(-1) @ v[:, head // group]
+                if case.softcap is not None:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                if scene.sinks is not None:  # a score more, without a value
+                    scores = torch.cat((scores, scene.sinks[head, None].double()))
+                out[start + query, head] = scores.softmax(-1)[: len(k)] @ v[:, head // group]
         start += count
     return out
 
@@ -145,6 +158,7 @@ ATTENDED = [
 ]
 # The interpreter takes a second or two for each, and tests/kernels has more of them.
 INTERPRETED = {"chain, pages of one token", "window, decode", "one KV head", "block", "tree 2", "tree 4"}
+INTERPRETED |= {"sinks and a cap, tree"}
 GATE = [case for case in ATTENDED if case[0] == "sdpa" or case[1] in INTERPRETED and case[2] == torch.float32]
 GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise as neighbours
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
+from slipstream.tests.random_targets import CAPPED
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     caches_of,
@@ -121,7 +123,11 @@ def check_states(one: ModelRunner, other: ModelRunner) -> None:
         assert not state.stored.survivals[padding].any()
 
 
-@pytest.mark.parametrize(("drafter", "page_size", "family"), rotating(DRAFTERS, [1, 16], FAMILIES))
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "family"),
+    rotating(DRAFTERS, [1, 16], FAMILIES)
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in product(DRAFTERS, [16], CAPPED)],
+)
 def test_captured_steps_equal_those_launched_as_they_are(
     drafter: str, page_size: int, family: str, configure: Configure, make_target: Callable[[str], Path]
 ) -> None:

@@ -1,0 +1,46 @@
+"""Targets whose layers are not a draft's, through the real programs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import SamplingParams
+from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
+from slipstream.tests.train.runs import Arguments, refusal
+from slipstream.train import dflash, eagle3
+from slipstream.train.trackers import read_metrics
+
+
+def make_target(family: str, tokenizer_of: Path, folder: Path) -> Path:
+    save_random_target((FAMILIES | CAPPED)[family], folder)
+    for file in tokenizer_of.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi4-longrope"])
+def test_eagle3_trains(tmp_path: Path, arguments: Arguments, target_path: Path, family: str) -> None:
+    target = make_target(family, target_path, tmp_path / "target")
+    run = tmp_path / "run"
+    changes = {"target": target, "draft__vocabulary": "null", "optim__lr": 1e-3}
+    eagle3.main(arguments(run, optim__steps=3, checkpoint__every=3, **changes))
+    lines = read_metrics(run / "metrics.jsonl")
+    assert lines[-1]["eval_accept_length"] >= 1
+    assert all(line["loss"] > 0 for line in lines)
+    if family not in CAPPED:
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        drafts = "none", str(run / "step-3")
+        alone, drafted = (LLM(str(target), name).generate([[5, 9, 33]], params)[0].tokens for name in drafts)
+        assert alone == drafted
+
+
+def test_a_block_draft_takes_no_layers_from_gemma(tmp_path: Path, arguments: Arguments, target_path: Path) -> None:
+    target = make_target("gemma3", target_path, tmp_path / "target")
+    flags = arguments(tmp_path / "run", target=target, optim__steps=2)
+    flags = [flag for flag in flags if "ttt" not in flag]
+    flags += ["--draft.block_size=4", "--draft.num_layers=2", "--draft.mask_token_id=7"]
+    assert "set draft.init_from_target to false" in refusal(flags, dflash.main)
+    dflash.main([*flags, "--draft.init_from_target=false"])
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval_accept_length"] >= 1
