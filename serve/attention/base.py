@@ -53,7 +53,8 @@ class Backend(Attention):
     phases: ClassVar[frozenset[str]]
     needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its passes
     is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
-    features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have
+    features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have,
+    gpu_features: ClassVar[frozenset[str]] = frozenset()  # and those that were tried on a GPU
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         """`ropes`: of each layer; layers may share one."""
@@ -65,7 +66,8 @@ class Backend(Attention):
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
         """Why it cannot serve such layers; empty if it can."""
-        lacking = [name for name in FEATURES if name not in cls.features and any(map(FEATURES[name], kv.layers))]
+        known = cls.features if kv.device.type == "cpu" else cls.gpu_features
+        lacking = [name for name in FEATURES if name not in known and any(map(FEATURES[name], kv.layers))]
         return f"it has no kernels for {' and '.join(lacking)}" if lacking else ""
 
     @classmethod

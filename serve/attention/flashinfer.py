@@ -98,6 +98,7 @@ class Backend(base.Backend):
     needs_host_lengths = True
     phases = frozenset(PHASES)
     features = frozenset(base.FEATURES)
+    gpu_features = frozenset({"soft caps of scores"})
     prompt_kernels: ClassVar[str] = "auto"
     node_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 

@@ -48,7 +48,7 @@ class Segment:
 class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
-    features = frozenset(base.FEATURES)
+    features = gpu_features = frozenset(base.FEATURES)
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         super().__init__(kv, ropes)
