@@ -7,7 +7,7 @@ import pytest
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
 from slipstream.bench.round import RoundConfig, first_token_ms, weight_bytes
-from slipstream.models.targets.config import MoESpec, TargetSpec
+from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
@@ -30,13 +30,14 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_are_of_mixtures(name: str) -> None:
-    assert all(isinstance(layer.mlp, MoESpec) for layer in TargetSpec.from_json(CONFIGS[name]).layers)
+def test_configs_are_of_what_their_names_say(name: str) -> None:
+    layers = TargetSpec.from_json(CONFIGS[name]).layers
+    assert all(isinstance(layer.mlp, MLPSpec if name == "llama31-8b" else MoESpec) for layer in layers)
 
 
 def test_either_a_target_or_a_shape() -> None:
     for values in ({}, {"target": "a", "shape": "qwen3-30b-a3b"}):
         with pytest.raises(ValueError, match="give one of the two"):
             RoundConfig(**values)
-    with pytest.raises(ValueError, match="shape is 'a'; choose of qwen3-30b-a3b"), random_pair("a"):
+    with pytest.raises(ValueError, match="shape is 'a'; choose of llama31-8b"), random_pair("a"):
         pass
