@@ -37,9 +37,9 @@ def ran(
         pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp(f"sharded-{request.param}")
     targets = [target_path, make_target("qwen3-tied")]
-    for family, config in EXPERT_FAMILIES.items():
+    for family in ("qwen3-moe", "gpt-oss"):
         targets.append(folder / family)
-        save_random_target(config, targets[-1])
+        save_random_target(EXPERT_FAMILIES[family], targets[-1])
     runs: list[tuple[str, list[str]]] = []
     for sharding in ("none", "all"):
         runs.append(("eagle3", arguments(folder / "eagle3" / sharding, target_sharding=sharding, optim__steps=4)))
