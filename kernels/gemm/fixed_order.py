@@ -3,11 +3,12 @@
 The order in which a row's products are added decides its bits, not the tile that computes it: on Hopper Triton's and
 cuBLAS's kernels agree wherever both add in the order of the inputs. Each product here is cut into as many parts as
 kernels/gemm/small_m.py cuts it into for few rows. Those programs sum parts side by side; for many rows one program sums
-them one after another. The library computes the numbers of rows for which it was seen to give the same bits.
-Letters: M rows, I inputs, O outputs.
+them one after another, or the library computes the parts and a kernel adds them. The library computes whole products
+for the numbers of rows for which it was seen to give the same bits.
+Letters: M rows, I inputs, O outputs, S parts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +31,19 @@ from slipstream.kernels.gemm.small_m import (
     linear_few_rows_triton,
     part_inputs,
 )
-from slipstream.kernels.launch import shared_memory
+from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
 
 DEPTH = 64  # inputs of a tile
+TIMED_CALLS = 8  # of each way to multiply
 Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weight and bias
 
 
 class FixedOrder:
     """Multiplies a target's 16-bit weights. What `check` was not asked about is computed by our kernels."""
 
     def __init__(self) -> None:
-        self.by_library: dict[Shape, set[int]] = {}  # numbers of rows
+        self.by_library: dict[Shape, dict[int, Multiply]] = {}  # by numbers of rows
 
     @staticmethod
     def fault(device: torch.device, dtype: torch.dtype) -> str:
@@ -55,24 +58,32 @@ class FixedOrder:
         return "" if dtype in (torch.bfloat16, torch.float16) else f"weights are {dtype}, not of 16 bits"
 
     def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False) -> None:
-        """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows."""
+        """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows: whole
+        products, or parts of them where that is faster than our kernel."""
         fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
         wanted = sorted(count for count in set(rows) if count > fewest)
-        agreeing = self.by_library.setdefault((*weight.shape, bias is not None, gated), set())
+        found = self.by_library.setdefault((*weight.shape, bias is not None, gated), {})
         if not wanted:
             return
         generator = torch.Generator(weight.device).manual_seed(0)
         size = wanted[-1], weight.shape[1]
         x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
         ours = linear_many_rows_triton(x, weight, bias, split=1 if gated else None)
-        agreeing.update(count for count in wanted if torch.equal(F.linear(x[:count], weight, bias), ours[:count]))
+        for count in wanted:
+            given = x[:count], weight, bias
+            if torch.equal(F.linear(*given), ours[:count]):
+                found[count] = F.linear
+            elif not gated and has_equal_parts(weight) and torch.equal(linear_by_parts(*given), ours[:count]):
+                own = linear_few_rows_triton if count <= MAX_ROWS else linear_many_rows_triton
+                times = [milliseconds(way, x, weight, bias, count) for way in (linear_by_parts, own)]
+                if times[0] < times[1]:
+                    found[count] = linear_by_parts
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O)."""
         rows = x.numel() // x.shape[-1]
-        if rows in self.by_library.get((*weight.shape, bias is not None, False), ()):
-            return F.linear(x, weight, bias)
-        run = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
+        run: Multiply = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
+        run = self.by_library.get((*weight.shape, bias is not None, False), {}).get(rows, run)
         return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
@@ -86,6 +97,59 @@ class FixedOrder:
         else:
             out = activation_mul(linear_many_rows_triton(flat, weight, split=1), activation)
         return out.view(*x.shape[:-1], len(weight) // 2)
+
+
+def milliseconds(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> float:
+    """Of the product of the first `rows` of x. `multiply` has run before."""
+    for _ in range(TIMED_CALLS):
+        linear_many_rows_triton(x, weight, bias)  # meanwhile the host launches what is timed
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(TIMED_CALLS):
+        multiply(x[:rows], weight, bias)
+    end.record()
+    torch.cuda.synchronize()  # sync
+    return start.elapsed_time(end)
+
+
+def has_equal_parts(weight: Tensor) -> bool:
+    """Whether products of few rows are cut into several parts, all of as many inputs."""
+    tiling = choose_tiling(*weight.shape)
+    return tiling.split > 1 and part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
+
+
+def linear_by_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O): parts by the library, in one batch, added in their order."""
+    split = choose_tiling(*weight.shape).split
+    x_parts = x.unflatten(1, (split, -1)).transpose(0, 1)
+    weight_parts = weight.unflatten(1, (split, -1)).permute(1, 2, 0)
+    return sum_parts_triton(torch.bmm(x_parts, weight_parts, out_dtype=torch.float32), bias, x.dtype)
+
+
+def sum_parts_triton(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """parts (S, M, O) fp32, bias (O,) -> their sum (M, O) in `dtype`."""
+    split, num_rows, num_outputs = parts.shape
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
+    size = num_rows * num_outputs
+    sum_parts_kernel[(triton.cdiv(size, 2048),)](
+        parts, bias, out, size, num_outputs, SPLIT=split, BLOCK=2048, num_warps=8, **pdl_options(parts.device)
+    )
+    return out
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts_ptr, bias_ptr, out_ptr, size, num_outputs, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
+    cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLIT):
+        total += tl.load(parts_ptr + part * size.to(tl.int64) + cell, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + cell % num_outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cell, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def linear_many_rows_triton(
@@ -120,7 +184,7 @@ def linear_many_rows_triton(
 
 def _choose_tile(num_rows: int) -> tuple[int, int]:
     """The fastest of some for the two products of an 8B Llama that the library adds otherwise (H200)."""
-    return (64, 128) if num_rows <= 192 else (128, 64) if num_rows <= 320 else (128, 128)
+    return (64, 128) if num_rows <= 256 else (128, 128)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -261,16 +261,22 @@ class Builder:
         if steps is None:
             rows = max(config.prefill_budget, config.max_running * self.most_nodes)
             return FittedCosts(rows + config.max_running)
+        all_tables = self.find_tables(steps, drafts)
+        tables = all_tables.without_slow()
+        steps.drop(all_tables.target["plain"].keys() - tables.target["plain"].keys())
+        return StepCosts(tables)
+
+    def find_tables(self, steps: StepGraphs, drafts: DraftGraphs | None) -> CostTables:
         key = self.cost_key()
         saved = cost_files.load(key)
         if saved is not None:
             try:
-                return StepCosts(CostTables.from_json(saved))
+                return CostTables.from_json(saved)
             except ValueError as error:
                 logger.warning("step times are measured again: %s", error)
         tables = CostTables(steps.time_all(), drafts.time_all() if drafts is not None else {"plain": {}, "all": {}})
         cost_files.save(key, tables.to_json())
-        return StepCosts(tables)
+        return tables
 
     def cost_key(self) -> CostKey:
         config, draft = self.config, self.config.draft

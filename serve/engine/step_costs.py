@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 MODES = ("plain", "all")  # of tables: steps that sample by temperature alone, and those with filters or penalties
 REMEMBERED = 200  # steps by which predictions are judged
 RARELY = 0.95  # the share of steps that `p95` covers
+SLOWER = 1.02  # a pass counts as slower than one of more rows from there on
 MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
 # Of tables, in logarithms: how far the factor and the deviation of an entry are expected to be from 1 before any step
@@ -54,6 +55,16 @@ class CostTables:
             "target": {mode: [[rows, ms] for rows, ms in sorted(table.items())] for mode, table in self.target.items()},
             "draft": {mode: [[*key, ms] for key, ms in sorted(table.items())] for mode, table in self.draft.items()},
         }
+
+    def without_slow(self) -> "CostTables":
+        """Leaves out target passes that take longer than some with more rows, as libraries compute some numbers of rows
+        slowly."""
+        table, kept = self.target["plain"], list[int]()
+        for rows in sorted(table, reverse=True):
+            if not kept or table[rows] < SLOWER * min(table[size] for size in kept):
+                kept.append(rows)
+        target = {mode: {rows: ms for rows, ms in own.items() if rows in kept} for mode, own in self.target.items()}
+        return CostTables(target, self.draft)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "CostTables":

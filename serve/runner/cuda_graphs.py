@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -237,6 +237,12 @@ class StepGraphs(Graphs[StepKey]):
                     self._hold_chunks(self._random_chunks(rows - nodes))
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
+
+    def drop(self, sizes: Container[int]) -> None:
+        """Frees passes of these numbers of rows: larger ones take their place."""
+        self.sizes = [size for size in self.sizes if size not in sizes]
+        self.prompt_sizes = [size for size in self.prompt_sizes if size not in sizes]
+        self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sizes}
 
     def begin(self, plan: StepPlan) -> bool:
         """Launches the plan's target pass, in mode "all" up to where it samples. False where no graph takes it: a

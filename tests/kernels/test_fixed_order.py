@@ -7,7 +7,13 @@ import torch
 
 from slipstream.kernels.gemm import fixed_order
 from slipstream.kernels.gemm.activation import Activation
-from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
+from slipstream.kernels.gemm.fixed_order import (
+    FixedOrder,
+    has_equal_parts,
+    linear_by_parts,
+    linear_many_rows_triton,
+    sum_parts_triton,
+)
 from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
 from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
@@ -29,6 +35,30 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device
                 out = linear_many_rows_triton(x, weight, own_bias, tile)
             added = 0 if own_bias is None else own_bias.double()
             check(out, x.double() @ weight.double().t() + added, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 33, 70), (4, 5, 513)])
+def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: str) -> None:
+    parts, bias = torch.randn(shape, device=device), torch.randn(shape[2], device=device, dtype=torch.float16)
+    with poisoned():
+        out = sum_parts_triton(parts, bias, torch.float16)
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = total + part
+    assert torch.equal(out, (total + bias.float()).half())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [shape for shape in LLAMA if shape[0] == 4096])
+@torch.inference_mode()
+def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
+    """So that they are not left out unnoticed."""
+    x, weight, _ = random(512, *shape, torch.bfloat16, "cuda")
+    assert has_equal_parts(weight)
+    for rows in (320, 512):
+        assert torch.equal(linear_by_parts(x[:rows], weight), linear_many_rows_triton(x[:rows], weight))
 
 
 @pytest.mark.parametrize("num_inputs", [128, 2048, 4096, 4224, 14336])

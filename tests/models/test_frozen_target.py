@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets import frozen
 from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESpec, RopeConfig, TargetSpec
 from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target
@@ -118,15 +119,17 @@ def test_a_family_that_cannot_be_sharded_is_refused_by_name() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_documents_attend_at_once_as_one_by_one(window: int | None) -> None:
-    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, rope=RopeConfig(), window=window)
+def test_documents_attend_at_once_as_one_by_one(window: int | None, sinks: bool) -> None:
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, rope=RopeConfig(), window=window, sinks=sinks)
+    layer = AttentionLayer(0, spec, sinks=torch.randn(8, device="cuda") if sinks else None)
     positions = torch.cat((torch.arange(300), torch.arange(100), torch.zeros(12, dtype=torch.int64), torch.arange(100)))
     attention = PackedAttention()
     attention.plan(positions.view(1, -1).cuda())
     q, k, v = (torch.randn(512, heads, 64, device="cuda") for heads in (8, 2, 2))
-    expected = attention._attend_each(q, k, v, spec)
-    found = attention._attend_all(q.bfloat16(), k.bfloat16(), v.bfloat16(), spec)
+    expected = attention._attend_each(q, k, v, layer)
+    found = attention._attend_all(q.bfloat16(), k.bfloat16(), v.bfloat16(), layer)
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 

@@ -30,6 +30,14 @@ def test_passes_are_filled_up_to_what_was_measured() -> None:
     assert (costs.sizes, costs.most_rows, costs.is_fitted) == ((1, 8, 64, 128), 128, False)
 
 
+def test_passes_slower_than_larger_ones_are_left_out() -> None:
+    target = {1: 4.0, 2: 4.05, 4: 4.0, 64: 9.0, 128: 8.0, 256: 8.5, 512: 12.0}
+    tables = CostTables({"plain": target, "all": dict.fromkeys(target, 1.0)}, TABLES.draft).without_slow()
+    assert list(tables.target["plain"].values()) == [4.0, 4.05, 4.0, 8.0, 8.5, 12.0], "about as fast ones stay"
+    assert set(tables.target["all"]) == set(target) - {64}
+    assert StepCosts(tables).round_up(33) == 128
+
+
 def test_no_table_of_drafts_means_that_they_take_no_time() -> None:
     costs = StepCosts(CostTables(TABLES.target, {"plain": {}, "all": {}}))
     assert costs.draft(4, 1, filtered=True) == 0

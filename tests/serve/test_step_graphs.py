@@ -424,3 +424,18 @@ def test_the_largest_passes_are_timed(
         assert verified <= min(rows, steps.sizes[-1])
     assert torch.equal(state.proposals, before)
     check_untouched(state)
+
+
+def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
+    engine = PlayingBuilder(configure("qwen3", "eagle3 tree")).build()
+    steps = engine.runner.steps
+    assert steps is not None
+    plan = step_of(slots=[0], nodes=4)
+    key = steps.find(plan)
+    assert key is not None
+    assert key[0] == 4
+    steps.drop({4})
+    key = steps.find(plan)
+    assert key is not None
+    assert key[0] == 8
+    assert 4 not in steps.sizes
