@@ -234,7 +234,7 @@ def tunable(
 def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
     depth = int4.CHUNK if name.startswith("int4") else fp8.BLOCK
     for split in (1,) if gated else (1, 2, 4, 8):
-        for size, warps in ((64, 4), (128, 8)):
+        for size, warps in ((64, 4), (128, 8), *([(64, 2)] if name.startswith("int4") else [])):
             for stages in (3, 4, 6, 8):
                 if outputs // size * split <= 2048:
                     yield Tiling(outputs=size, depth=depth, split=split, stages=stages, warps=warps)

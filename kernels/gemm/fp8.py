@@ -344,18 +344,27 @@ def _store_codes(
 
 
 @triton.jit
-def _add_products(
-    acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
-    DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
+def _load_scales(
+    weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH), DEPTH inputs from k on."""
+    """Scales of a block of inputs: (OUTPUTS,) of the weights and (ROWS,) of x. Of others none."""
     if BLOCKS:
-        block, num_blocks = k // DEPTH, tl.cdiv(num_inputs, DEPTH)
-        safe = tl.minimum(outputs, num_outputs - 1) // DEPTH
-        weight_scale = tl.load(weight_scale_ptr + safe * num_blocks + block)
+        num_blocks = tl.cdiv(num_inputs, GROUP)
+        block = tl.minimum(block, num_blocks - 1)
+        weight_scale = tl.load(weight_scale_ptr + tl.minimum(outputs, num_outputs - 1) // GROUP * num_blocks + block)
         x_scale = tl.load(x_scale_ptr + block * num_rows + rows, mask=rows < num_rows, other=0.0)
-        product = tl.dot(weight, tl.trans(x))
-        acc += product * (weight_scale[:, None] * x_scale[None, :])
+        scales = weight_scale, x_scale
+    else:
+        scales = ()
+    return scales
+
+
+@triton.jit
+def _add_products(acc, weight, x, scales, DEPTH: tl.constexpr):
+    """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH)."""
+    if len(scales) == 2:
+        acc += tl.dot(weight, tl.trans(x)) * (scales[0][:, None] * scales[1][None, :])
     else:
         acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=DEPTH)
     return acc
@@ -392,22 +401,33 @@ def fp8_few_kernel(
     all_outputs = num_outputs * 2 if GATED else num_outputs
     if PDL:
         tl.extra.cuda.gdc_wait()
+    # Scales of blocks are loaded a step ahead, so that nothing waits for them.
+    scales = _load_scales(
+        weight_scale_ptr, x_scale_ptr, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
+    )
+    if GATED:
+        ups = _load_scales(
+            weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, first, num_rows, all_outputs, num_inputs,
+            DEPTH, BLOCKS,
+        )  # fmt: skip
     for step in range(first, last):
-        start = step * DEPTH
-        k = start + tl.arange(0, DEPTH)[None, :]
+        next_scales = _load_scales(
+            weight_scale_ptr, x_scale_ptr, outputs, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
+        )
+        k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
         inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
         x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
         weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
-        acc = _add_products(
-            acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, row, start, num_rows, all_outputs, num_inputs,
-            DEPTH, BLOCKS,
-        )  # fmt: skip
+        acc = _add_products(acc, weight, x, scales, DEPTH)
         if GATED:
-            weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
-            up = _add_products(
-                up, weight, x, weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, start, num_rows, all_outputs,
-                num_inputs, DEPTH, BLOCKS,
+            next_ups = _load_scales(
+                weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, step + 1, num_rows, all_outputs, num_inputs,
+                DEPTH, BLOCKS,
             )  # fmt: skip
+            weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
+            up = _add_products(up, weight, x, ups, DEPTH)
+            ups = next_ups
+        scales = next_scales
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -423,11 +443,11 @@ def fp8_few_kernel(
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        ups = _scale_sums(
+        up_sums = _scale_sums(
             tl.trans(up), weight_scale_ptr + num_outputs, x_scale_ptr, outputs, row, num_rows, num_outputs,
             x_scale_stride, BLOCKS,
         )  # fmt: skip
-        rounded = round_silu_mul(rounded, ups.to(rounded.dtype))
+        rounded = round_silu_mul(rounded, up_sums.to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -448,12 +468,18 @@ def fp8_many_kernel(
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in range(SPLIT):
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        block = index * part // DEPTH
+        scales = _load_scales(
+            weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs, DEPTH, BLOCKS
+        )
         for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
+            block += 1
+            next_scales = _load_scales(
+                weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs, DEPTH, BLOCKS
+            )
             x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
-            acc = _add_products(
-                acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
-                DEPTH, BLOCKS,
-            )  # fmt: skip
+            acc = _add_products(acc, weight, x, scales, DEPTH)
+            scales = next_scales
         sums += acc
     result = _scale_sums(
         tl.trans(sums), weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS

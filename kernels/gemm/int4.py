@@ -1,10 +1,12 @@
 """Linear layers with 4-bit weights and 16-bit inputs (W4A16): their inner layout and their product.
 
 Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word: of 256 inputs,
-word j has inputs j, 32 + j, ..., 224 + j, from the low nibble up. So the i-th nibbles of 32 neighbouring words are the
-weights of 32 neighbouring inputs, and a tile is unpacked by a shift, without moving numbers between threads. A weight
-is (code - zero) * scale. Codes less zeros are exact in 16 bits, so tensor cores multiply these, and the sum over inputs
-of a group is scaled in fp32.
+the words 2 * j and 2 * j + 1 have the inputs 2 * j + 32 * i and 2 * j + 1 + 32 * i for i from 0 to 7. The first word has
+those of i up to 3, the even inputs in its low half and the odd ones in its high half, each from the low nibble up. So a
+shift, a mask and a constant make two neighbouring inputs of such a pair, as 16-bit numbers in one register, and of 32
+neighbouring words a tile of 32 neighbouring inputs, without moving numbers between threads. A weight is (code - zero) *
+scale. Codes less zeros are exact in 16 bits, so tensor cores multiply these, and the sum over inputs of a group is
+scaled in fp32.
 
 One kernel computes any number of rows: the weights are the left operand, inputs are added in their order and cut into
 parts as in kernels/gemm/small_m.py. A row has the same bits in a pass of any size.
@@ -60,17 +62,16 @@ def num_words(num_inputs: int) -> int:
 def pack_codes(codes: Tensor) -> Tensor:
     """codes (O, I) of 0 to 15, any integer dtype -> words (O, W) int32; inputs beyond I get 8."""
     codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % CHUNK), value=SYMMETRIC_ZERO)
-    planes = codes.unflatten(1, (-1, 8, PLANE))  # (O, chunks, nibbles, words)
-    low, high = planes[:, :, 0::2], planes[:, :, 1::2]
-    pairs = (low | high << 4).transpose(2, 3).contiguous()  # (O, chunks, words, bytes)
-    return pairs.view(torch.int32).flatten(1)
+    planes = codes.unflatten(1, (-1, 2, 2, 2, PLANE // 2, 2))  # (O, chunks, word, byte, nibble, pair, half)
+    pairs = planes.permute(0, 1, 5, 2, 6, 3, 4)  # (O, chunks, pair, word, half, byte, nibble)
+    return (pairs[..., 0] | pairs[..., 1] << 4).flatten(4).view(torch.int32).flatten(1)
 
 
 def unpack_words(words: Tensor, num_inputs: int) -> Tensor:
     """The inverse: (O, I) uint8."""
-    pairs = words.unflatten(1, (-1, PLANE)).contiguous().view(torch.uint8).unflatten(2, (PLANE, 4)).transpose(2, 3)
-    planes = torch.stack((pairs & 15, pairs >> 4), dim=3)  # (O, chunks, bytes, nibbles, words)
-    return planes.flatten(1)[:, :num_inputs]
+    pairs = words.contiguous().view(torch.uint8).unflatten(1, (-1, PLANE // 2, 2, 2, 2))
+    planes = torch.stack((pairs & 15, pairs >> 4), dim=-1)  # (O, chunks, pair, word, half, byte, nibble)
+    return planes.permute(0, 1, 3, 5, 6, 2, 4).flatten(1)[:, :num_inputs]
 
 
 def dequantize(weight: Int4Weight) -> Tensor:
@@ -142,10 +143,16 @@ def _launch(
         num_rows, num_outputs, weight.num_inputs, weight.scales.shape[1], part_inputs(weight.num_inputs, tiling),
         ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
         UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
-        EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO, PRECISION="ieee",
+        EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO,
+        PACKED=x.is_cuda and x.dtype in OFFSETS, PRECISION="ieee",
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
     )  # fmt: skip
     return out
+
+
+# Two words of a pair, a shift and the offset's bits for each -> two neighbouring numbers: (word >> shift) & mask | bits.
+UNPACK_FIRST = tl.constexpr("{ .reg .b32 t; shr.b32 t, $1, $3; lop3.b32 $0, t, 0x000F000F, $5, 0xEA; }")
+UNPACK_SECOND = tl.constexpr("{ .reg .b32 t; shr.b32 t, $2, $3; lop3.b32 $0, t, 0x000F000F, $5, 0xEA; }")
 
 
 @triton.jit
@@ -162,20 +169,50 @@ def _with_offset(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _unpack(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """The numbers of inputs 32 * PLACE to 32 * PLACE + 31 of a chunk, as `_with_offset` makes them, of words
+    (OUTPUTS, 32). PACKED: two at a time, which Triton cannot say."""
+    SHIFT: tl.constexpr = 4 * (PLACE % 4)
+    UNPACK: tl.constexpr = UNPACK_FIRST if PLACE < 4 else UNPACK_SECOND
+    if PACKED and tl.bfloat16 == DTYPE:
+        numbers = tl.inline_asm_elementwise(
+            UNPACK, "=r,r,r,r,r,r,r", [words, SHIFT, 0x43004300], tl.bfloat16, is_pure=True, pack=2
+        )
+    elif PACKED:
+        numbers = tl.inline_asm_elementwise(
+            UNPACK, "=r,r,r,r,r,r,r", [words, SHIFT, 0x64006400], tl.float16, is_pure=True, pack=2
+        )
+    else:
+        first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
+        word = first if PLACE < 4 else second
+        codes = tl.join((word >> SHIFT) & 15, (word >> (16 + SHIFT)) & 15)
+        numbers = _with_offset(tl.reshape(codes, words.shape), DTYPE)
+    return numbers
+
+
+@triton.jit
+def _load_scales(scales, zeros, chunk, num_groups, UNITS: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """Of the COUNT groups of a chunk, and their zeros as `_with_offset` makes them; inputs beyond the last are 0."""
+    all_scales, all_zeros = (), ()
+    for unit in tl.static_range(COUNT):
+        group = tl.minimum(chunk * COUNT // UNITS + unit, num_groups - 1)
+        all_scales = all_scales + (tl.load(scales + group),)
+        if zeros is not None:
+            all_zeros = all_zeros + (_with_offset(tl.load(zeros + group).to(tl.int32), DTYPE),)
+    return all_scales, all_zeros
+
+
+@triton.jit
 def _add_products(
-    acc, words_row, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
-    CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
-    ZERO: tl.constexpr, PRECISION: tl.constexpr,
+    acc, words_row, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, chunk,
+    CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, ZERO: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc (OUTPUTS, ROWS) plus the products of a chunk of inputs: words (OUTPUTS, PLANE) and x (ROWS, CHUNK)."""
     DTYPE: tl.constexpr = x_row.dtype.element_ty
     words = tl.load(words_row + chunk * PLANE)
     x_tiles, k = x_row + chunk * CHUNK, chunk * CHUNK + tl.arange(0, PLANE)[None, :]
     for unit in tl.static_range(CHUNK // UNIT):
-        group = tl.minimum(chunk * (CHUNK // UNIT) // UNITS + unit, num_groups - 1)  # inputs beyond the last are 0
-        scale = tl.load(scales + group)
-        if zeros is not None:
-            zero = _with_offset(tl.load(zeros + group).to(tl.int32), DTYPE)
         total = tl.zeros(acc.shape, tl.float32)
         for plane in tl.static_range(UNIT // PLANE):
             place = unit * (UNIT // PLANE) + plane
@@ -185,11 +222,11 @@ def _add_products(
                 x = tl.load(x_tiles + place * PLANE, mask=inside, other=0.0)
             else:
                 x = tl.load(x_tiles + place * PLANE, mask=inside & (k + place * PLANE < num_inputs), other=0.0)
-            weight = _with_offset((words >> (4 * place)) & 15, DTYPE)
+            weight = _unpack(words, unit * (UNIT // PLANE) + plane, DTYPE, PACKED)
             # A literal lets Triton unpack words in the registers from which tensor cores take them.
-            weight = weight - ZERO if zeros is None else weight - zero
+            weight = weight - ZERO if len(zeros) == 0 else weight - zeros[unit]
             total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
-        acc += total * scale.to(tl.float32)
+        acc += total * scales[unit].to(tl.float32)
     return acc
 
 
@@ -199,7 +236,7 @@ def int4_kernel(
     num_rows, num_outputs, num_inputs, num_groups, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
     UNITS: tl.constexpr, SPLIT: tl.constexpr, IN_TURN: tl.constexpr, SWIZZLE: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, ZERO: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1), or from IN_TURN parts one after
     another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights. Many rows are
@@ -225,20 +262,32 @@ def int4_kernel(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    COUNT: tl.constexpr = CHUNK // UNIT
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     for index in range(IN_TURN):
         first = (tl.program_id(1) + index) * (part // CHUNK)
         last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        # Scales are loaded a chunk ahead: Triton does not do that with numbers of less than 4 bytes.
+        own, own_zeros = _load_scales(scales, zeros, first, num_groups, UNITS, COUNT, DTYPE)
+        if GATED:
+            ups, up_zeros_own = _load_scales(up_scales, up_zeros, first, num_groups, UNITS, COUNT, DTYPE)
         for chunk in range(first, last):
+            after = chunk + 1
+            next_own, next_zeros = _load_scales(scales, zeros, after, num_groups, UNITS, COUNT, DTYPE)
+            if GATED:
+                next_ups, next_up_zeros = _load_scales(up_scales, up_zeros, after, num_groups, UNITS, COUNT, DTYPE)
             acc = _add_products(
-                acc, words, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
-                CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
+                acc, words, x_desc, first_row, x_row, inside, num_inputs, own, own_zeros, chunk,
+                CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
             )  # fmt: skip
             if GATED:
                 up = _add_products(
-                    up, up_words, x_desc, first_row, x_row, inside, num_inputs, up_scales, up_zeros, num_groups, chunk,
-                    CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
+                    up, up_words, x_desc, first_row, x_row, inside, num_inputs, ups, up_zeros_own, chunk,
+                    CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
                 )  # fmt: skip
+                ups, up_zeros_own = next_ups, next_up_zeros
+            own, own_zeros = next_own, next_zeros
         result += acc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -39,8 +39,10 @@ def test_codes_lie_in_planes() -> None:
     assert (words.shape, words.dtype) == ((3, 64), torch.int32)
     for column in range(512):
         chunk, rest = divmod(column, 256)
-        nibble, word = divmod(rest, 32)
-        found = words[:, 32 * chunk + word].long() >> 4 * nibble & 15
+        plane, place = divmod(rest, 32)
+        pair, half = divmod(place, 2)
+        word = words[:, 32 * chunk + 2 * pair + plane // 4].long()
+        found = word >> 16 * half + 4 * (plane % 4) & 15
         assert torch.equal(found, codes[:, column] if column < 328 else torch.full((3,), 8))
     assert torch.equal(unpack_words(words, 328).long(), codes)
 
