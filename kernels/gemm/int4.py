@@ -172,8 +172,8 @@ UNPACK_SECOND = tl.constexpr("{ .reg .b32 t; shr.b32 t, $2, $3; lop3.b32 $0, t, 
 
 @triton.jit
 def _unpack(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """The codes of tile PLACE of a chunk, of words (OUTPUTS, P), as numbers: more by 128 in bf16, by 1,024 in fp16. They
-    are bits of the mantissa there; a conversion would take four times as long. PACKED: two at a time, which Triton
+    """The codes of tile PLACE of a chunk as numbers, of words (OUTPUTS, P): more by 128 in bf16, by 1,024 in fp16. They
+    are bits of the mantissa, since a conversion would take four times as long. PACKED: two at a time, which Triton
     cannot say."""
     SHIFT: tl.constexpr = 4 * (PLACE % 4)
     UNPACK: tl.constexpr = UNPACK_FIRST if PLACE < 4 else UNPACK_SECOND
