@@ -128,7 +128,7 @@ def product_of(
 
 def random_int4(outputs: int, inputs: int, has_zeros: bool, device: str) -> int4.Int4Weight:
     groups = -(-inputs // GROUP)
-    words = torch.randint(-(2**31), 2**31, (outputs, int4.num_words(inputs, GROUP)), device=device).int()
+    words = torch.randint(-(2**31), 2**31, (outputs, int4.num_words(inputs)), device=device).int()
     scales = torch.rand(outputs, groups, device=device).mul(0.2 * inputs**-0.5).bfloat16()
     zeros = torch.randint(16, (outputs, groups), device=device).to(torch.uint8) if has_zeros else None
     return int4.Int4Weight(words, scales, zeros, GROUP, inputs)
@@ -232,10 +232,10 @@ def tunable(
 
 
 def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
-    depth = int4.chunk_inputs(GROUP) if name.startswith("int4") else fp8.BLOCK
+    depth = int4.CHUNK if name.startswith("int4") else fp8.BLOCK
     for split in (1,) if gated else (1, 2, 4, 8):
         for size, warps in ((64, 4), (128, 8), *([(64, 2)] if name.startswith("int4") else [])):
-            for stages in (2, 3, 4) if name.startswith("int4") else (3, 4, 6, 8):
+            for stages in (3, 4, 6, 8):
                 if outputs // size * split <= 2048:
                     yield Tiling(outputs=size, depth=depth, split=split, stages=stages, warps=warps)
 

@@ -220,11 +220,19 @@ def fp8_linear_triton(
 def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
     """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
     tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
-    if gated:  # half of the outputs are gates, half the ups beside them
-        return Tiling(outputs=64, depth=BLOCK, split=1, stages=6 if num_rows <= 32 else 5)
+    if gated:
+        return Tiling(outputs=64, depth=BLOCK, split=1, stages=5 if num_rows <= 32 else 4)
     stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
     warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
     return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages, warps=warps)
+
+
+def choose_fp8_tile(num_rows: int, num_outputs: int, by_block: bool) -> tuple[int, int]:
+    """Rows and outputs of a program of the kernel of many rows, the fastest of eight (H200). Each block's products are
+    scaled, which takes registers."""
+    if num_rows * num_outputs <= 1 << 20:
+        return 64, 64
+    return (128, 64) if by_block or num_rows <= 512 else (128, 256)
 
 
 def _few_rows(
@@ -237,8 +245,7 @@ def _few_rows(
         return out
     assert bias is None or not gated
     tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
-    rows = max(triton.next_power_of_2(num_rows), 16)
-    tiles = triton.cdiv(num_outputs, tiling.outputs // 2 if gated else tiling.outputs)
+    rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
@@ -257,14 +264,14 @@ def _many_rows(
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:
         return out
-    rows, outputs = tile or ((64, 64) if num_rows * num_outputs <= 1 << 20 else (128, 128))
+    rows, outputs = tile or choose_fp8_tile(num_rows, num_outputs, by_block=scales.dim() == 2)
     parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split)
     given: Any = TensorDescriptor.from_tensor
     fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         given(x.codes, [rows, BLOCK]), given(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), x.scales.stride(-1),
         ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=scales.dim() == 2,
-        num_stages=4, num_warps=8 if outputs == 128 else 4,
+        num_stages=3 if outputs > 128 else 4, num_warps=8 if outputs > 64 else 4,
     )  # fmt: skip
     return out
 
@@ -390,53 +397,65 @@ def fp8_few_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py; gated,
-    half of them are gates and half the ups beside them."""
-    OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS  # outputs
-    first_output, feature = tl.program_id(0) * OWN, tl.arange(0, OUTPUTS)
-    feature = feature // OWN * num_outputs + tl.minimum(first_output + feature % OWN, num_outputs - 1)
-    weights = weight_ptr + feature[:, None].to(tl.int64) * num_inputs
+    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
+    up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     all_outputs = num_outputs * 2 if GATED else num_outputs
     if PDL:
         tl.extra.cuda.gdc_wait()
     # Scales of blocks are loaded a step ahead, so that nothing waits for them.
     scales = _load_scales(
-        weight_scale_ptr, x_scale_ptr, feature, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
+        weight_scale_ptr, x_scale_ptr, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
     )
+    if GATED:
+        ups = _load_scales(
+            weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, first, num_rows, all_outputs, num_inputs,
+            DEPTH, BLOCKS,
+        )  # fmt: skip
     for step in range(first, last):
         next_scales = _load_scales(
-            weight_scale_ptr, x_scale_ptr, feature, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
+            weight_scale_ptr, x_scale_ptr, outputs, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
         )
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
         inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
         x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
         weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
         acc = _add_products(acc, weight, x, scales, DEPTH)
+        if GATED:
+            next_ups = _load_scales(
+                weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, step + 1, num_rows, all_outputs, num_inputs,
+                DEPTH, BLOCKS,
+            )  # fmt: skip
+            weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
+            up = _add_products(up, weight, x, ups, DEPTH)
+            ups = next_ups
         scales = next_scales
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    outputs = first_output + tl.arange(0, OWN)
     cells = row[:, None] * num_outputs + outputs[None, :]
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
         result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     result = _scale_sums(
-        result, weight_scale_ptr, x_scale_ptr, feature, row, num_rows, all_outputs, x_scale_stride, BLOCKS
+        result, weight_scale_ptr, x_scale_ptr, outputs, row, num_rows, num_outputs, x_scale_stride, BLOCKS
     )
-    dtype = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, OWN)), (0, 2, 1)))
-        rounded = round_silu_mul(gate.to(dtype), up.to(dtype))
-    else:
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-        rounded = result.to(dtype)
+        up_sums = _scale_sums(
+            tl.trans(up), weight_scale_ptr + num_outputs, x_scale_ptr, outputs, row, num_rows, num_outputs,
+            x_scale_stride, BLOCKS,
+        )  # fmt: skip
+        rounded = round_silu_mul(rounded, up_sums.to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 

@@ -1,17 +1,16 @@
 """Linear layers with 4-bit weights and 16-bit inputs (W4A16): their inner layout and their product.
 
-Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word: of a chunk of
-8 * P inputs, the words 2 * j and 2 * j + 1 have the inputs 2 * j + P * i and 2 * j + 1 + P * i for i from 0 to 7. The
-first word has those of i up to 3, the even inputs in its low half and the odd ones in its high half, each from the low
-nibble up. So a shift, a mask and a constant make two neighbouring inputs of such a pair, as 16-bit numbers in one
-register, and of P neighbouring words a tile of P neighbouring inputs, without moving numbers between threads. A weight
-is (code - zero) * scale. Codes less 8 are exact in 16 bits, so tensor cores multiply these; the sum over inputs of a
-group is scaled in fp32. Where zeros are not 8, the sum of the inputs themselves times zero - 8 is taken off it.
+Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word. Of 256 inputs,
+the words 2 * j and 2 * j + 1 have the inputs 2 * j + 32 * i and 2 * j + 1 + 32 * i for i from 0 to 7: the first word
+those of i up to 3, the even inputs in its low half and the odd ones in its high half, each from the low nibble up. So a
+shift, a mask and a constant make two neighbouring inputs of such a pair, as 16-bit numbers in one register, and of 32
+neighbouring words a tile of 32 neighbouring inputs, without moving numbers between threads. A weight is (code - zero) *
+scale. Codes less 8 are exact in 16 bits, so tensor cores multiply these; the sum over inputs of a group is scaled in
+fp32. Where zeros are not 8, the sum of the inputs themselves times zero - 8 is taken off it.
 
 One kernel computes any number of rows: the weights are the left operand, inputs are added in their order and cut into
 parts as in kernels/gemm/small_m.py. A row has the same bits in a pass of any size.
-Letters: M rows, I inputs, O outputs, P = 64 inputs of a tile (32 for groups that 64 does not fit), W = P * ceil(I / 8P)
-words, G groups.
+Letters: M rows, I inputs, O outputs, W = 32 * ceil(I / 256) words, G groups.
 """
 
 from typing import Any, NamedTuple
@@ -35,10 +34,10 @@ from slipstream.kernels.gemm.small_m import (
 )
 from slipstream.kernels.launch import Op, pdl_options, shared_memory, use_triton
 
-NIBBLES = 8  # of a word
-LARGEST_CHUNK = 512  # inputs
+CHUNK = 256  # inputs of 32 words
+PLANE = 32  # inputs of the i-th nibbles of these
 SYMMETRIC_ZERO = 8
-FEW_ROWS = 128  # up to here parts are summed side by side
+FEW_ROWS = 128  # up to here parts are summed side by side, of 64 rows at a time
 FEW_GATED_ROWS = 64  # and up to here gate and up in one kernel
 MANY_ROWS = 128  # of a program
 PART = 1024  # inputs that are not shared out
@@ -55,34 +54,22 @@ class Int4Weight(NamedTuple):
     num_inputs: int
 
 
-def plane_inputs(group_size: int) -> int:
-    """P."""
-    return 64 if group_size in (64, 128, 256) or group_size % 512 == 0 else 32
-
-
-def chunk_inputs(group_size: int) -> int:
-    """8 * P."""
-    return NIBBLES * plane_inputs(group_size)
-
-
-def num_words(num_inputs: int, group_size: int) -> int:
+def num_words(num_inputs: int) -> int:
     """W."""
-    plane = plane_inputs(group_size)
-    return plane * -(-num_inputs // (NIBBLES * plane))
+    return PLANE * -(-num_inputs // CHUNK)
 
 
-def pack_codes(codes: Tensor, group_size: int) -> Tensor:
+def pack_codes(codes: Tensor) -> Tensor:
     """codes (O, I) of 0 to 15, any integer dtype -> words (O, W) int32; inputs beyond I get 8."""
-    plane = plane_inputs(group_size)
-    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % (NIBBLES * plane)), value=SYMMETRIC_ZERO)
-    planes = codes.unflatten(1, (-1, 2, 2, 2, plane // 2, 2))  # (O, chunks, word, byte, nibble, pair, half)
+    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % CHUNK), value=SYMMETRIC_ZERO)
+    planes = codes.unflatten(1, (-1, 2, 2, 2, PLANE // 2, 2))  # (O, chunks, word, byte, nibble, pair, half)
     pairs = planes.permute(0, 1, 5, 2, 6, 3, 4)  # (O, chunks, pair, word, half, byte, nibble)
     return (pairs[..., 0] | pairs[..., 1] << 4).flatten(4).view(torch.int32).flatten(1)
 
 
-def unpack_words(words: Tensor, num_inputs: int, group_size: int) -> Tensor:
+def unpack_words(words: Tensor, num_inputs: int) -> Tensor:
     """The inverse: (O, I) uint8."""
-    pairs = words.contiguous().view(torch.uint8).unflatten(1, (-1, plane_inputs(group_size) // 2, 2, 2, 2))
+    pairs = words.contiguous().view(torch.uint8).unflatten(1, (-1, PLANE // 2, 2, 2, 2))
     planes = torch.stack((pairs & 15, pairs >> 4), dim=-1)  # (O, chunks, pair, word, half, byte, nibble)
     return planes.permute(0, 1, 3, 5, 6, 2, 4).flatten(1)[:, :num_inputs]
 
@@ -91,8 +78,7 @@ def dequantize(weight: Int4Weight) -> Tensor:
     """(O, I) fp32."""
     group = torch.arange(weight.num_inputs, device=weight.words.device) // weight.group_size
     zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float()[:, group]
-    codes = unpack_words(weight.words, weight.num_inputs, weight.group_size)
-    return (codes.float() - zeros) * weight.scales.float()[:, group]
+    return (unpack_words(weight.words, weight.num_inputs).float() - zeros) * weight.scales.float()[:, group]
 
 
 def runs_kernel(x: Tensor, weight: Int4Weight, *_: object, **__: object) -> bool:
@@ -115,24 +101,22 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated
 def int4_linear_triton(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
-    """`tiling`: of few rows; its depth is that of a chunk."""
+    """`tiling`: of few rows; its depth is CHUNK."""
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if not gated or len(x) <= FEW_GATED_ROWS:
         return _launch(x, weight, bias, gated, tiling)
     return silu_mul(_launch(x, weight, bias, False, tiling, split=1))
 
 
-def choose_int4_tiling(num_outputs: int, num_inputs: int, depth: int, gated: bool = False, num_rows: int = 1) -> Tiling:
+def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
     """As many parts for any number of rows. Unpacking takes time in which other programs of a multiprocessor load: so
-    for few rows there are several. `gated`: half of a tile's outputs are gates, half the ups beside them."""
+    for few rows there are several."""
     split, tiles = 1, triton.cdiv(num_outputs, 64)
     while not gated and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
     if num_rows > FEW_ROWS and triton.cdiv(num_outputs, 128) * triton.cdiv(num_rows, MANY_ROWS) >= PROGRAMS // 2:
-        return Tiling(outputs=128, depth=depth, split=split, stages=2, warps=8)
-    if num_rows > 64:
-        return Tiling(outputs=64, depth=depth, split=split, stages=2)
-    return Tiling(outputs=64, depth=depth, split=split, stages=3 if num_rows <= 32 else 2)
+        return Tiling(outputs=128, depth=CHUNK, split=split, stages=2, warps=8)
+    return Tiling(outputs=64, depth=CHUNK, split=split, stages=4 if split > 4 and num_rows <= 16 else 3)
 
 
 def _launch(
@@ -144,21 +128,20 @@ def _launch(
     if num_rows == 0:
         return out
     assert bias is None or not gated
-    plane, chunk = plane_inputs(weight.group_size), chunk_inputs(weight.group_size)
-    tiling = tiling or choose_int4_tiling(num_outputs, weight.num_inputs, chunk, gated or split == 1, num_rows)
+    tiling = tiling or choose_int4_tiling(num_outputs, weight.num_inputs, gated or split == 1, num_rows)
     is_few = num_rows <= FEW_ROWS
-    rows = max(triton.next_power_of_2(num_rows), 16) if is_few else MANY_ROWS
+    rows = min(max(triton.next_power_of_2(num_rows), 16), 64) if is_few else MANY_ROWS
     parts, in_turn = (tiling.split, 1) if is_few else (1, tiling.split)
-    tiles = triton.cdiv(num_outputs, tiling.outputs // 2 if gated else tiling.outputs)
+    tiles = triton.cdiv(num_outputs, tiling.outputs) * triton.cdiv(num_rows, rows)
     partial, counters = scratch(x.device, tiles * parts * tiling.outputs * rows, parts)
     pdl = pdl_options(x.device) if is_few else {"PDL": False}
-    x_desc: Any = None if is_few else TensorDescriptor.from_tensor(x, [rows, plane])
-    int4_kernel[(tiles * triton.cdiv(num_rows, rows), parts)](
+    x_desc: Any = None if is_few else TensorDescriptor.from_tensor(x, [rows, PLANE])
+    int4_kernel[(tiles, parts)](
         x, x_desc, weight.words, weight.scales, weight.zeros, bias, out, partial, counters, x.stride(0),
         num_rows, num_outputs, weight.num_inputs, weight.scales.shape[1], part_inputs(weight.num_inputs, tiling),
-        ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=chunk, PLANE=plane, UNIT=min(weight.group_size, chunk),
-        UNITS=max(weight.group_size // chunk, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
-        EVEN=weight.num_inputs % chunk == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO,
+        ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
+        UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
+        EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO,
         PACKED=x.is_cuda and x.dtype in OFFSETS, PRECISION="ieee",
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
     )  # fmt: skip
@@ -172,9 +155,9 @@ UNPACK_SECOND = tl.constexpr("{ .reg .b32 t; shr.b32 t, $2, $3; lop3.b32 $0, t, 
 
 @triton.jit
 def _unpack(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """The codes of tile PLACE of a chunk as numbers, of words (OUTPUTS, P): more by 128 in bf16, by 1,024 in fp16. They
-    are bits of the mantissa, since a conversion would take four times as long. PACKED: two at a time, which Triton
-    cannot say."""
+    """The codes of inputs 32 * PLACE to 32 * PLACE + 31 of a chunk, of words (OUTPUTS, 32), as numbers: more by 128 in
+    bf16, by 1,024 in fp16. They are bits of the mantissa, since a conversion would take four times as long. PACKED: two
+    at a time, which Triton cannot say."""
     SHIFT: tl.constexpr = 4 * (PLACE % 4)
     UNPACK: tl.constexpr = UNPACK_FIRST if PLACE < 4 else UNPACK_SECOND
     if PACKED and tl.bfloat16 == DTYPE:
@@ -200,8 +183,8 @@ def _unpack(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexp
 
 @triton.jit
 def load_scales(scales, zeros, chunk, num_groups, UNITS: tl.constexpr, COUNT: tl.constexpr):
-    """Of the COUNT groups of a chunk, or of the one that UNITS chunks share: scales, and zeros less 8 where there are
-    any. Inputs beyond the last are 0."""
+    """Of the COUNT groups of a chunk, or of the one that UNITS chunks share: scales, and zeros where there are any.
+    Inputs beyond the last are 0."""
     all_scales, all_zeros = (), ()
     for unit in tl.static_range(COUNT):
         group = tl.minimum(chunk * COUNT // UNITS + unit, num_groups - 1)
@@ -253,56 +236,67 @@ def int4_kernel(
     EVEN: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1), or from IN_TURN parts one after
-    another; gated, half of them are gates and half the ups beside them. UNIT inputs share a scale, or UNITS chunks do.
-    Neighbours share SWIZZLE tiles of weights. Many rows are loaded by `x_desc`."""
-    OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS  # outputs
-    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OWN)
+    another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights. Many rows are
+    loaded by `x_desc`."""
+    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
     program = tl.program_id(0)
     band, within = program // (SWIZZLE * row_tiles), program % (SWIZZLE * row_tiles)
     width = tl.minimum(output_tiles - band * SWIZZLE, SWIZZLE)
-    first_row, first_output = within // width * ROWS, (band * SWIZZLE + within % width) * OWN
-    row, feature = first_row + tl.arange(0, ROWS), tl.arange(0, OUTPUTS)
-    feature = feature // OWN * num_outputs + tl.minimum(first_output + feature % OWN, num_outputs - 1)
-    feature, column = feature[:, None].to(tl.int64), tl.arange(0, PLANE)[None, :]
-    words = words_ptr + feature * tl.cdiv(num_inputs, CHUNK) * PLANE + column
-    scales = scales_ptr + feature * num_groups
-    zeros = None
+    first_row = within // width * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    outputs = (band * SWIZZLE + within % width) * OUTPUTS + tl.arange(0, OUTPUTS)
+    safe = tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64)
+    words_row, column = tl.cdiv(num_inputs, CHUNK) * PLANE, tl.arange(0, PLANE)[None, :]
+    words = words_ptr + safe * words_row + column
+    up_words = words + num_outputs.to(tl.int64) * words_row
+    scales, up_scales = scales_ptr + safe * num_groups, scales_ptr + (safe + num_outputs) * num_groups
+    zeros, up_zeros = None, None
     if zeros_ptr is not None:
-        zeros = zeros_ptr + feature * num_groups
+        zeros, up_zeros = zeros_ptr + safe * num_groups, zeros_ptr + (safe + num_outputs) * num_groups
     x_row = x_ptr + row[:, None].to(tl.int64) * x_stride + column
     inside = (row < num_rows)[:, None] & (column < PLANE)
     result = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    COUNT: tl.constexpr = CHUNK // UNIT
     for index in range(IN_TURN):
         first = (tl.program_id(1) + index) * (part // CHUNK)
         last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         # Scales are loaded a chunk ahead: Triton does not do that with numbers of less than 4 bytes.
-        own, own_zeros = load_scales(scales, zeros, first, num_groups, UNITS, CHUNK // UNIT)
+        own, own_zeros = load_scales(scales, zeros, first, num_groups, UNITS, COUNT)
+        if GATED:
+            ups, up_zeros_own = load_scales(up_scales, up_zeros, first, num_groups, UNITS, COUNT)
         for chunk in range(first, last):
-            next_own, next_zeros = load_scales(scales, zeros, chunk + 1, num_groups, UNITS, CHUNK // UNIT)
+            after = chunk + 1
+            next_own, next_zeros = load_scales(scales, zeros, after, num_groups, UNITS, COUNT)
+            if GATED:
+                next_ups, next_up_zeros = load_scales(up_scales, up_zeros, after, num_groups, UNITS, COUNT)
             acc = add_products(
                 acc, words, x_desc, first_row, x_row, inside, num_inputs, own, own_zeros, chunk,
                 CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
             )  # fmt: skip
+            if GATED:
+                up = add_products(
+                    up, up_words, x_desc, first_row, x_row, inside, num_inputs, ups, up_zeros_own, chunk,
+                    CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
+                )  # fmt: skip
+                ups, up_zeros_own = next_ups, next_up_zeros
             own, own_zeros = next_own, next_zeros
         result += acc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    outputs = first_output + tl.arange(0, OWN)
     cells = row[:, None].to(tl.int64) * num_outputs + outputs[None, :]
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    dtype = out_ptr.dtype.element_ty
+    result = tl.trans(result)  # (ROWS, OUTPUTS)
+    if SPLIT > 1:
+        own_rows = num_rows - first_row
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(result, (2, OWN, ROWS)), (2, 1, 0)))  # (ROWS, OWN) each
-        rounded = round_silu_mul(gate.to(dtype), up.to(dtype))
-    else:
-        result = tl.trans(result)  # (ROWS, OUTPUTS)
-        if SPLIT > 1:
-            result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-        rounded = result.to(dtype)
+        rounded = round_silu_mul(rounded, tl.trans(up).to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)

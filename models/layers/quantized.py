@@ -194,11 +194,9 @@ class Int4Linear(QuantizedLinear):
         for part in self.parts or [None]:
             if self.size_of(part) % 8 or inputs % 8:
                 raise ValueError(f"weights of {self.size_of(part)} x {inputs} do not fill words of 8; int4 needs that")
-        self.group_size = (
-            format.group_size if format.group_size > 0 else -(-inputs // int4.LARGEST_CHUNK) * int4.LARGEST_CHUNK
-        )
+        self.group_size = format.group_size if format.group_size > 0 else -(-inputs // int4.CHUNK) * int4.CHUNK
         self.num_groups = -(-inputs // self.group_size)
-        self.register_buffer("words", torch.empty(outputs, int4.num_words(inputs, self.group_size), dtype=torch.int32))
+        self.register_buffer("words", torch.empty(outputs, int4.num_words(inputs), dtype=torch.int32))
         self.register_buffer("scales", torch.empty(outputs, self.num_groups))
         if not format.symmetric:
             self.register_buffer("zeros", torch.empty(outputs, self.num_groups, dtype=torch.uint8))
@@ -239,8 +237,7 @@ class Int4Linear(QuantizedLinear):
         for start in range(0, len(words), step):
             stop = min(start + step, len(words))
             codes = self._codes(tensors, slice(start, stop), words.device)
-            codes = codes if order is None else codes[:, order.to(codes.device)]
-            words[start:stop] = int4.pack_codes(codes, self.group_size)
+            words[start:stop] = int4.pack_codes(codes if order is None else codes[:, order.to(codes.device)])
         if self.bias is not None:
             self._load_bias(part, tensors)
         elif "bias" in tensors and bool(tensors["bias"].count_nonzero()):
