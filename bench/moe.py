@@ -181,7 +181,7 @@ def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float)
 def choices(num_pairs: int, num_experts: int) -> Iterator[tuple[int | None, Tiling | None]]:
     """Blocks of other sizes, and other tilings of blocks of the chosen size: outputs, depth, stages, warps."""
     chosen = choose_block_rows(num_pairs, num_experts)
-    sizes = [1, *TILINGS]
+    sizes = [1, *TILINGS["plain"]]
     place = sizes.index(chosen)
     yield from ((rows, None) for rows in sizes[max(place - 1, 0) : place + 2] if rows != chosen)
     if chosen <= 32:
@@ -190,7 +190,7 @@ def choices(num_pairs: int, num_experts: int) -> Iterator[tuple[int | None, Tili
     else:
         cuts = [(128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8)]
         cuts += [(128, 128, 2, 8), (64, 64, 4, 4), (128, 32, 6, 8)]
-    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[max(chosen, 16)])
+    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS["plain"][max(chosen, 16)])
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ def _with_offset(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(
+def add_products(
     acc, words_row, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
     CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
     ZERO: tl.constexpr, PRECISION: tl.constexpr,
@@ -230,12 +230,12 @@ def int4_kernel(
         last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for chunk in range(first, last):
-            acc = _add_products(
+            acc = add_products(
                 acc, words, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
                 CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
             )  # fmt: skip
             if GATED:
-                up = _add_products(
+                up = add_products(
                     up, up_words, x_desc, first_row, x_row, inside, num_inputs, up_scales, up_zeros, num_groups, chunk,
                     CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
                 )  # fmt: skip
