@@ -17,6 +17,7 @@ from slipstream.models.layers.linear import Linear, copy_converted, remake_deriv
 from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import FLOATS, FileTensor, QuantizedLinear
+from slipstream.models.layers.quantized_experts import QuantizedExperts
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -27,7 +28,7 @@ class Place(NamedTuple):
     key: str  # in the module's state_dict
     owner: nn.Module
     part: str | None  # of a fused projection; None: the whole tensor
-    expected: FileTensor | None = None  # of a quantised layer, whose state_dict has other tensors
+    expected: FileTensor | None = None  # of what is quantised, whose state_dict has other tensors
 
     def rows(self, tensor: Tensor) -> Tensor:
         if isinstance(self.owner, Experts):
@@ -78,7 +79,7 @@ def load_weights(
         if tensor.is_meta:
             path, _, name = key.rpartition(".")
             owner = module.get_submodule(path)
-            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear | RMSNorm) else dtype
+            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear | RMSNorm | Experts) else dtype
             parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
             kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kept, device=device)
@@ -116,7 +117,10 @@ def _fill(tensors: dict[str, Tensor], places: Mapping[str, Place]) -> None:
         elif name in tensors:
             names = together[place.owner, place.part]
             part = {other.rpartition(".")[2]: tensors.pop(other) for other in names}
-            cast(QuantizedLinear, place.owner).load_part(place.part, part)
+            if isinstance(place.owner, QuantizedExperts):
+                place.owner.load_part(cast(str, place.part), part)
+            else:
+                cast(QuantizedLinear, place.owner).load_part(place.part, part)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -129,10 +133,10 @@ def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
     for key in _own(module):
         path, _, name = key.rpartition(".")
         owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        if isinstance(owner, QuantizedLinear) or (isinstance(owner, QuantizedExperts) and name in owner._buffers):
+            continue
         if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):
             places |= {f"{path}.{part}": Place(key, owner, part) for part in apart}
-            continue
-        if isinstance(owner, QuantizedLinear):
             continue
         parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
         for part in parts or [None]:
@@ -140,6 +144,9 @@ def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
     for path, owner in module.named_modules():
         if isinstance(owner, QuantizedLinear):
             places |= _quantized_places(path, owner, whole)
+        if isinstance(owner, QuantizedExperts):
+            pieces = owner.file_pieces(path, whole).items()
+            places |= {name: Place(name, owner, piece.part, piece.expected) for name, piece in pieces}
     return places
 
 
