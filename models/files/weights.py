@@ -5,7 +5,7 @@ A module is built on the meta device. Its storage is allocated once and filled t
 memory of the weights and little more. Loading again fills the same storage, which captured graphs hold on to.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -75,18 +75,29 @@ def load_weights(
         faults += _faults(name, tensors[name], expected[name])
     if faults:
         raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
-    for key, tensor in own.items():
-        if tensor.is_meta:
-            path, _, name = key.rpartition(".")
-            owner = module.get_submodule(path)
-            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear | RMSNorm | Experts) else dtype
-            parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
-            kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
-            empty = torch.empty(tensor.shape, dtype=kept, device=device)
-            torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+
+    def dtype_in_file(key: str) -> torch.dtype:
+        return reduce(torch.promote_types, (tensors[name].dtype for name, place in places.items() if place.key == key))
+
+    allocate(module, dtype or dtype_in_file, device)
     _fill(tensors, places)
     remake_derived(module)
     return module.eval().requires_grad_(False)
+
+
+def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype], device: torch.device) -> None:
+    """What is on the meta device: in `dtype`, which may depend on a tensor's key, or as its owner's `dtypes` says."""
+    for key, tensor in _own(module).items():
+        if tensor.is_meta:
+            path, _, name = key.rpartition(".")
+            owner = module.get_submodule(path)
+            chosen = owner.dtypes.get(name) if isinstance(owner, Linear | RMSNorm | Experts) else None
+            if not tensor.is_floating_point():
+                chosen = tensor.dtype
+            elif chosen is None:
+                chosen = dtype if isinstance(dtype, torch.dtype) else dtype(key)
+            empty = torch.empty(tensor.shape, dtype=chosen, device=device)
+            torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
 
 
 def _expected(own: Tensor, place: Place) -> FileTensor:
