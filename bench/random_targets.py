@@ -16,12 +16,9 @@ import torch
 from slipstream.kernels.gemm.fp8 import E4M3
 from slipstream.models.drafts.base import write_draft
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.files.quantization import Quantization, read_quantization
+from slipstream.models.files.quantization import read_quantization
 from slipstream.models.files.weights import allocate
-from slipstream.models.layers.linear import Head, Linear
-from slipstream.models.layers.moe import Experts
-from slipstream.models.layers.quantized import GATES, quantize_linears
-from slipstream.models.layers.quantized_experts import quantize_experts
+from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.engine import build
@@ -111,9 +108,7 @@ def make_target(
     formats = read_quantization(path, quantization)
     with torch.device("meta"):
         target = Target(config)
-    tensors = quantized_tensors(target, formats)
-    quantize_linears(target, formats, tensors)
-    quantize_experts(target, formats, tensors, device)
+    quantize_by_config(target, formats)
     allocate(target, dtype, device)
     torch.manual_seed(0)
     for parameter in target.parameters():
@@ -123,22 +118,6 @@ def make_target(
     target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return target.eval().requires_grad_(False)
-
-
-def quantized_tensors(target: Target, formats: Quantization | None) -> dict[str, torch.Tensor]:
-    """By which a checkpoint in MXFP4 or FP8 blocks would be known, on the meta device."""
-    tensors: dict[str, torch.Tensor] = {}
-    if formats is None or formats.on_the_fly:
-        return tensors
-    codes, is_mxfp4 = torch.empty(0, dtype=E4M3, device="meta"), not formats.groups
-    for path, module in target.named_modules():
-        if isinstance(module, Experts) and is_mxfp4:
-            tensors[f"{path}.gate_up_proj_blocks"] = codes
-        elif isinstance(module, Experts):
-            tensors |= dict.fromkeys((f"{path}.gate_up_proj", f"{path}.down_proj"), codes)
-        elif isinstance(module, Linear) and not (is_mxfp4 or isinstance(module, Head) or path.endswith(GATES)):
-            tensors[f"{path}.weight"] = codes
-    return tensors
 
 
 def fill_codes(buffer: torch.Tensor) -> None:

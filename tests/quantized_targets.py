@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from slipstream.tests.random_targets import SHAPE, change_json
+from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
 MOE_CONFIG = Qwen3MoeConfig(
@@ -209,6 +209,24 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     else:
         (folder / layout.file).write_text(json.dumps(layout.config))
     return values
+
+
+def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:
+    """With random MXFP4 experts, whose inputs do not fill the last 128."""
+    config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": 160})
+    save_random_target(config, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, outputs, blocks in (("gate_up_proj", 320, 3), ("down_proj", 96, 5)):
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[key]
+            shape = 4, outputs, blocks
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+            tensors[f"{key}_scales"] = torch.randint(121, 126, shape, generator=generator).byte()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if with_fields:
+        change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
 
 
 def rounded(x: Tensor, inputs: str, static: Tensor | None) -> Tensor:

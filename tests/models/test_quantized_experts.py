@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GptOssConfig
 
 from slipstream.models.layers.quantized_experts import LinearExperts, MXFP4Experts
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -17,8 +16,8 @@ from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, 
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.quantized_targets import FP8, LAYOUTS, MOE_CONFIG, reference, save_quantized
-from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, save_random_target
+from slipstream.tests.quantized_targets import FP8, LAYOUTS, MOE_CONFIG, reference, save_gpt_oss, save_quantized
+from slipstream.tests.random_targets import change_json, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
 TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
@@ -42,24 +41,6 @@ def logits(target: Target, tokens: Tensor = TOKENS) -> Tensor:
     attention = PackedAttention()
     attention.plan(torch.arange(len(tokens))[None])
     return target.logits(target(tokens, attention)[0])
-
-
-def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:
-    """With random MXFP4 experts, whose inputs do not fill the last 128."""
-    config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": 160})
-    save_random_target(config, folder)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(SHAPE["num_hidden_layers"]):
-        for name, outputs, blocks in (("gate_up_proj", 320, 3), ("down_proj", 96, 5)):
-            key = f"model.layers.{layer}.mlp.experts.{name}"
-            del tensors[key]
-            shape = 4, outputs, blocks
-            tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
-            tensors[f"{key}_scales"] = torch.randint(121, 126, shape, generator=generator).byte()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if with_fields:
-        change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-static", "compressed-channel", "awq", "packed", "on-the-fly"])
@@ -133,7 +114,11 @@ def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
     frozen = load_frozen_target(tmp_path, (1,), CPU)
     assert isinstance(frozen, DecoderTarget)
     prompt = TOKENS[:9].tolist()
-    found = run(build_engine(tmp_path), [make_request("1", prompt, max_tokens=12, ignore_eos=True)])["1"].tokens
+    found, drafted = (
+        run(build_engine(tmp_path, draft), [make_request("1", prompt, max_tokens=12, ignore_eos=True)])["1"].tokens
+        for draft in ("none", "ngram")
+    )
+    assert found == drafted
     with torch.no_grad():
         whole = reference(torch.tensor([prompt + found])).logits[0]
     assert whole[len(prompt) - 1 : -1].argmax(-1).tolist() == found
