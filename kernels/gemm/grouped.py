@@ -89,8 +89,8 @@ TILINGS: dict[Format, dict[int, Tiling]] = {
         128: Tiling(outputs=128, depth=64, stages=4, warps=8),
     },
     "fp8": {
-        16: Tiling(outputs=64, depth=128, stages=8),
-        32: Tiling(outputs=64, depth=128, stages=6),
+        16: Tiling(outputs=64, depth=128, stages=6),
+        32: Tiling(outputs=64, depth=128, stages=5),
         64: Tiling(outputs=128, depth=128, stages=4, warps=8),
         128: Tiling(outputs=128, depth=128, stages=4, warps=8),
     },
@@ -98,7 +98,7 @@ TILINGS: dict[Format, dict[int, Tiling]] = {
         16: Tiling(outputs=64, depth=128, stages=6),
         32: Tiling(outputs=64, depth=128, stages=4),
         64: Tiling(outputs=128, depth=128, stages=4, warps=8),
-        128: Tiling(outputs=64, depth=128, stages=3, warps=8),
+        128: Tiling(outputs=128, depth=128, stages=2, warps=8),
     },
     "int4": {
         16: Tiling(outputs=64, depth=256, stages=4),

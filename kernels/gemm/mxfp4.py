@@ -5,8 +5,8 @@ As gpt-oss stores it: two codes a byte, the even column in the low nibble, and a
 As it is multiplied: of 128 inputs, the 16-bit word j has inputs j, 32 + j, 64 + j and 96 + j. So the codes at one place
 of 32 neighbouring words are those of a block. A shift and a mask bring a code's sign to bit 15 and its other bits to
 bits 8 to 6, where they are the lowest of the exponent and the highest of the mantissa of a bf16 number: the value of
-the code times 2^-126, also where that is subnormal. Two words side by side in a register are decoded at once. Values of
-codes are exact in 16 bits, so tensor cores multiply these; the sum over a block is scaled in fp32, exactly.
+the code times 2^-126, also where that is subnormal. Two words side by side in a register are decoded at once. Weights
+are exact in bf16, since scales are powers of two: tensor cores multiply what the file means.
 Letters: I inputs, O outputs, W = 32 * ceil(I / 128) words, C = ceil(I / 128) chunks.
 """
 
@@ -124,19 +124,28 @@ def decode(words, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _power(scale, DTYPE: tl.constexpr):
+    """2^(s - 127), s the lowest byte: the exponent of a number, of which 2^-127 is 0."""
+    exponent = scale & 255
+    if tl.bfloat16 == DTYPE:
+        power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        power = (exponent << 23).to(tl.float32, bitcast=True).to(DTYPE)
+    return power
+
+
+@triton.jit
 def add_products(
     acc, words_row, scales, x_row, inside, num_inputs, chunk,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc (OUTPUTS, ROWS) plus the products of a chunk of inputs: words (OUTPUTS, BLOCK), which have four scales an
-    output, and x (ROWS, CHUNK). A scale of 2^-127 becomes 0."""
+    output, and x (ROWS, CHUNK)."""
     words, scale = tl.load(words_row + chunk * BLOCK), tl.load(scales + chunk)
     x_tiles, k = x_row + chunk * CHUNK, chunk * CHUNK + tl.arange(0, BLOCK)[None, :]
     for place in tl.static_range(CHUNK // BLOCK):
         mask = inside if EVEN else inside & (k + place * BLOCK < num_inputs)
         x = tl.load(x_tiles + place * BLOCK, mask=mask, other=0.0)
-        weight = decode(words, place, x.dtype)
-        total = tl.dot(weight, tl.trans(x), input_precision=PRECISION)
-        power = (((scale >> (8 * place)) & 255) << 23).to(tl.float32, bitcast=True)
-        acc += total * power[:, None]
+        weight = decode(words, place, x.dtype) * _power(scale >> (8 * place), x.dtype)[:, None]
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     return acc
