@@ -203,7 +203,7 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def gated_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
     experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size,
@@ -246,7 +246,7 @@ def gated_experts_kernel(
     tl.store(cells, gated.to(dtype), mask=valid[:, None] & (output < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def down_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, outputs_ptr,
     experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
