@@ -93,11 +93,12 @@ WEIGHT_BITS = {"fp8": 8, "fp8 blocks": 8, "mxfp4": 4, "int4": 4}
 @triton.jit
 def multiply(
     weight_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs,
-    x_ptr, row, x_stride, x_scale_ptr, x_scale_stride, valid, num_inputs,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, row, x_stride, x_scale_ptr, x_scale_stride, valid, num_inputs, part,
+    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Features (OUTPUTS,) of an expert by the rows `row` (ROWS,) of x -> (OUTPUTS, ROWS) fp32.
+    """Features (OUTPUTS,) of an expert by the rows `row` (ROWS,) of x -> (OUTPUTS, ROWS) fp32; in
+    MXFP4 from one of SPLIT parts of the inputs.
 
     Rows that are not `valid` are zeros. FP8: a row's scale is at row * x_scale_stride, that of a block and a row at
     block * x_scale_stride + row; without an `x_scale_ptr` x has 16 bits and is quantised here, by blocks.
@@ -107,7 +108,7 @@ def multiply(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if FORMAT == "mxfp4":
         acc = _multiply_mxfp4(
-            acc, weight_ptr, scale_ptr, output, rows, valid, num_inputs, DEPTH, STAGES, EVEN, PRECISION
+            acc, weight_ptr, scale_ptr, output, rows, valid, num_inputs, part, SPLIT, DEPTH, STAGES, EVEN, PRECISION
         )
     elif FORMAT == "int4":
         acc = _multiply_int4(
@@ -169,14 +170,15 @@ def _multiply_blocks(
 
 @triton.jit
 def _multiply_mxfp4(
-    acc, words_ptr, scale_ptr, output, rows, valid, num_inputs,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, words_ptr, scale_ptr, output, rows, valid, num_inputs, part,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pipelines the loads of scales, as `_multiply_blocks` does."""
     BLOCK: tl.constexpr = CHUNK // 4
     chunks, column = tl.cdiv(num_inputs, CHUNK), tl.arange(0, BLOCK)[None, :]
     words, scales = words_ptr + output[:, None] * (chunks * BLOCK) + column, scale_ptr + output * chunks
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
+    size = tl.cdiv(chunks, SPLIT)
+    for chunk in tl.range(part * size, tl.minimum((part + 1) * size, chunks), num_stages=STAGES):
         acc = mxfp4.add_products(
             acc, words, scales, rows + column, valid[:, None], num_inputs, chunk, CHUNK, BLOCK, EVEN, PRECISION
         )

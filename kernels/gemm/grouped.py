@@ -6,7 +6,8 @@ read. A row's bits depend on its own experts alone: a product adds its inputs in
 (kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
 only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
 last block end at once. FP8 experts take two launches more, which quantise the inputs of each product; inputs of few
-tokens that are scaled by block are quantised where they are multiplied.
+tokens that are scaled by block are quantised where they are multiplied. Decoding MXFP4 takes a program longer than
+loading it: the down projection of few tokens has twice the programs, each with half of the inputs.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -39,6 +40,7 @@ from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_i
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
+SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
 
 class Clamped(NamedTuple):
@@ -168,10 +170,13 @@ def mix_experts_triton(
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     given = (routing.weights, *(shared or (None, None)), out)
-    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs),)](
-        *_inputs(hidden, weights.down, is_fused), *pointers(weights.down), weights.down_bias, outputs, *listed, *given,
-        done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, **plain.options(), **options,
-        **constants(weights.down, x.dtype, plain.depth),
+    split = 2 if format_of(weights.down) == "mxfp4" and intermediate >= SPLIT_INPUTS else 1
+    parts = split if blocks is None and is_fused else 1  # side by side
+    partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
+    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
+        *_inputs(hidden, weights.down, is_fused), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
+        *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
+        **plain.options(), **options, **constants(weights.down, x.dtype, plain.depth),
     )  # fmt: skip
     if not is_fused:
         columns = min(512, triton.next_power_of_2(size))
@@ -225,7 +230,7 @@ def gated_experts_kernel(
     feature = both // HALF * size + tl.minimum(tile * HALF + both % HALF, size - 1)
     acc = multiply(
         weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, 2 * size, x_ptr, pair // TOP_K, x_stride, x_scale_ptr,
-        x_scale_stride, valid, num_inputs, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, GROUP, ZERO, EVEN, PRECISION,
+        x_scale_stride, valid, num_inputs, 0, 1, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, GROUP, ZERO, EVEN, PRECISION,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -249,13 +254,15 @@ def gated_experts_kernel(
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def down_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, outputs_ptr,
-    experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
+    partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
     weights_ptr, shared_ptr, gates_ptr, out_ptr, counters_ptr, num_rows, num_inputs, size,
-    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, FORMAT: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them."""
+    """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them.
+
+    The inputs are cut into SPLIT parts: PARTS are added by programs side by side (axis 1), or one after another."""
     tiles = tl.cdiv(size, OUTPUTS)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if PDL:
@@ -268,23 +275,29 @@ def down_experts_kernel(
     expert, pair, valid = _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     feature = tl.minimum(output, size - 1)
-    acc = multiply(
-        weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, size, x_ptr, pair, x_stride, x_scale_ptr,
-        x_scale_stride, valid, num_inputs, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, GROUP, ZERO, EVEN, PRECISION,
-    )  # fmt: skip
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for index in tl.static_range(SPLIT // PARTS):
+        acc += multiply(
+            weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, size, x_ptr, pair, x_stride, x_scale_ptr,
+            x_scale_stride, valid, num_inputs, tl.program_id(1) + index, SPLIT, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES,
+            GROUP, ZERO, EVEN, PRECISION,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     result = tl.trans(acc)
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + expert.to(tl.int64) * size + feature).to(tl.float32)[None, :]
-    cells = outputs_ptr + pair.to(tl.int64)[:, None] * size + output[None, :]
-    tl.store(cells, result.to(outputs_ptr.dtype.element_ty), mask=valid[:, None] & (output < size)[None, :])
+    cells, inside = pair.to(tl.int64)[:, None] * size + output[None, :], valid[:, None] & (output < size)[None, :]
+    if PARTS > 1:
+        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * num_rows * TOP_K * size + cells, result, mask=inside)
+    else:
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + expert.to(tl.int64) * size + feature).to(tl.float32)[None, :]
+        tl.store(outputs_ptr + cells, result.to(outputs_ptr.dtype.element_ty), mask=inside)
     if FUSED:  # noqa: SIM102
-        if is_last_done(counters_ptr + tile, num_blocks):
+        if is_last_done(counters_ptr + tile, num_blocks * PARTS):
             for start in range(0, num_rows, 16):
                 _sum_outputs(
-                    outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, start + tl.arange(0, 16), output,
-                    num_rows, size, TOP_K,
+                    outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr,
+                    start + tl.arange(0, 16), output, num_rows, size, TOP_K, PARTS,
                 )  # fmt: skip
 
 
@@ -296,7 +309,22 @@ def sum_outputs_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    _sum_outputs(outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column, num_rows, size, TOP_K)
+    _sum_outputs(
+        outputs_ptr,
+        None,
+        None,
+        None,
+        weights_ptr,
+        shared_ptr,
+        gates_ptr,
+        out_ptr,
+        row,
+        column,
+        num_rows,
+        size,
+        TOP_K,
+        1,
+    )
 
 
 @triton.jit
@@ -314,16 +342,29 @@ def _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS: 
 
 @triton.jit
 def _sum_outputs(
-    outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column, num_rows, size, TOP_K: tl.constexpr
-):
-    """The outputs of each row's pairs in their order; by one program, so that a row is added in one way."""
+    outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column,
+    num_rows, size, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The outputs of each row's pairs in their order; by one program, so that a row is added in one way. PARTS: outputs
+    are sums of parts, without biases."""
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for index in tl.static_range(TOP_K):
         pair = row.to(tl.int64) * TOP_K + index
         weight = tl.load(weights_ptr + pair, mask=row < num_rows, other=0.0)
-        cells = outputs_ptr + pair[:, None] * size + column[None, :]
-        output = tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
+        cells = pair[:, None] * size + column[None, :]
+        if PARTS > 1:
+            output = tl.zeros(total.shape, tl.float32)
+            for part in tl.static_range(PARTS):
+                parts = partial_ptr + part * num_rows.to(tl.int64) * TOP_K * size + cells
+                output += tl.load(parts, mask=inside, other=0.0, cache_modifier=".cg")
+            if bias_ptr is not None:
+                expert = tl.load(experts_ptr + pair, mask=row < num_rows, other=0).to(tl.int64)
+                biases = bias_ptr + expert[:, None] * size + column[None, :]
+                output += tl.load(biases, mask=inside, other=0.0).to(tl.float32)
+            output = output.to(outputs_ptr.dtype.element_ty)
+        else:
+            output = tl.load(outputs_ptr + cells, mask=inside, other=0.0, cache_modifier=".cg")
         total += weight[:, None] * output.to(tl.float32)
     cells = row.to(tl.int64)[:, None] * size + column[None, :]
     if shared_ptr is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm import fp8, int4
+from slipstream.kernels.gemm import fp8, grouped, int4
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.grouped import (
     FUSED_ROWS,
@@ -237,6 +237,23 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     if device == "cpu":
         found = mix_experts.reference(x, routing, weights)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side for few rows, one after the other for more."""
+    monkeypatch.setattr(grouped, "SPLIT_INPUTS", 160)
+    weights, wide = quantized_experts("mxfp4", (32, 160, 3, 2), device)
+    router, _, _ = random_layer((32, 8, 3, 2), torch.float32, device)
+    x = random_rows(34, 32, torch.float32, device)
+    found = []
+    for rows, block_rows in ((3, 1), (3, 16), (34, 16)):
+        routing = route_triton(x[:rows], router, None, 2, True, block_rows)
+        with poisoned():
+            found.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, 128, 1))[:3])
+    torch.testing.assert_close(found[0].double(), loop(x, routing, wide)[:3], atol=1e-4, rtol=1e-4)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_mxfp4_words_are_those_of_the_file() -> None:
