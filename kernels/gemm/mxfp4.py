@@ -125,7 +125,7 @@ def decode(words, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _power(scale, DTYPE: tl.constexpr):
-    """2^(s - 127), s the lowest byte: the exponent of a number, of which 2^-127 is 0."""
+    """2^(s - 127), s the lowest byte: the exponent of a number. 2^-127 becomes 0; in fp16 all below 2^-24 do."""
     exponent = scale & 255
     if tl.bfloat16 == DTYPE:
         power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
