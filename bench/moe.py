@@ -2,17 +2,21 @@
 
     python bench/moe.py
     python bench/moe.py --shape mixtral-8x7b --rows 1 32 --tune
+    python bench/moe.py --formats bf16 "fp8 blocks" fp8 int4 --rows 1 8 32 128 2048
+    python bench/moe.py --shape gpt-oss-20b --formats bf16 mxfp4 --rows 1 8 32 128 2048
     python bench/moe.py --check
 
 Router, gate and up, and down with the sum are launched in one CUDA graph, over copies of the weights that exceed the L2
 cache. Rows are random, so experts are hit independently; `hit` is how many. The floor is the time to read router, hit
 experts and rows once at the copy bandwidth measured in the same run; for many rows the share of 790 TFLOP/s says more.
-`torch` is transformers' way: a sort by expert, `grouped_mm` twice, and a sum. --tune times other blocks and tilings of
+`torch` is transformers' way in bf16: a sort by expert, `grouped_mm` twice, and a sum. Other formats have random codes;
+`of bf16` is their time over that of 16-bit experts in the same run. --tune times other blocks and tilings of
 the two products. --check compares rows with the same rows of the largest pass, bit for bit, before anything is timed.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -27,7 +31,11 @@ from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.expert_weights import CHUNKS, ExpertMatrix, FP8Weight, format_of, pointers
+from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales
 from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, mix_experts_triton
+from slipstream.kernels.gemm.int4 import Int4Weight, num_words
+from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
@@ -38,10 +46,13 @@ SHAPES = {  # H, I, E, k
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "gpt-oss-20b": (2880, 2880, 32, 4),
 }
+BYTES = {"bf16": 2, "fp8": 1, "fp8 blocks": 1, "mxfp4": 17 / 32, "int4": 33 / 64}  # of a weight, with its scales
 COLUMNS = (
+    ("format", "format", "s"),
     ("rows", "rows", "d"),
     ("hit", "hit", "d"),
     ("us", "us", ".1f"),
+    ("of bf16", "of_bf16", ".2f"),
     ("floor, us", "floor_us", ".1f"),
     ("share of floor", "share_of_floor", ".2f"),
     ("TFLOP/s", "tflops", ".0f"),
@@ -60,6 +71,8 @@ class MoEConfig:
     """Sizes of the layer."""
     rows: list[int] = field(default_factory=lambda: [1, 4, 8, 32, 128, 512, 2048, 8192])
     """Tokens of a pass."""
+    formats: list[str] = field(default_factory=lambda: ["bf16"])
+    """Formats of the experts. bf16 is always timed."""
     tune: bool = False
     """Time other tilings, too."""
     check: bool = False
@@ -72,6 +85,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(SHAPES)}")
+        if unknown := set(self.formats) - set(BYTES):
+            raise ValueError(f"formats has {', '.join(unknown)}; choose of {', '.join(BYTES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,8 @@ class Layer:
         order = experts.flatten().argsort()
         numbers = torch.arange(len(self.router), device=x.device)
         ends = (experts.flatten()[:, None] <= numbers).sum(0).int()  # bincount cannot be captured
+        assert isinstance(self.weights.gate_up, Tensor)
+        assert isinstance(self.weights.down, Tensor)
         gate_up, down = self.weights.gate_up.transpose(1, 2), self.weights.down.transpose(1, 2)
         hidden = silu_mul(F.grouped_mm(x[order // self.top_k], gate_up, offs=ends))
         outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
@@ -104,35 +121,61 @@ class Layer:
 def moe(config: MoEConfig) -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {bandwidth / 1e9:,.0f} GB/s")
-    layers = make_layers(SHAPES[config.shape])
-    if config.check:
-        check(layers[0], config.rows)
     lines = Lines(config.output, origin("moe", "cuda") | {"shape": config.shape})
-    for rows in config.rows:
-        x = random(rows, SHAPES[config.shape][0])
-        for result in measure(config, layers, x, bandwidth):
-            lines.add({"rows": rows, **result})
+    plain: dict[int, float] = {}  # microseconds in bf16, by rows
+    for format in dict.fromkeys(["bf16", *config.formats]):
+        for result in time_format(config, format, bandwidth):
+            of_bf16 = round(result["us"] / plain.setdefault(result["rows"], result["us"]), 3)
+            lines.add({"format": format, "of_bf16": of_bf16, **result})
             print(table(COLUMNS, lines.all[-1:], heading=len(lines.all) == 1), flush=True)
-        if config.profile:
-            print_kernels(profile_kernels(lambda x=x: layers[0](x)))  # type: ignore[misc]
+        torch.cuda.empty_cache()
     lines.print()
 
 
-def make_layers(shape: tuple[int, int, int, int]) -> list[Layer]:
+def time_format(config: MoEConfig, format: str, bandwidth: float) -> Iterator[dict[str, Any]]:
+    layers = make_layers(SHAPES[config.shape], format)
+    if config.check:
+        check(layers[0], config.rows)
+    for rows in config.rows:
+        x = random(rows, SHAPES[config.shape][0])
+        yield from ({"rows": rows, **result} for result in measure(config, layers, x, bandwidth))
+        if config.profile:
+            print_kernels(profile_kernels(lambda x=x: layers[0](x)))  # type: ignore[misc]
+
+
+def make_layers(shape: tuple[int, int, int, int], format: str) -> list[Layer]:
     """So many that their weights do not stay in the L2 cache, at least two."""
     size, intermediate, experts, top_k = shape
-    num_bytes = 6 * top_k * size * intermediate  # of one row
+    num_bytes = int(3 * top_k * size * intermediate * BYTES[format])  # of one row
     return [
         Layer(
             random(experts, size, scale=size**-0.5),
-            ExpertWeights(
-                random(experts, 2 * intermediate, size, scale=size**-0.5),
-                random(experts, size, intermediate, scale=intermediate**-0.5),
-            ),
+            ExpertWeights(matrix(format, experts, 2 * intermediate, size), matrix(format, experts, size, intermediate)),
             top_k,
         )
         for _ in range(max(2, COLD_BYTES // num_bytes))
     ]
+
+
+def matrix(format: str, experts: int, outputs: int, inputs: int) -> ExpertMatrix:
+    """Random codes; weights spread by inputs^-0.5."""
+    scale = inputs**-0.5
+    if format == "bf16":
+        return random(experts, outputs, inputs, scale=scale)
+    if format.startswith("fp8"):
+        codes = random(experts, outputs, inputs).to(E4M3)
+        blocks = -(-outputs // BLOCK), -(-inputs // BLOCK)
+        sizes = blocks if format == "fp8 blocks" else (outputs,)
+        scales = torch.full((experts, *sizes), scale, device="cuda")
+        return FP8Weight(codes, scales, InputScales(by_block=format == "fp8 blocks"))
+    if format == "mxfp4":
+        blocks_of = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
+        exponents = torch.full((experts, outputs, inputs // 32), 127 + round(math.log2(scale / 2.7)), device="cuda")
+        packed = [pack_words(*own) for own in zip(blocks_of, exponents.byte(), strict=True)]
+        words, scales = (torch.stack(tensors) for tensors in zip(*packed, strict=True))
+        return MXFP4Weight(words, scales, inputs)
+    words = torch.randint(-(1 << 31), 1 << 31, (experts, outputs, num_words(inputs)), device="cuda").int()
+    return Int4Weight(words, random(experts, outputs, inputs // BLOCK).fill_(scale / 5), None, BLOCK, inputs)
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -140,11 +183,14 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def check(layer: Layer, row_counts: list[int]) -> None:
+    """torch multiplies 16-bit experts alone."""
     x = random(max(row_counts), layer.router.shape[1])
     whole = layer(x)
     differing = [rows for rows in row_counts if not torch.equal(layer(x[:rows]), whole[:rows])]
     print(f"rows whose bits depend on others, in passes of: {differing or 'none'}")
     few = x[:64]
+    if not isinstance(layer.weights.gate_up, Tensor):
+        return
     ours, torchs = layer(few).float(), layer.by_torch(few).float()
     error = ((ours - torchs).norm(dim=1) / ours.norm(dim=1)).median()  # near-ties may go to another expert
     print(f"difference of a row from torch's, of its norm: {error:.4f}")
@@ -153,14 +199,18 @@ def check(layer: Layer, row_counts: list[int]) -> None:
 def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float) -> Iterator[dict[str, Any]]:
     size, intermediate, experts, top_k = SHAPES[config.shape]
     hit = round(sum(len(layer.route(x).experts.unique()) for layer in layers) / len(layers))
-    matrices = hit * 3 * size * intermediate + experts * size
-    floor = 2e6 * (matrices + 2 * x.numel()) / bandwidth
+    of_experts = sum(
+        tensor.nbytes for matrix in layers[0].weights[:2] for tensor in pointers(matrix) if tensor is not None
+    )
+    num_bytes = of_experts * hit / experts + 2 * experts * size + 4 * x.numel()
+    floor = 1e6 * num_bytes / bandwidth
     flops = 6 * len(x) * top_k * size * intermediate
+    is_plain = isinstance(layers[0].weights.gate_up, Tensor)
     others = {
-        "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1),
+        "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1) if is_plain else None,
         "router_us": round(graph_us(lambda layer: layer.route(x), layers), 1),
     }
-    for block_rows, tiling in [(None, None), *(choices(len(x) * top_k, experts) if config.tune else ())]:
+    for block_rows, tiling in [(None, None), *(choices(layers[0], len(x) * top_k) if config.tune else ())]:
         try:
             us = graph_us(lambda layer, rows=block_rows, tiling=tiling: layer(x, rows, tiling), layers)
         except OutOfResources:
@@ -178,19 +228,23 @@ def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float)
         }
 
 
-def choices(num_pairs: int, num_experts: int) -> Iterator[tuple[int | None, Tiling | None]]:
+def choices(layer: Layer, num_pairs: int) -> Iterator[tuple[int | None, Tiling | None]]:
     """Blocks of other sizes, and other tilings of blocks of the chosen size: outputs, depth, stages, warps."""
-    chosen = choose_block_rows(num_pairs, num_experts)
-    sizes = [1, *TILINGS]
+    format, chosen = format_of(layer.weights.gate_up), choose_block_rows(num_pairs, len(layer.router))
+    sizes = [1, *TILINGS[format]]
     place = sizes.index(chosen)
     yield from ((rows, None) for rows in sizes[max(place - 1, 0) : place + 2] if rows != chosen)
-    if chosen <= 32:
+    if format in CHUNKS:  # which fixes the depth
+        few = [(outputs, stages, 4) for outputs in (32, 64, 128) for stages in (3, 4, 6, 8, 10)]
+        many = [(outputs, stages, warps) for outputs in (64, 128) for stages in (2, 3, 4) for warps in (4, 8)]
+        cuts = [(outputs, CHUNKS[format], *rest) for outputs, *rest in (few if chosen <= 32 else many)]
+    elif chosen <= 32:
         cuts = [(64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4)]
         cuts += [(128, 64, 4, 4), (128, 128, 3, 4), (128, 64, 6, 8), (32, 128, 4, 2), (32, 256, 3, 4)]
     else:
         cuts = [(128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8)]
         cuts += [(128, 128, 2, 8), (64, 64, 4, 4), (128, 32, 6, 8)]
-    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[max(chosen, 16)])
+    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[format][max(chosen, 16)])
 
 
 def main() -> None:

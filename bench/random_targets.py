@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slipstream.kernels.gemm.fp8 import E4M3
 from slipstream.models.drafts.base import write_draft
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.files.quantization import read_quantization
+from slipstream.models.files.weights import allocate
+from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.engine import build
@@ -22,6 +26,9 @@ from slipstream.serve.engine import build
 SPREAD = 0.02  # standard deviation of the weights
 DRAFT_VOCABULARY = 32_000
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 2}
 SHARED |= {"dtype": "bfloat16", "rope_parameters": ROPE, "sliding_window": None, "use_sliding_window": False}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -40,7 +47,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "vocab_size": 32_000}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32_768}
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt-oss-20b": SHARED
+    | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 7.0}
+    | {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201_088}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072}
+    | {"num_local_experts": 32, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "sliding_window": 128}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 12, "rope_parameters": YARN}
+    | {"quantization_config": {"quant_method": "mxfp4"}},
 }
+CONFIGS["qwen3-30b-a3b-fp8"] = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": BLOCKS}
 
 
 class Pair(NamedTuple):
@@ -90,16 +105,34 @@ def make_target(
     quantization: str | None = None,
 ) -> Target:
     """In place of decoder.load_target."""
-    if quantization is not None:
-        raise ValueError(f"quantization is {quantization!r}; random weights have 16 bits")
+    formats = read_quantization(path, quantization)
     with torch.device("meta"):
-        target = Target(config).to(dtype)
-    target.to_empty(device=device)
+        target = Target(config)
+    quantize_by_config(target, formats)
+    allocate(target, dtype, device)
     torch.manual_seed(0)
     for parameter in target.parameters():
         fill(parameter.data)
+    for buffer in target.buffers():
+        fill_codes(buffer)
+    target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return target.eval().requires_grad_(False)
+
+
+def fill_codes(buffer: torch.Tensor) -> None:
+    """Of quantised weights: codes of e4m3 and of e2m1 (int16), and their scales, so that weights spread by SPREAD."""
+    if buffer.dtype == E4M3:
+        for part in buffer.view(torch.uint8).flatten().split(1 << 26):
+            part.random_(0, 256)
+            part[(part & 127) == 127] = 0  # no NaN
+    elif buffer.dtype == torch.int16:
+        buffer.random_(-(1 << 15), 1 << 15)
+    elif buffer.dtype == torch.int32:
+        buffer.fill_(0x78787878)  # four times 2^-7
+    else:
+        values = torch.arange(256).to(torch.uint8).view(E4M3).float()
+        buffer.fill_(SPREAD / values[values.isfinite()].square().mean().sqrt().item())
 
 
 def fill(tensor: torch.Tensor) -> None:

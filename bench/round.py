@@ -296,7 +296,7 @@ def weight_bytes(layers: nn.ModuleList, rows: int) -> float:
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
         missed = (1 - experts.spec.top_k / experts.spec.num_experts) ** rows
-        total -= missed * sum(x.nbytes for x in experts.parameters())
+        total -= missed * sum(x.nbytes for x in experts.state_dict().values())
     return total
 
 

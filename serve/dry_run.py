@@ -15,6 +15,8 @@ from torch import nn
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.files.quantization import read_quantization
+from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
@@ -55,6 +57,7 @@ class DryRun:
         dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
         with torch.device("meta"):
             target = Target(self.model)
+            quantize_by_config(target, read_quantization(path, config.quantization))
         layers = tuple(layer.attention for layer in self.model.layers)
         self.networks = [Network(name, self.model.architecture, layers, weight_bytes(target, dtype), dtype)]
         if is_checkpoint(config.draft):

@@ -1,19 +1,28 @@
 """Tiny targets as libraries write them, quantised here by plain formulas, and what transformers computes of them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from slipstream.tests.random_targets import SHAPE, change_json
+from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
+MOE_CONFIG = Qwen3MoeConfig(
+    **SHAPE | {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2},
+    head_dim=128,
+    num_experts=3,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+)
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
 Tensors = dict[str, Tensor]
@@ -202,6 +211,24 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     return values
 
 
+def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:
+    """With random MXFP4 experts, whose inputs do not fill the last 128."""
+    config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": 160})
+    save_random_target(config, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, outputs, blocks in (("gate_up_proj", 320, 3), ("down_proj", 96, 5)):
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[key]
+            shape = 4, outputs, blocks
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+            tensors[f"{key}_scales"] = torch.randint(121, 126, shape, generator=generator).byte()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if with_fields:
+        change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+
+
 def rounded(x: Tensor, inputs: str, static: Tensor | None) -> Tensor:
     """Inputs of a layer after they were quantised and dequantised."""
     if inputs == "exact":
@@ -216,8 +243,13 @@ def rounded(x: Tensor, inputs: str, static: Tensor | None) -> Tensor:
 
 def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> PreTrainedModel:
     """transformers' model in fp32 with these weights, whose layers get rounded inputs."""
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    model.load_state_dict(values)
+    dense = folder / "dequantised"
+    dense.mkdir()
+    (dense / "config.json").write_text((plain / "config.json").read_text())
+    save_file(
+        {name: value.contiguous() for name, value in values.items()}, dense / "model.safetensors", {"format": "pt"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     stored = load_file(folder / "model.safetensors")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and path.endswith("_proj"):
@@ -228,4 +260,24 @@ def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> Pre
             module.register_forward_pre_hook(
                 lambda _module, args, static=static: (rounded(args[0], layout.inputs, static),)
             )
+        if path.endswith(".experts"):
+            static = [
+                max((x for name, x in stored.items() if name.startswith(path) and name.endswith(ends)), default=None)
+                for ends in (("gate_proj.input_scale", "up_proj.input_scale"), ("down_proj.input_scale",))
+            ]
+            module.forward = partial(mixed, module, layout.inputs, static)
     return model
+
+
+def mixed(
+    module: Any, inputs: str, static: Sequence[Tensor | None], x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """Of each row (T, H) the weighted sum of its experts (T, k), whose inputs are rounded."""
+    rows = []
+    for row, own, shares in zip(x, experts.tolist(), weights, strict=True):
+        outputs = []
+        for expert in own:
+            gate, up = F.linear(rounded(row, inputs, static[0]), module.gate_up_proj[expert]).chunk(2)
+            outputs.append(F.linear(rounded(F.silu(gate) * up, inputs, static[1]), module.down_proj[expert]))
+        rows.append(shares @ torch.stack(outputs))
+    return torch.stack(rows)

@@ -336,10 +336,8 @@ def _store_codes(
     if static_ptr is not None:
         scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + tl.load(static_ptr))
     elif BY_BLOCK:
-        blocks = tl.reshape(x, (WIDTH // GROUP, GROUP))
-        scale = tl.div_rn(tl.max(tl.abs(blocks), axis=1), tl.full((WIDTH // GROUP,), 448.0, tl.float32))
-        scale = tl.maximum(scale, 1e-12)
-        scaled = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (WIDTH // GROUP, GROUP))), (WIDTH,))
+        scaled, scale = scale_blocks(tl.reshape(x, (WIDTH // GROUP, GROUP)))
+        scaled = tl.reshape(scaled, (WIDTH,))
         block = first // GROUP + tl.arange(0, WIDTH // GROUP)
         cells = scales_ptr + block.to(tl.int64) * num_rows + row
         tl.store(cells, scale, mask=block * GROUP < num_inputs)
@@ -349,6 +347,14 @@ def _store_codes(
         tl.store(scales_ptr + row, scale)
     scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
     tl.store(codes_ptr + row * num_inputs + columns, scaled.to(tl.float8e4nv), mask=columns < num_inputs)
+
+
+@triton.jit
+def scale_blocks(x):
+    """x (n, BLOCK) fp32 -> x / scales, at most 448, and the scales (n,)."""
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((x.shape[0],), 448.0, tl.float32))
+    scale = tl.maximum(scale, 1e-12)
+    return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
 
 
 @triton.jit

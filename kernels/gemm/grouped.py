@@ -3,9 +3,11 @@
 Two launches for few tokens, three for many: gate and up with the activation, and the down projection, whose last
 programs sum the outputs of each token (for many tokens a kernel of its own does). Rows are gathered where they are
 read. A row's bits depend on its own experts alone: a product adds its inputs in their order in every tile
-(kernels/gemm/fixed_order.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read only
-the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the last
-block end at once.
+(kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
+only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
+last block end at once. FP8 experts take two launches more, which quantise the inputs of each product; inputs of few
+tokens that are scaled by block are quantised where they are multiplied. Decoding MXFP4 takes a program longer than
+loading it: the down projection of few tokens has twice the programs, each with half of the inputs.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -18,13 +20,27 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm import fp8
+from slipstream.kernels.gemm.expert_weights import (
+    CHUNKS,
+    WEIGHT_BITS,
+    ExpertMatrix,
+    Format,
+    FP8Weight,
+    constants,
+    format_of,
+    multiply,
+    multiply_expert,
+    num_inputs_of,
+    pointers,
+)
 from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
+SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
 
 class Clamped(NamedTuple):
@@ -38,8 +54,8 @@ class Clamped(NamedTuple):
 class ExpertWeights(NamedTuple):
     """Of all experts of a layer."""
 
-    gate_up: Tensor  # (E, 2 * I, H), gate before up
-    down: Tensor  # (E, H, I)
+    gate_up: ExpertMatrix  # (E, 2 * I, H), gate before up
+    down: ExpertMatrix  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, 2 * I)
     down_bias: Tensor | None = None  # (E, H)
     clamped: Clamped | None = None  # None: silu(gate) * up
@@ -63,16 +79,37 @@ class Tiling:
     warps: int = 4
 
     def options(self) -> dict[str, int]:
-        sizes = {"OUTPUTS": self.outputs, "DEPTH": self.depth}
+        sizes = {"OUTPUTS": self.outputs, "STAGES": self.stages}
         return sizes | {"num_stages": self.stages, "num_warps": self.warps}
 
 
-TILINGS = {
-    16: Tiling(outputs=64, depth=128, stages=5),
-    32: Tiling(outputs=64, depth=128, stages=4),
-    64: Tiling(outputs=128, depth=64, stages=4),
-    128: Tiling(outputs=128, depth=64, stages=4, warps=8),
+TILINGS: dict[Format, dict[int, Tiling]] = {
+    "plain": {
+        16: Tiling(outputs=64, depth=128, stages=5),
+        32: Tiling(outputs=64, depth=128, stages=4),
+        64: Tiling(outputs=128, depth=64, stages=4),
+        128: Tiling(outputs=128, depth=64, stages=4, warps=8),
+    },
+    "fp8": {
+        16: Tiling(outputs=64, depth=128, stages=6),
+        32: Tiling(outputs=64, depth=128, stages=5),
+        64: Tiling(outputs=128, depth=128, stages=4, warps=8),
+        128: Tiling(outputs=128, depth=128, stages=4, warps=8),
+    },
+    "mxfp4": {
+        16: Tiling(outputs=64, depth=128, stages=6),
+        32: Tiling(outputs=64, depth=128, stages=4),
+        64: Tiling(outputs=128, depth=128, stages=4, warps=8),
+        128: Tiling(outputs=128, depth=128, stages=2, warps=8),
+    },
+    "int4": {
+        16: Tiling(outputs=64, depth=256, stages=4),
+        32: Tiling(outputs=64, depth=256, stages=3),
+        64: Tiling(outputs=64, depth=256, stages=3),
+        128: Tiling(outputs=128, depth=256, stages=2, warps=8),
+    },
 }
+TILINGS["fp8 blocks"] = TILINGS["fp8"]
 
 
 @Op
@@ -87,8 +124,8 @@ def mix_experts(x: Tensor, routing: Routing, weights: ExpertWeights, shared: Sha
     for expert in flat.unique().tolist():  # sync
         pairs = (flat == expert).nonzero().flatten()
         biases = [None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)]
-        hidden = linear(x[pairs // top_k], weights.gate_up[expert], biases[0])
-        outputs[pairs] = linear(activate(hidden, weights.clamped), weights.down[expert], biases[1])
+        hidden = multiply_expert(x[pairs // top_k], weights.gate_up, expert, biases[0])
+        outputs[pairs] = multiply_expert(activate(hidden, weights.clamped), weights.down, expert, biases[1])
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
         total = total + routing.weights[:, index, None] * output.float()
@@ -114,31 +151,32 @@ def mix_experts_triton(
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    x = x if x.stride(1) == 1 else x.contiguous()
-    assert weights.gate_up.is_contiguous()
-    assert weights.down.is_contiguous()
     assert shared is None or (shared.output.is_contiguous() and shared.gate.is_contiguous())
-    intermediate, top_k = weights.down.shape[2], routing.experts.shape[1]
+    intermediate, top_k = num_inputs_of(weights.down), routing.experts.shape[1]
     blocks, num_pairs = routing.blocks, num_rows * top_k
     block_rows = 16 if blocks is None else blocks.rows
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     listed = (routing.experts, *((None,) * 4 if blocks is None else blocks[1:]))
     options = {"TOP_K": top_k, "ROWS": block_rows, "PRECISION": "ieee", **pdl_options(x.device)}
-    gated, plain = (tiling or choose_tiling(block_rows, inputs, x) for inputs in (size, intermediate))
+    gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.clamped or Clamped(0.0, 0.0)
+    is_fused = num_rows <= FUSED_ROWS
     hidden = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
-        x, weights.gate_up, weights.gate_up_bias, hidden, *listed, x.stride(0), num_rows, size, intermediate,
-        CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit,
-        EVEN=size % gated.depth == 0, **gated.options(), **options,
+        *_inputs(x, weights.gate_up, is_fused), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
+        num_rows, size, intermediate,
+        CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, **gated.options(), **options,
+        **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     given = (routing.weights, *(shared or (None, None)), out)
-    is_fused = num_rows <= FUSED_ROWS
-    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs),)](
-        hidden, weights.down, weights.down_bias, outputs, *listed, *given, done_counters(x.device),
-        num_rows, intermediate, size, FUSED=is_fused, EVEN=intermediate % plain.depth == 0, **plain.options(),
-        **options,
+    split = 2 if format_of(weights.down) == "mxfp4" and intermediate >= SPLIT_INPUTS else 1
+    parts = split if blocks is None and is_fused else 1  # side by side
+    partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
+    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
+        *_inputs(hidden, weights.down, is_fused), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
+        *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
+        **plain.options(), **options, **constants(weights.down, x, plain.depth),
     )  # fmt: skip
     if not is_fused:
         columns = min(512, triton.next_power_of_2(size))
@@ -149,21 +187,34 @@ def mix_experts_triton(
     return out
 
 
-def choose_tiling(block_rows: int, num_inputs: int, x: Tensor) -> Tiling:
+def _inputs(x: Tensor, matrix: ExpertMatrix, is_few: bool) -> tuple[Tensor, int, Tensor | None, int]:
+    """Rows as the product with `matrix` takes them, their stride, and scales with their stride (`multiply`)."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if not isinstance(matrix, FP8Weight) or (is_few and matrix.inputs.by_block):
+        return x, x.stride(0), None, 0
+    codes, scales, _ = fp8.quantize_rows(x, matrix.inputs)
+    return codes, codes.stride(0), scales, scales.stride(0)
+
+
+def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     """Of tiles that the inputs fill, and as many stages as the device has room for."""
-    tiling = TILINGS[block_rows]
-    if num_inputs % tiling.depth and num_inputs % 64 == 0:
+    format, num_inputs = format_of(matrix), num_inputs_of(matrix)
+    tiling = TILINGS[format][block_rows]
+    if format not in CHUNKS and num_inputs % tiling.depth and num_inputs % 64 == 0:
         tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
-    stage = (tiling.outputs + block_rows) * tiling.depth * x.element_size()
+    bits = WEIGHT_BITS.get(format, 8 * x.element_size())
+    row_bytes = x.element_size() if format != "fp8" else 1
+    stage = tiling.depth * (tiling.outputs * bits // 8 + block_rows * row_bytes)
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def gated_experts_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
-    x_stride, num_rows, num_inputs, size,
-    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
+    experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size,
+    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them."""
     HALF: tl.constexpr = OUTPUTS // 2
@@ -177,9 +228,11 @@ def gated_experts_kernel(
     expert, pair, valid = _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS)
     both = tl.arange(0, OUTPUTS)
     feature = both // HALF * size + tl.minimum(tile * HALF + both % HALF, size - 1)
-    weights = weight_ptr + (expert.to(tl.int64) * 2 * size + feature)[:, None] * num_inputs
-    rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    acc = _multiply(weights, rows, valid, num_inputs, OUTPUTS, ROWS, DEPTH, EVEN, PRECISION)
+    acc = multiply(
+        weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, 2 * size, x_ptr, pair // TOP_K, x_stride, x_scale_ptr,
+        x_scale_stride, valid, num_inputs, 0, 1,
+        OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, GROUP, ZERO, PACKED, EVEN, PRECISION,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (2, 1, 0)))  # (ROWS, HALF) each
@@ -199,14 +252,18 @@ def gated_experts_kernel(
     tl.store(cells, gated.to(dtype), mask=valid[:, None] & (output < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def down_experts_kernel(
-    x_ptr, weight_ptr, bias_ptr, outputs_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
+    x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, outputs_ptr,
+    partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
     weights_ptr, shared_ptr, gates_ptr, out_ptr, counters_ptr, num_rows, num_inputs, size,
-    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, FUSED: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them."""
+    """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them.
+
+    The inputs are cut into SPLIT parts: PARTS are added by programs side by side (axis 1), or one after another."""
     tiles = tl.cdiv(size, OUTPUTS)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if PDL:
@@ -218,24 +275,30 @@ def down_experts_kernel(
             return
     expert, pair, valid = _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    feature = expert.to(tl.int64) * size + tl.minimum(output, size - 1)
-    rows = x_ptr + pair.to(tl.int64)[:, None] * num_inputs
-    acc = _multiply(
-        weight_ptr + feature[:, None] * num_inputs, rows, valid, num_inputs, OUTPUTS, ROWS, DEPTH, EVEN, PRECISION
-    )
+    feature = tl.minimum(output, size - 1)
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for index in tl.static_range(SPLIT // PARTS):
+        acc += multiply(
+            weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, size, x_ptr, pair, x_stride, x_scale_ptr,
+            x_scale_stride, valid, num_inputs, tl.program_id(1) + index, SPLIT, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES,
+            GROUP, ZERO, PACKED, EVEN, PRECISION,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     result = tl.trans(acc)
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + feature).to(tl.float32)[None, :]
-    cells = outputs_ptr + pair.to(tl.int64)[:, None] * size + output[None, :]
-    tl.store(cells, result.to(outputs_ptr.dtype.element_ty), mask=valid[:, None] & (output < size)[None, :])
+    cells, inside = pair.to(tl.int64)[:, None] * size + output[None, :], valid[:, None] & (output < size)[None, :]
+    if PARTS > 1:
+        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * num_rows * TOP_K * size + cells, result, mask=inside)
+    else:
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + expert.to(tl.int64) * size + feature).to(tl.float32)[None, :]
+        tl.store(outputs_ptr + cells, result.to(outputs_ptr.dtype.element_ty), mask=inside)
     if FUSED:  # noqa: SIM102
-        if is_last_done(counters_ptr + tile, num_blocks):
+        if is_last_done(counters_ptr + tile, num_blocks * PARTS):
             for start in range(0, num_rows, 16):
                 _sum_outputs(
-                    outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, start + tl.arange(0, 16), output,
-                    num_rows, size, TOP_K,
+                    outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr,
+                    start + tl.arange(0, 16), output, num_rows, size, TOP_K, PARTS,
                 )  # fmt: skip
 
 
@@ -247,7 +310,22 @@ def sum_outputs_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    _sum_outputs(outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column, num_rows, size, TOP_K)
+    _sum_outputs(
+        outputs_ptr,
+        None,
+        None,
+        None,
+        weights_ptr,
+        shared_ptr,
+        gates_ptr,
+        out_ptr,
+        row,
+        column,
+        num_rows,
+        size,
+        TOP_K,
+        1,
+    )
 
 
 @triton.jit
@@ -264,36 +342,30 @@ def _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS: 
 
 
 @triton.jit
-def _multiply(
-    weights, rows, valid, num_inputs,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Weights (OUTPUTS, I) by rows (ROWS, I) -> (OUTPUTS, ROWS) fp32: the few rows are the right operand, as in
-    kernels/gemm/small_m.py. Rows that are not valid are zeros."""
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in range(0, num_inputs, DEPTH):
-        k = start + tl.arange(0, DEPTH)[None, :]
-        if EVEN:
-            weight, x = tl.load(weights + k), tl.load(rows + k, mask=valid[:, None], other=0.0)
-        else:
-            weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
-            x = tl.load(rows + k, mask=valid[:, None] & (k < num_inputs), other=0.0)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
 def _sum_outputs(
-    outputs_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column, num_rows, size, TOP_K: tl.constexpr
-):
-    """The outputs of each row's pairs in their order; by one program, so that a row is added in one way."""
+    outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr, row, column,
+    num_rows, size, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The outputs of each row's pairs in their order; by one program, so that a row is added in one way. PARTS: outputs
+    are sums of parts, without biases."""
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for index in tl.static_range(TOP_K):
         pair = row.to(tl.int64) * TOP_K + index
         weight = tl.load(weights_ptr + pair, mask=row < num_rows, other=0.0)
-        cells = outputs_ptr + pair[:, None] * size + column[None, :]
-        output = tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
+        cells = pair[:, None] * size + column[None, :]
+        if PARTS > 1:
+            output = tl.zeros(total.shape, tl.float32)
+            for part in tl.static_range(PARTS):
+                parts = partial_ptr + part * num_rows.to(tl.int64) * TOP_K * size + cells
+                output += tl.load(parts, mask=inside, other=0.0, cache_modifier=".cg")
+            if bias_ptr is not None:
+                expert = tl.load(experts_ptr + pair, mask=row < num_rows, other=0).to(tl.int64)
+                biases = bias_ptr + expert[:, None] * size + column[None, :]
+                output += tl.load(biases, mask=inside, other=0.0).to(tl.float32)
+            output = output.to(outputs_ptr.dtype.element_ty)
+        else:
+            output = tl.load(outputs_ptr + cells, mask=inside, other=0.0, cache_modifier=".cg")
         total += weight[:, None] * output.to(tl.float32)
     cells = row.to(tl.int64)[:, None] * size + column[None, :]
     if shared_ptr is not None:

@@ -87,6 +87,11 @@ def runs_kernel(x: Tensor, weight: Int4Weight, *_: object, **__: object) -> bool
     return fits and use_triton(x) and shared_memory(x.device) >= SHARED_MEMORY
 
 
+def is_packed(x: Tensor) -> bool:
+    """Whether weights are unpacked two at a time, for inputs like x; the interpreter does not know how."""
+    return x.is_cuda and x.dtype in OFFSETS
+
+
 @Op
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in x's dtype; `gated`, without a bias: silu_mul of that,
@@ -142,7 +147,7 @@ def _launch(
         ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
         UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
         EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO,
-        PACKED=x.is_cuda and x.dtype in OFFSETS, PRECISION="ieee",
+        PACKED=is_packed(x), PRECISION="ieee",
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
     )  # fmt: skip
     return out

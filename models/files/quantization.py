@@ -61,6 +61,15 @@ class Quantization:
     """Targets of a format: "Linear", names of modules or their ends, "re:" and a regular expression."""
     on_the_fly: bool = False
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether experts are in MXFP4, and nothing else is quantised."""
+        return not self.groups
+
+    def names(self, module: str) -> bool:
+        """Whether a group names this linear layer."""
+        return any(_names(target, module) for targets, _ in self.groups for target in targets)
+
     def format_of(self, module: str) -> Format:
         """Of a quantised linear layer, by its name in files. Raises ValueError if no group names it."""
         for targets, format in self.groups:

@@ -5,7 +5,7 @@ A module is built on the meta device. Its storage is allocated once and filled t
 memory of the weights and little more. Loading again fills the same storage, which captured graphs hold on to.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -17,6 +17,7 @@ from slipstream.models.layers.linear import Linear, copy_converted, remake_deriv
 from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import FLOATS, FileTensor, QuantizedLinear
+from slipstream.models.layers.quantized_experts import QuantizedExperts
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -27,7 +28,7 @@ class Place(NamedTuple):
     key: str  # in the module's state_dict
     owner: nn.Module
     part: str | None  # of a fused projection; None: the whole tensor
-    expected: FileTensor | None = None  # of a quantised layer, whose state_dict has other tensors
+    expected: FileTensor | None = None  # of what is quantised, whose state_dict has other tensors
 
     def rows(self, tensor: Tensor) -> Tensor:
         if isinstance(self.owner, Experts):
@@ -74,18 +75,29 @@ def load_weights(
         faults += _faults(name, tensors[name], expected[name])
     if faults:
         raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
-    for key, tensor in own.items():
-        if tensor.is_meta:
-            path, _, name = key.rpartition(".")
-            owner = module.get_submodule(path)
-            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear | RMSNorm) else dtype
-            parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
-            kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
-            empty = torch.empty(tensor.shape, dtype=kept, device=device)
-            torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+
+    def dtype_in_file(key: str) -> torch.dtype:
+        return reduce(torch.promote_types, (tensors[name].dtype for name, place in places.items() if place.key == key))
+
+    allocate(module, dtype or dtype_in_file, device)
     _fill(tensors, places)
     remake_derived(module)
     return module.eval().requires_grad_(False)
+
+
+def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype], device: torch.device) -> None:
+    """What is on the meta device: in `dtype`, which may depend on a tensor's key, or as its owner's `dtypes` says."""
+    for key, tensor in _own(module).items():
+        if tensor.is_meta:
+            path, _, name = key.rpartition(".")
+            owner = module.get_submodule(path)
+            chosen = owner.dtypes.get(name) if isinstance(owner, Linear | RMSNorm | Experts) else None
+            if not tensor.is_floating_point():
+                chosen = tensor.dtype
+            elif chosen is None:
+                chosen = dtype if isinstance(dtype, torch.dtype) else dtype(key)
+            empty = torch.empty(tensor.shape, dtype=chosen, device=device)
+            torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
 
 
 def _expected(own: Tensor, place: Place) -> FileTensor:
@@ -116,7 +128,10 @@ def _fill(tensors: dict[str, Tensor], places: Mapping[str, Place]) -> None:
         elif name in tensors:
             names = together[place.owner, place.part]
             part = {other.rpartition(".")[2]: tensors.pop(other) for other in names}
-            cast(QuantizedLinear, place.owner).load_part(place.part, part)
+            if isinstance(place.owner, QuantizedExperts):
+                place.owner.load_part(cast(str, place.part), part)
+            else:
+                cast(QuantizedLinear, place.owner).load_part(place.part, part)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -129,10 +144,10 @@ def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
     for key in _own(module):
         path, _, name = key.rpartition(".")
         owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        if isinstance(owner, QuantizedLinear) or (isinstance(owner, QuantizedExperts) and name in owner._buffers):
+            continue
         if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):
             places |= {f"{path}.{part}": Place(key, owner, part) for part in apart}
-            continue
-        if isinstance(owner, QuantizedLinear):
             continue
         parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
         for part in parts or [None]:
@@ -140,6 +155,9 @@ def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
     for path, owner in module.named_modules():
         if isinstance(owner, QuantizedLinear):
             places |= _quantized_places(path, owner, whole)
+        if isinstance(owner, QuantizedExperts):
+            pieces = owner.file_pieces(path, whole).items()
+            places |= {name: Place(name, owner, piece.part, piece.expected) for name, piece in pieces}
     return places
 
 

@@ -3,9 +3,13 @@
 Letters: E experts, k experts of a token, I their intermediate size, H hidden.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix
 from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, mix_experts
 from slipstream.kernels.gemm.router import Routing, route
 from slipstream.models.layers.linear import Linear, copy_converted
@@ -30,9 +34,10 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The weights of all experts of a layer, and what multiplies them.
 
-    It alone knows how they are stored. Another format allocates its tensors in `__init__`, names their pieces in files
-    in `parts`, takes these in `load`, and multiplies in `forward`.
+    It alone knows how they are stored. Quantised ones are in quantized_experts.py.
     """
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors that are not stored in the network's dtype
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
@@ -46,8 +51,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing, shared: Shared | None = None) -> Tensor:
         """x (T, H) -> (T, H), the weighted outputs and `shared`."""
+        matrices = self.matrix("gate_up_proj"), self.matrix("down_proj")
         biases = self.gate_up_proj_bias, self.down_proj_bias
-        return mix_experts(x, routing, ExpertWeights(self.gate_up_proj, self.down_proj, *biases, self.clamped), shared)
+        return mix_experts(x, routing, ExpertWeights(*matrices, *biases, self.clamped), shared)
+
+    def matrix(self, name: str) -> ExpertMatrix:
+        """A projection of all experts, as it is stored."""
+        return self.get_parameter(name)
 
     def parts(self, name: str) -> list[str]:
         """The pieces of parameter `name` in files that have the experts apart, such as "3.up_proj.weight". Empty where

@@ -28,6 +28,7 @@ INTEGERS = (torch.int32, torch.int64)
 QUANTIZED = {"weight": (torch.float8_e4m3fn, torch.float8_e5m2), "qweight": INTEGERS, "weight_packed": INTEGERS}
 """Tensors by which a quantised layer is known, with their dtypes."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds its n-th column
+GATES = ".shared_expert_gate"  # routes, as a router does, which is not quantised either
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Ends of names of tensors for a KV cache in FP8, which is not served."""
 
@@ -334,7 +335,10 @@ def quantize_linears(network: nn.Module, quantization: Quantization | None, tens
 
     Heads stay as they are (`dequantize_head`). Raises ValueError for a fused projection whose parts differ.
     """
+    is_on_the_fly = quantization is not None and quantization.on_the_fly
     for path, linear in list(network.named_modules()):
+        if is_on_the_fly and path.endswith(GATES):
+            continue
         if isinstance(linear, Linear) and not isinstance(linear, Head):
             quantized = _quantized(path, linear, quantization, tensors)
             if quantized is not None:
@@ -355,7 +359,7 @@ def _quantized(
     names = [f"{parent}.{part}".removeprefix(".") for part in linear.parts]
     if not names or any(f"{path}.{kind}" in tensors for kind in QUANTIZED):
         names = [path]
-    found = {name: _format_in_file(name, quantization, tensors) for name in names}
+    found = {name: format_in_file(name, quantization, tensors) for name in names}
     formats = set(found.values())
     if len(formats) > 1:
         raise ValueError(f"parts of {path} differ in format, and it multiplies them at once: {found}")
@@ -363,14 +367,17 @@ def _quantized(
     if format is None:
         return None
     with torch.device("meta"):
-        return _layer(linear, format, names, tensors)
+        return quantized_layer(linear, format, names, tensors)
 
 
-def _format_in_file(name: str, quantization: Quantization | None, tensors: Mapping[str, Tensor]) -> Format | None:
-    """Of the linear layer with this name in files; None for one of 16 or 32 bits."""
-    is_quantized = any(
-        f"{name}.{kind}" in tensors and tensors[f"{name}.{kind}"].dtype in dtypes for kind, dtypes in QUANTIZED.items()
-    )
+def format_in_file(
+    name: str, quantization: Quantization | None, tensors: Mapping[str, Tensor], is_quantized: bool | None = None
+) -> Format | None:
+    """Of the linear layer with this name in files; None for one of 16 or 32 bits. `is_quantized`: what its tensors
+    say, where they have other names than a layer's."""
+    if is_quantized is None:
+        own = ((tensors.get(f"{name}.{kind}"), dtypes) for kind, dtypes in QUANTIZED.items())
+        is_quantized = any(tensor is not None and tensor.dtype in dtypes for tensor, dtypes in own)
     if quantization is not None and quantization.on_the_fly != is_quantized:
         return quantization.format_of(name)
     if is_quantized:
@@ -379,10 +386,13 @@ def _format_in_file(name: str, quantization: Quantization | None, tensors: Mappi
     return None
 
 
-def _layer(linear: Linear, format: Format, names: Sequence[str], tensors: Mapping[str, Tensor]) -> QuantizedLinear:
+def quantized_layer(
+    linear: Linear, format: Format, names: Sequence[str], tensors: Mapping[str, Tensor]
+) -> QuantizedLinear:
+    """In the place of `linear`, on the meta device; `names` are those of its parts in files."""
     if isinstance(format, FP8Format):
         return FP8Linear(linear, format)
-    scales = [tensors.get(f"{name}.{kind}") for name, kind in product(names, ("scales", "weight_scale"))]
+    scales = (tensors.get(f"{name}.{kind}") for name, kind in product(names, ("scales", "weight_scale")))
     dtype = next((tensor.dtype for tensor in scales if tensor is not None), torch.float16)
     layer = Int4Linear(linear, format, dtype, act_order=False)
     ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, ("g_idx", "weight_g_idx")))
@@ -398,12 +408,12 @@ def dequantize_head(
     own = {key.removeprefix(f"{name}."): key for key in tensors if key.startswith(f"{name}.")}
     if quantization is None or quantization.on_the_fly:
         return
-    format = _format_in_file(name, quantization, tensors)
+    format = format_in_file(name, quantization, tensors)
     if format is None:
         return
     outputs, inputs = _shape_of(own, tensors)
     with torch.device("meta"):
-        layer = _layer(Linear(inputs, outputs), format, [name], tensors)
+        layer = quantized_layer(Linear(inputs, outputs), format, [name], tensors)
     missing = [key for key, expected in layer.file_tensors(None).items() if key not in own and not expected.is_optional]
     if missing:
         raise ValueError(f"{name} is quantised, but the file lacks {', '.join(f'{name}.{key}' for key in missing)}")

@@ -18,9 +18,10 @@ from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import LAYERS
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.layers.quantized import CACHE_SCALES, FLOATS, dequantize_head, quantize_linears
+from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
+from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
-from slipstream.models.targets.config import MoESpec, TargetSpec, is_complete
+from slipstream.models.targets.config import TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -154,18 +155,6 @@ def own_name(key: str) -> str:
     return key
 
 
-def check_experts(config: TargetSpec, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises ValueError for experts that are not stored in 16 or 32 bits."""
-    if not any(isinstance(layer.mlp, MoESpec) for layer in config.layers):
-        return
-    for name, tensor in tensors.items():
-        if ".experts." in name and tensor.dtype not in FLOATS:
-            raise ValueError(
-                f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}; quantised experts are not supported "
-                "yet: use a checkpoint whose experts have 16 bits"
-            )
-
-
 def load_target(
     path: Path,
     config: TargetSpec,
@@ -183,9 +172,9 @@ def load_target(
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}
-    check_experts(config, tensors, path)
     dequantize_head(head, formats, tensors, dtype)
     quantize_linears(target, formats, tensors)
+    quantize_experts(target, formats, tensors, device)
     target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return load_weights(target, tensors, dtype, device, path)

@@ -288,11 +288,9 @@ def check_sharding(values: Mapping[str, Any]) -> None:
 
 
 def is_served(values: Mapping[str, Any]) -> bool:
-    """Whether the decoder runs targets with such a config.json. It does not read MXFP4, which gpt-oss is published in:
-    transformers does."""
+    """Whether the decoder runs targets with such a config.json."""
     is_known = families.architecture_of(values) in DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
-    is_mxfp4 = (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    return is_known and not is_mxfp4 and not families.refusal(values)
+    return is_known and not families.refusal(values)
 
 
 def load_decoder_target(

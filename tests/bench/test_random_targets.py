@@ -8,6 +8,7 @@ from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
 from slipstream.bench.round import RoundConfig, first_token_ms, weight_bytes
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
+from slipstream.models.targets.decoder import Target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
@@ -27,6 +28,21 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
     assert weight_bytes(layers, 1) == whole - 4 * 0.75 * experts
     assert whole - weight_bytes(layers, 100) < 1
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b-fp8"])
+def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SMALL | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes |= {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS[name] | sizes)
+    with random_pair("small") as pair:
+        engine = build_engine(pair.target)
+        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+    assert len(answers["1"].tokens) == 9
+    target = engine.runner.target
+    bits = 8 * weight_bytes(target.layers, 100) / sum(x.numel() for x in Target(target.config).layers.parameters())
+    assert bits < (14 if name == "gpt-oss-20b" else 9), "of a weight, scales and biases included"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,11 +1,16 @@
-"""Router and experts against a loop over tokens in fp64, and a row's bits among any others."""
+"""Router and experts against a loop over tokens in fp64, in every format, and a row's bits among any others."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.gemm import fp8, grouped, int4
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.grouped import (
+    FUSED_ROWS,
     TILINGS,
     Clamped,
     ExpertWeights,
@@ -15,8 +20,10 @@ from slipstream.kernels.gemm.grouped import (
     mix_experts,
     mix_experts_triton,
 )
+from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, dequantize_mxfp4, dequantize_words, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, pair_counts, route, route_triton
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.quantized_targets import rounded
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TINY = {rows: Tiling(32, 32, 1) for rows in (1, 16, 32)}  # by block rows: few steps of the interpreter
@@ -50,19 +57,73 @@ def random_rows(count: int, size: int, dtype: torch.dtype, device: str) -> Tenso
     return torch.randn(count, size + 16, generator=generator, device=device).to(dtype)[:, :size]
 
 
-def loop(x: Tensor, routing: Routing, weights: ExpertWeights, shared: Shared | None) -> Tensor:
-    """Token by token, in fp64."""
+def loop(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: Shared | None = None,
+    inputs: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """Token by token, in fp64; `inputs` rounds what products read."""
     gate_up, down, gate_up_bias, down_bias = (None if w is None else w.double() for w in weights[:4])
     rows = []
     for row, experts, shares in zip(x.double(), routing.experts.tolist(), routing.weights.tolist(), strict=True):
         total = torch.zeros_like(row)
         for expert, share in zip(experts, shares, strict=True):
-            hidden = gate_up[expert] @ row + (0 if gate_up_bias is None else gate_up_bias[expert])
-            output = down[expert] @ activate(hidden, weights.clamped)
+            hidden = gate_up[expert] @ inputs(row) + (0 if gate_up_bias is None else gate_up_bias[expert])
+            output = down[expert] @ inputs(activate(hidden, weights.clamped))
             total += share * (output + (0 if down_bias is None else down_bias[expert]))
         rows.append(total)
     added = 0 if shared is None else shared.gate.double().sigmoid() * shared.output.double()
     return torch.stack(rows) + added
+
+
+def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device: str) -> tuple[ExpertMatrix, Tensor]:
+    """Random codes and scales of a format, and the matrix that they mean in fp64."""
+    generator = torch.Generator(device).manual_seed(outputs)
+
+    def codes(*shape: int, end: int = 256) -> Tensor:
+        return torch.randint(end, shape, generator=generator, device=device).byte()
+
+    def scales(*shape: int) -> Tensor:
+        return (1 + torch.rand(shape, generator=generator, device=device)) * inputs**-0.5
+
+    if kind == "mxfp4":
+        blocks, exponents = (
+            codes(experts, outputs, inputs // 32, 16),
+            codes(experts, outputs, inputs // 32, end=4) + 121,
+        )
+        value = dequantize_mxfp4(blocks, exponents).double()
+        return MXFP4Weight(*pack_words(blocks, exponents), inputs), value
+    if kind.startswith("int4"):
+        numbers, given = codes(experts, outputs, inputs, end=16), scales(experts, outputs, -(-inputs // 32)) / 4
+        zeros = codes(*given.shape, end=16) if kind == "int4 zeros" else None
+        spread = torch.arange(inputs, device=device) // 32
+        value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
+        words = torch.stack([int4.pack_codes(own) for own in numbers])
+        return int4.Int4Weight(words, given.half(), zeros, 32, inputs), value * given.half().double()[..., spread]
+    weight = torch.randn(experts, outputs, inputs, generator=generator, device=device).to(fp8.E4M3)
+    static = torch.tensor(0.02, device=device) if kind == "fp8 static" else None
+    if kind == "fp8 blocks":
+        given = scales(experts, outputs // 128, -(-inputs // 128))
+        spread_scales = given.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :inputs]
+    else:
+        given = scales(experts, outputs)
+        spread_scales = given[..., None]
+    matrix = FP8Weight(weight, given, fp8.InputScales(static, kind == "fp8 blocks"))
+    return matrix, weight.double() * spread_scales.double()
+
+
+def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) -> tuple[ExpertWeights, ExpertWeights]:
+    """As stored, and as plain numbers in fp64; MXFP4 with biases and a clamped activation, as gpt-oss has it."""
+    size, intermediate, experts, _ = shape
+    gate_up, wide_gate_up = quantized_matrix(kind, 2 * intermediate, size, experts, device)
+    down, wide_down = quantized_matrix(kind, size, intermediate, experts, device)
+    if kind != "mxfp4":
+        return ExpertWeights(gate_up, down), ExpertWeights(wide_gate_up, wide_down)
+    biases = torch.randn(experts, 2 * intermediate, device=device), torch.randn(experts, size, device=device)
+    rest = (*biases, Clamped(1.702, 1.5))
+    return ExpertWeights(gate_up, down, *rest), ExpertWeights(wide_gate_up, wide_down, *rest)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -140,6 +201,70 @@ def test_outputs_are_those_of_a_loop_over_tokens(
         torch.testing.assert_close(found.double(), expected, **tolerance)
 
 
+QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
+    ("mxfp4", (2, 96, 64, 4, 2), 1),
+    ("mxfp4", (34, 160, 32, 3, 2), 16),
+    ("fp8", (3, 64, 48, 3, 2), 16),
+    ("fp8 static", (33, 80, 32, 3, 1), 16),
+    ("fp8 blocks", (2, 256, 128, 3, 2), 1),
+    ("fp8 blocks", (33, 128, 128, 2, 1), 16),
+    ("int4", (2, 64, 32, 3, 2), 1),
+    ("int4 zeros", (5, 288, 40, 2, 1), 16),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "shape", "block_rows"), QUANTIZED)
+def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
+    rows, size, _, experts, top_k = shape
+    weights, wide = quantized_experts(kind, shape[1:], device)
+    router, _, _ = random_layer((size, 8, experts, top_k), torch.float32, device)
+    x = random_rows(rows, size, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    how, static = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s")), torch.tensor(0.02, device=device)
+
+    def round_inputs(row: Tensor) -> Tensor:
+        return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
+
+    routing = route_triton(x, router, None, top_k, True, block_rows)
+    expected = loop(x, routing, wide, None, round_inputs)
+    with poisoned():
+        found = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
+    if device == "cuda" or (kind == "fp8 blocks" and rows <= FUSED_ROWS):
+        # Inputs on the edge between two codes fall either way; and the interpreter rounds to e4m3 in its own way.
+        assert (found.double() - expected).norm() < 0.15 * expected.norm()
+    else:
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+    if device == "cpu":
+        found = mix_experts.reference(x, routing, weights)
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side for few rows, one after the other for more."""
+    monkeypatch.setattr(grouped, "SPLIT_INPUTS", 160)
+    weights, wide = quantized_experts("mxfp4", (32, 160, 3, 2), device)
+    router, _, _ = random_layer((32, 8, 3, 2), torch.float32, device)
+    x = random_rows(34, 32, torch.float32, device)
+    found = []
+    for rows, block_rows in ((3, 1), (3, 16), (34, 16)):
+        routing = route_triton(x[:rows], router, None, 2, True, block_rows)
+        with poisoned():
+            found.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, 128, 1))[:3])
+    torch.testing.assert_close(found[0].double(), loop(x, routing, wide)[:3], atol=1e-4, rtol=1e-4)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_mxfp4_words_are_those_of_the_file() -> None:
+    """Inputs that do not fill the last chunk are read back, and each code at its place."""
+    blocks, scales = torch.randint(256, (2, 3, 5, 16)).byte(), torch.randint(100, 150, (2, 3, 5)).byte()
+    words, packed = pack_words(blocks, scales)
+    assert (words.shape, words.dtype, packed.shape) == ((2, 3, 64), torch.int16, (2, 3, 2))
+    assert torch.equal(dequantize_words(MXFP4Weight(words, packed, 160)), dequantize_mxfp4(blocks, scales))
+    assert torch.equal(dequantize_words(MXFP4Weight(words[1], packed[1], 160)), dequantize_mxfp4(blocks, scales)[1])
+
+
 def test_no_rows() -> None:
     router, _, weights = random_layer((32, 8, 6, 2), torch.float32, "cpu")
     x = torch.empty(0, 32)
@@ -149,6 +274,33 @@ def test_no_rows() -> None:
 
 def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
     assert [choose_block_rows(8 * rows, 128) for rows in (1, 4, 5, 128, 256, 1024, 8192)] == [1, 1, 16, 16, 32, 64, 128]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "a3b"), ("fp8 blocks", "a3b"), ("fp8 static", "qwen2"),
+    ("mxfp4", "gpt-oss"), ("int4", "a3b"), ("int4 zeros", "a3b"), ("fp8 blocks", "qwen2")])  # fmt: skip
+@torch.inference_mode()
+def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str, name: str) -> None:
+    """Also where its inputs are quantised in the product, and in a graph; cf. the plain torch."""
+    size, _, experts, top_k = REAL[name]
+    weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
+    router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
+    weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
+    x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
+
+    def run(start: int, end: int) -> Tensor:
+        return mix_experts_triton(x[start:end], route_triton(x[start:end], router, bias, top_k, True), weights)
+
+    expected = run(0, len(x))
+    for rows in ROWS:
+        for start in {0, (ROWS[-1] - rows) // 3, ROWS[-1] - rows}:
+            assert torch.equal(run(start, start + rows), expected[start : start + rows]), (rows, start)
+    for rows in (1, 8, 128, 600):
+        assert torch.equal(replayed(lambda rows=rows: run(0, rows)), expected[:rows]), rows
+    few = x[:40].contiguous()
+    reference = mix_experts.reference(few, route_triton(few, router, bias, top_k, True), weights)
+    assert (expected[:40] - reference).float().norm() < 0.02 * reference.float().norm()
 
 
 @pytest.mark.gpu
@@ -187,4 +339,4 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
 
 
 def test_every_block_size_has_a_tiling() -> None:
-    assert {choose_block_rows(pairs, 8) for pairs in range(1, 2000)} == {1, *TILINGS}
+    assert {choose_block_rows(pairs, 8) for pairs in range(1, 2000)} == {1, *TILINGS["plain"]}

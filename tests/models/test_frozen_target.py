@@ -19,7 +19,7 @@ from transformers import (
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets import frozen
 from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESpec, RopeConfig, TargetSpec
-from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target
+from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target, read_model
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, change_json
@@ -230,8 +230,8 @@ def test_a_head_that_does_more_is_refused() -> None:
         TransformersTarget(model, (1,))
 
 
-def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
-    """gpt-oss's files: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
+def test_mxfp4_experts_become_numbers_in_transformers(tmp_path: Path) -> None:
+    """Which sharded targets run in: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
     sizes = SHAPE | {"intermediate_size": 32, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **EXPERTS)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -248,7 +248,7 @@ def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
         expected[name] = (values[codes] * 2.0 ** (scales.float() - 127)).transpose(1, 2)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     change_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    experts = load_frozen_target(tmp_path, (0,), torch.device("cpu")).layers[0].mlp.experts
+    experts = read_model(tmp_path, torch.device("cpu"), False).model.layers[0].mlp.experts
     for name, tensor in expected.items():
         torch.testing.assert_close(getattr(experts, name).data, tensor, rtol=0, atol=0)
 

@@ -1,5 +1,6 @@
 """`serve --dry-run` counts what loading then takes."""
 
+import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.runner.kv import page_bytes
+from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
+from slipstream.tests.random_targets import save_random_target
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -32,6 +35,17 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     assert [16 * size for size in run.kv_bytes()] == page_bytes(
         chain(*builder.networks), builder.windows, 16, torch.bfloat16
     )
+
+
+def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path / "mxfp4")
+    save_random_target(copy.deepcopy(MOE_CONFIG), tmp_path / "plain")
+    save_quantized(LAYOUTS["packed"], tmp_path / "plain", tmp_path / "packed")
+    for name, asked in (("mxfp4", None), ("packed", None), ("plain", "fp8")):
+        path = tmp_path / name
+        run = DryRun(ServeConfig(target=str(path), dtype="bfloat16", device="cpu", quantization=asked))
+        loaded = load_target(path, load_config(path), torch.bfloat16, torch.device("cpu"), quantization=asked)
+        assert run.weights == bytes_of(loaded)
 
 
 def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:

@@ -1,5 +1,6 @@
 """The engine on a GPU: captured steps equal eager ones and the CPU's, through preemption, prefix hits and aborts."""
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
+from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.serve.engine_runs import (
@@ -154,6 +156,30 @@ def test_exact_answers_are_equal_in_bf16(
     for _ in range(2):
         assert tokens_of(run(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("layout", ["fp8-blocks", "fp8-static", "compressed-channel", "packed", "on-the-fly"])
+def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout: str, tmp_path: Path) -> None:
+    """As above, with a chain: in passes of few rows and of many, captured."""
+    config = copy.deepcopy(MOE_CONFIG)
+    config.max_position_embeddings, config.num_hidden_layers = 1024, 4
+    save_random_target(config, tmp_path / "plain")
+    save_quantized(LAYOUTS[layout], tmp_path / "plain", tmp_path / "target")
+    save_random_draft(tmp_path / "plain", tmp_path / "draft", draft_vocab_size=80)
+    alike = {"device": "cuda", "dtype": "bfloat16", "attention": OURS, "exact": True, "kv_cache_tokens": 4096}
+    alike |= {"quantization": "fp8"} if layout == "on-the-fly" else {}
+    requests = [make_request(str(index), random_prompt(1 + 37 * index, index), max_tokens=60) for index in range(9)]
+    expected = tokens_of(run(build_engine(tmp_path / "target", max_running=1, **alike), requests))
+    engine = build_engine(tmp_path / "target", tmp_path / "draft", max_running=7, prefill_budget=150, **alike)
+    assert not engine.info.inexact
+    assert tokens_of(run(engine, requests)) == expected
+
+
+def test_gpt_oss_in_mxfp4_answers_as_on_the_cpu(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    requests = requests_of({"temperature": 0.0}, max_tokens=20, ignore_eos=True)
+    engine = build_engine(tmp_path, device="cuda", dtype="float32", kv_cache_tokens=8192)
+    assert tokens_of(run(engine, requests)) == on_cpu(tmp_path, requests)
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])

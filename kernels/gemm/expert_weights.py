@@ -1,0 +1,212 @@
+"""How the weights of a layer's experts are stored, and the product of a tile of one expert with rows of inputs.
+
+16 bits, FP8 (kernels/gemm/fp8.py), MXFP4 (mxfp4.py) and 4-bit integers (int4.py). All experts of a layer have one
+format. In every one a product adds inputs in their order, whatever the tile, and weights are the left operand, so that
+a row has the same bits among any others. Inputs of FP8 weights are quantised row by row; by row and 128 inputs they may
+be quantised in the product, where each 128 are loaded.
+Letters: E experts, O outputs, I inputs, B = ceil(I / 128) blocks of inputs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.gemm import fp8, int4, mxfp4
+from slipstream.kernels.gemm.int4 import Int4Weight
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.mxfp4 import MXFP4Weight
+
+Format = Literal["plain", "fp8", "fp8 blocks", "mxfp4", "int4"]
+
+
+class FP8Weight(NamedTuple):
+    """codes * scales."""
+
+    codes: Tensor  # (E, O, I) e4m3
+    scales: Tensor  # fp32: (E, O), or (E, ceil(O / 128), B) of blocks
+    inputs: fp8.InputScales
+
+
+ExpertMatrix = Tensor | FP8Weight | MXFP4Weight | Int4Weight
+"""A projection of all experts: (E, O, I), or the tensors of a format with E in front."""
+
+
+def format_of(matrix: ExpertMatrix) -> Format:
+    if isinstance(matrix, FP8Weight):
+        return "fp8 blocks" if matrix.inputs.by_block else "fp8"
+    return "mxfp4" if isinstance(matrix, MXFP4Weight) else "int4" if isinstance(matrix, Int4Weight) else "plain"
+
+
+def num_inputs_of(matrix: ExpertMatrix) -> int:
+    if isinstance(matrix, FP8Weight):
+        return matrix.codes.shape[-1]
+    return matrix.shape[-1] if isinstance(matrix, Tensor) else matrix.num_inputs
+
+
+def multiply_expert(x: Tensor, matrix: ExpertMatrix, expert: int, bias: Tensor | None) -> Tensor:
+    """x (M, I) by an expert's weights -> (M, O) in x's dtype, in plain torch."""
+    if isinstance(matrix, FP8Weight):
+        rows = fp8.quantize_rows.reference(x, matrix.inputs)
+        return fp8.fp8_linear.reference(rows, matrix.codes[expert], matrix.scales[expert], bias)
+    if isinstance(matrix, MXFP4Weight):
+        own = mxfp4.dequantize_words(MXFP4Weight(matrix.words[expert], matrix.scales[expert], matrix.num_inputs))
+        return linear(x, own.to(x.dtype), bias)
+    if isinstance(matrix, Int4Weight):
+        zeros = None if matrix.zeros is None else matrix.zeros[expert]
+        own4 = matrix._replace(words=matrix.words[expert], scales=matrix.scales[expert], zeros=zeros)
+        return int4.int4_linear.reference(x, own4, bias)
+    return linear(x, matrix[expert], bias)
+
+
+def pointers(matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Weights, scales and zeros, for `multiply`."""
+    if isinstance(matrix, FP8Weight):
+        found: tuple[Tensor, Tensor | None, Tensor | None] = (matrix.codes, matrix.scales, None)
+    elif isinstance(matrix, MXFP4Weight):
+        found = (matrix.words, matrix.scales, None)
+    elif isinstance(matrix, Int4Weight):
+        found = (matrix.words, matrix.scales, matrix.zeros)
+    else:
+        found = (matrix, None, None)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in found)
+    return found
+
+
+def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:
+    """Constants of `multiply`, for inputs like x. `depth`: inputs of a tile, where the format does not fix it."""
+    format, size = format_of(matrix), num_inputs_of(matrix)
+    chunk = CHUNKS.get(format, depth)
+    group = matrix.group_size if isinstance(matrix, Int4Weight) else 0
+    own = {"ZERO": int4.OFFSETS.get(x.dtype, 0.0) + int4.SYMMETRIC_ZERO, "PACKED": int4.is_packed(x)}
+    return {"FORMAT": format, "DEPTH": chunk, "GROUP": group, "EVEN": size % chunk == 0, **own}
+
+
+CHUNKS = {"fp8": fp8.BLOCK, "fp8 blocks": fp8.BLOCK, "mxfp4": mxfp4.CHUNK, "int4": int4.CHUNK}
+"""Inputs of a tile, by format."""
+WEIGHT_BITS = {"fp8": 8, "fp8 blocks": 8, "mxfp4": 4, "int4": 4}
+
+
+@triton.jit
+def multiply(
+    weight_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs,
+    x_ptr, row, x_stride, x_scale_ptr, x_scale_stride, valid, num_inputs, part,
+    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Features (OUTPUTS,) of an expert by the rows `row` (ROWS,) of x -> (OUTPUTS, ROWS) fp32; in
+    MXFP4 from one of SPLIT parts of the inputs.
+
+    Rows that are not `valid` are zeros. FP8: a row's scale is at row * x_scale_stride, that of a block and a row at
+    block * x_scale_stride + row; without an `x_scale_ptr` x has 16 bits and is quantised here, by blocks.
+    """
+    output = expert.to(tl.int64) * num_outputs + feature
+    rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    if FORMAT == "mxfp4":
+        acc = _multiply_mxfp4(
+            acc, weight_ptr, scale_ptr, output, rows, valid, num_inputs, part, SPLIT, DEPTH, STAGES, EVEN, PRECISION
+        )
+    elif FORMAT == "int4":
+        acc = _multiply_int4(
+            acc, weight_ptr, scale_ptr, zeros_ptr, output, rows, valid, num_inputs,
+            DEPTH, GROUP, ZERO, PACKED, EVEN, PRECISION,
+        )  # fmt: skip
+    elif FORMAT == "fp8 blocks":
+        blocks = tl.cdiv(num_inputs, DEPTH)
+        scales = scale_ptr + (expert.to(tl.int64) * tl.cdiv(num_outputs, DEPTH) + feature // DEPTH) * blocks
+        x_scales = x_scale_ptr
+        if x_scale_ptr is not None:
+            x_scales = x_scale_ptr + row
+        acc = _multiply_blocks(
+            acc, weight_ptr + output[:, None] * num_inputs, scales, rows, x_scales, x_scale_stride, valid, num_inputs,
+            DEPTH, STAGES, EVEN,
+        )  # fmt: skip
+    else:
+        weights = weight_ptr + output[:, None] * num_inputs
+        for start in range(0, num_inputs, DEPTH):
+            k = start + tl.arange(0, DEPTH)[None, :]
+            weight, x = _load_tiles(weights, rows, valid, k, num_inputs, EVEN)
+            if FORMAT == "fp8":
+                acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=DEPTH)
+            else:
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+        if FORMAT == "fp8":
+            x_scale = tl.load(x_scale_ptr + row.to(tl.int64) * x_scale_stride)
+            acc = acc * x_scale[None, :] * tl.load(scale_ptr + output)[:, None]
+    return acc
+
+
+@triton.jit
+def _load_tiles(weights, rows, valid, k, num_inputs, EVEN: tl.constexpr):
+    """Weights (OUTPUTS, DEPTH) and inputs (ROWS, DEPTH)."""
+    if EVEN:
+        weight, x = tl.load(weights + k), tl.load(rows + k, mask=valid[:, None], other=0.0)
+    else:
+        weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
+        x = tl.load(rows + k, mask=valid[:, None] & (k < num_inputs), other=0.0)
+    return weight, x
+
+
+@triton.jit
+def _multiply_blocks(
+    acc, weights, scales, rows, x_scales, x_scale_stride, valid, num_inputs,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A loop that states its stages pipelines all its loads, also those that are no operands of a product."""
+    for step in tl.range(0, tl.cdiv(num_inputs, DEPTH), num_stages=STAGES):
+        weight, x = _load_tiles(weights, rows, valid, step * DEPTH + tl.arange(0, DEPTH)[None, :], num_inputs, EVEN)
+        scale = tl.load(scales + step)
+        if x_scales is None:
+            scaled, x_scale = fp8.scale_blocks(x.to(tl.float32))
+            codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+        else:
+            codes, x_scale = x, tl.load(x_scales + step * x_scale_stride)
+        acc += tl.dot(weight, tl.trans(codes)) * (scale[:, None] * x_scale[None, :])
+    return acc
+
+
+@triton.jit
+def _multiply_mxfp4(
+    acc, words_ptr, scale_ptr, output, rows, valid, num_inputs, part,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Pipelines the loads of scales, as `_multiply_blocks` does."""
+    BLOCK: tl.constexpr = CHUNK // 4
+    chunks, column = tl.cdiv(num_inputs, CHUNK), tl.arange(0, BLOCK)[None, :]
+    words, scales = words_ptr + output[:, None] * (chunks * BLOCK) + column, scale_ptr + output * chunks
+    size = tl.cdiv(chunks, SPLIT)
+    for chunk in tl.range(part * size, tl.minimum((part + 1) * size, chunks), num_stages=STAGES):
+        acc = mxfp4.add_products(
+            acc, words, scales, rows + column, valid[:, None], num_inputs, chunk, CHUNK, BLOCK, EVEN, PRECISION
+        )
+    return acc
+
+
+@triton.jit
+def _multiply_int4(
+    acc, words_ptr, scale_ptr, zeros_ptr, output, rows, valid, num_inputs,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    PLANE: tl.constexpr = CHUNK // 8
+    UNIT: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
+    UNITS: tl.constexpr = GROUP // UNIT
+    chunks, groups, column = tl.cdiv(num_inputs, CHUNK), tl.cdiv(num_inputs, GROUP), tl.arange(0, PLANE)[None, :]
+    words = words_ptr + output[:, None] * (chunks * PLANE) + column
+    zeros = zeros_ptr
+    if zeros_ptr is not None:
+        zeros = zeros_ptr + output[:, None] * groups
+    scales = scale_ptr + output[:, None] * groups
+    own, own_zeros = int4.load_scales(scales, zeros, 0, groups, UNITS, CHUNK // UNIT)
+    for chunk in range(chunks):
+        next_own, next_zeros = int4.load_scales(scales, zeros, chunk + 1, groups, UNITS, CHUNK // UNIT)
+        acc = int4.add_products(
+            acc, words, None, 0, rows + column, valid[:, None], num_inputs, own, own_zeros, chunk,
+            CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
+        )  # fmt: skip
+        own, own_zeros = next_own, next_zeros
+    return acc

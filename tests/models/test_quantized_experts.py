@@ -1,0 +1,184 @@
+"""Checkpoints with quantised experts: each layout against transformers on dequantised weights, and what is refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.models.layers.quantized_experts import LinearExperts, MXFP4Experts
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, read_model
+from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.tests.expert_targets import EXPERT_FAMILIES
+from slipstream.tests.models.saved_drafts import CPU
+from slipstream.tests.quantized_targets import FP8, LAYOUTS, MOE_CONFIG, reference, save_gpt_oss, save_quantized
+from slipstream.tests.random_targets import change_json, save_random_target
+from slipstream.tests.serve.engine_runs import build_engine, make_request, run
+
+TOKENS = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+EXPERT = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("targets") / "plain"
+    save_random_target(copy.deepcopy(MOE_CONFIG), folder)
+    return folder
+
+
+def load(folder: Path, name: str = "") -> Target:
+    asked = "fp8" if name == "on-the-fly" else None
+    return load_target(folder, load_config(folder), torch.float32, CPU, quantization=asked)
+
+
+@torch.no_grad()
+def logits(target: Target, tokens: Tensor = TOKENS) -> Tensor:
+    attention = PackedAttention()
+    attention.plan(torch.arange(len(tokens))[None])
+    return target.logits(target(tokens, attention)[0])
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-static", "compressed-channel", "awq", "packed", "on-the-fly"])
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
+    """Rows of `fp8-static` are quantised by the largest scale of the experts."""
+    layout, folder = LAYOUTS[name], tmp_path / name
+    values = save_quantized(layout, plain, folder)
+    target = load(folder, name)
+    assert isinstance(target.layers[1].mlp.experts, LinearExperts)
+    expected = reference(layout, plain, folder, values)(TOKENS[None]).logits[0]
+    found, effect = logits(target), (expected - logits(load(plain))).square().mean()
+    assert effect > 1e-4, "quantisation makes a difference"
+    if layout.inputs == "exact":
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    else:  # an input on the edge between two codes may fall either way
+        assert (found - expected).square().mean() < 0.1 * effect
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "modelopt", "modelopt-blocks", "compressed-blocks", "gptq-v2",
+    "packed-asymmetric"])  # fmt: skip
+def test_other_layouts_are_stored_as_they_mean(name: str, plain: Path, tmp_path: Path) -> None:
+    values = save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    experts: Any = load(tmp_path / name).layers[1].mlp.experts
+    for part, rows in (("gate_proj", slice(0, 128)), ("up_proj", slice(128, 256)), ("down_proj", slice(None))):
+        fused = "down_proj" if part == "down_proj" else "gate_up_proj"
+        found = experts.expert(fused, 2).dequantized()[rows]
+        torch.testing.assert_close(found, values[f"model.layers.1.mlp.experts.2.{part}.weight"])
+
+
+def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As transformers 5 holds experts in FP8 blocks: all of a layer in a tensor."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for end, stored in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            parts = {
+                part: torch.stack([tensors[f"{prefix}.{expert}.{part}.{end}"].view(torch.uint8) for expert in range(3)])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            }
+            dtype = tensors[f"{prefix}.0.up_proj.{end}"].dtype
+            found[f"{prefix}.gate_up_proj{stored}"] = torch.cat(list(parts.values())[:2], dim=1).view(dtype)
+            found[f"{prefix}.down_proj{stored}"] = parts["down_proj"].view(dtype)
+    return found
+
+
+def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
+    save_quantized(LAYOUTS["fp8-blocks"], plain, tmp_path / "apart")
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    (fused / "config.json").write_text((tmp_path / "apart" / "config.json").read_text())
+    tensors = fuse(load_file(tmp_path / "apart" / "model.safetensors"))
+    files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in files if files[key] == file}, fused / file)
+    (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found, expected = (dict(load(folder).named_buffers()) for folder in (fused, tmp_path / "apart"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key].float(), expected[key].float()) for key in expected)
+
+
+def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
+    """As served, as training reads it, and by the engine."""
+    save_gpt_oss(tmp_path)
+    reference = read_model(tmp_path, CPU, False).eval()
+    with torch.no_grad():
+        expected = reference(TOKENS[None]).logits[0]
+    target = load(tmp_path)
+    assert isinstance(target.layers[0].mlp.experts, MXFP4Experts)
+    torch.testing.assert_close(logits(target), expected, atol=1e-3, rtol=1e-3)
+    frozen = load_frozen_target(tmp_path, (1,), CPU)
+    assert isinstance(frozen, DecoderTarget)
+    prompt = TOKENS[:9].tolist()
+    found, drafted = (
+        run(build_engine(tmp_path, draft), [make_request("1", prompt, max_tokens=12, ignore_eos=True)])["1"].tokens
+        for draft in ("none", "ngram")
+    )
+    assert found == drafted
+    with torch.no_grad():
+        whole = reference(torch.tensor([prompt + found])).logits[0]
+    assert whole[len(prompt) - 1 : -1].argmax(-1).tolist() == found
+
+
+def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
+    """From transposed tensors of all experts, in which gates and ups alternate; routers and biases stay."""
+    save_random_target(copy.deepcopy(EXPERT_FAMILIES["gpt-oss"]), tmp_path)
+    expected, target = load(tmp_path), load(tmp_path, "on-the-fly")
+    experts, own = (one.layers[1].mlp.experts for one in (expected, target))
+    for name in ("gate_up_proj", "down_proj"):
+        weight = own.expert(name, 3).dequantized()
+        assert 0 < (weight - experts.matrix(name)[3]).norm() < 0.05 * weight.norm()
+    assert torch.equal(own.gate_up_proj_bias, experts.gate_up_proj_bias)
+    assert torch.equal(target.layers[1].mlp.gate.weight, expected.layers[1].mlp.gate.weight)
+
+
+def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path: Path) -> None:
+    save_random_target(copy.deepcopy(EXPERT_FAMILIES["qwen2-moe"]), tmp_path)
+    mlp = load(tmp_path, "on-the-fly").layers[1].mlp
+    assert type(mlp.shared_expert_gate).__name__ == "Linear"
+    assert type(mlp.shared_expert.down_proj).__name__ == "FP8Linear"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8-blocks", {"2.up_proj.weight": torch.ones(128, 256)}, "experts of layers.0.mlp.experts differ in format"),
+        ("fp8-blocks", {"2.up_proj.weight_scale_inv": None}, "missing layers.0.mlp.experts.2.up_proj.weight_scale_inv"),
+        ("fp8-static", {"1.down_proj.input_scale": None}, "missing layers.0.mlp.experts.1.down_proj.input_scale"),
+        ("compressed-channel", {"gate_up_proj": torch.ones(3, 256, 256).to(FP8)}, "has its experts apart"),
+        ("gptq-order", {}, "layers.0.mlp.experts has act order"),
+        ("packed", {"0.up_proj.weight_scale": torch.ones(3, 1)}, r"is \[3, 1\], the config says \[128, 8\]"),
+    ],
+)  # fmt: skip
+def test_faults_of_files_are_named(
+    name: str, change: dict[str, Tensor | None], message: str, plain: Path, tmp_path: Path
+) -> None:
+    save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    tensors = load_file(tmp_path / name / "model.safetensors")
+    for key, tensor in change.items():
+        tensors.pop(f"{EXPERT}.{key}", None)
+        if tensor is not None:
+            tensors[f"{EXPERT}.{key}"] = tensor
+    save_file(tensors, tmp_path / name / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / name)
+
+
+def test_mxfp4_needs_a_config_and_powers_of_two(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path, with_fields=False)
+    with pytest.raises(ValueError, match="experts is quantised already; no file says how"):
+        load(tmp_path)
+    change_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{EXPERT}.down_proj_scales"][1, 2, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="down_proj_scales has 255"):
+        load(tmp_path)
+    del tensors[f"{EXPERT}.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="missing layers.0.mlp.experts.down_proj_scales"):
+        load(tmp_path)
