@@ -26,11 +26,17 @@ from slipstream.kernels.attention.tree import (
     Blocks,
     Mask,
     _apply_window,
+    _beside_codes,
+    _headroom,
     _load_pages,
     _node_bit,
+    _scale_scores,
     _score,
     _weigh_sinks,
+    check_cache,
     fit_blocks,
+    load_stages,
+    read_cache,
     score_factors,
     sees,
 )
@@ -112,6 +118,7 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     paths: Paths | None = None,  # noqa: ARG001  how the kernel adds, not what it gives
     work: Work | None = None,  # noqa: ARG001
     is_old_plan: bool = False,  # noqa: ARG001
@@ -125,7 +132,7 @@ def ragged_attention(
     smaller. Chunks of prompts are causal in either case.
     window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
     its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
-    softcap, sinks: as in `tree_attention`.
+    softcap, sinks, scales: as in `tree_attention`.
     paths: of `trace_paths` for the same segments; then the bits of a tree's nodes are those that they have in a chain.
     work: of `plan_work` for the same segments, sizes and window; None: it is planned here. is_old_plan: a kernel
     without `pdl_options` has run since it was planned; then it is read while the kernel before these still runs.
@@ -146,7 +153,7 @@ def ragged_attention(
         read = visible.any(dim=0)
         places = pages[segments.slots[s], positions // page_size] * page_size + positions % page_size
         places = places.masked_fill(~read, 0)
-        k, v = (x.flatten(0, 1)[places].masked_fill(~read[:, None, None], 0).float() for x in (keys, values))
+        k, v = (x.masked_fill(~read[:, None, None], 0) for x in read_cache(keys, values, places, scales))
         scores = torch.einsum("ngrd,sgd->ngrs", q[own].float().unflatten(1, (-1, group)), k) * scale
         scores = cap(scores, softcap).masked_fill(~visible[:, None, None], -torch.inf)
         weights = softmax_beside(scores, None if sinks is None else sinks.view(-1, group))
@@ -158,8 +165,8 @@ def ragged_attention(
 def plan_work(
     segments: Segments, T: int, Q: int, G: int, D: int, dtype: torch.dtype, *, window: int | None = None
 ) -> Work:
-    """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, this
-    dtype and this window."""
+    """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, queries
+    of this dtype and this window."""
     work = allot_work(segments, T, Q, G, D, dtype)
     num_segments, decoding = len(segments.slots), segments.num_decoding
     for tiles, own in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
@@ -543,13 +550,14 @@ def ragged_attention_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     paths: Paths | None = None,
     work: Work | None = None,
     is_old_plan: bool = False,
 ) -> Tensor:
     """`ragged_attention` by the kernel: a launch for the nodes and one for the prompts."""
     (T, Q, D), G = q.shape, keys.shape[2]
-    assert q.dtype == keys.dtype == values.dtype
+    check_cache(q, keys, values, scales)
     assert all(x.is_contiguous() for x in (q, keys, values, pages))
     assert mask in ("causal", "tree")
     assert window is None or window > 0
@@ -557,7 +565,7 @@ def ragged_attention_triton(
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    cache, factors = (q, keys, values, pages), score_factors(scale, softcap)
+    cache, factors = (q, keys, values, scales, pages), score_factors(scale, softcap)
     if work.nodes is not None:
         tree = (ancestors, paths) if mask == "tree" else (None, None)
         _attend(*cache, *tree, sinks, out, work.nodes, segments.most_nodes, factors, window, is_old_plan)
@@ -570,6 +578,7 @@ def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None,
     pages: Tensor,
     ancestors: Tensor | None,
     paths: Paths | None,
@@ -589,7 +598,7 @@ def _attend(
     share = blocks.rows // 4
     attend_kernel[(G, programs)](
         q, keys, values, pages, ancestors if paths is None else None, *(paths or (None,) * 3),
-        sinks, out, tiles.records, tiles.ranges,
+        sinks, scales, out, tiles.records, tiles.ranges,
         partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
         *factors, pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
@@ -598,7 +607,7 @@ def _attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan,
-        num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
+        num_warps=blocks.warps, num_stages=load_stages(blocks, keys), **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
 
@@ -606,7 +615,7 @@ def _attend(
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    sinks_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash, table_width,
+    sinks_ptr, scales_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash, table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
@@ -616,6 +625,8 @@ def attend_kernel(
     IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
     runs."""
     head, program = tl.program_id(0), tl.program_id(1)
+    if scales_ptr is not None:
+        scale, squash = _scale_scores(scales_ptr, head, scale, squash)
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
@@ -640,7 +651,7 @@ def attend_kernel(
         if begin < finish:
             _attend_tile(
                 q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-                sinks_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
+                sinks_ptr, scales_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
                 head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest,
                 place * SLOTS,
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
@@ -672,7 +683,7 @@ def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
 @triton.jit
 def _attend_tile(
     q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    sinks_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale, squash,
+    sinks_ptr, scales_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale, squash,
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -688,6 +699,8 @@ def _attend_tile(
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     cells = _cell_of(first_row, clipped, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
+    if scales_ptr is not None:
+        q = _beside_codes(q)
     place, end = position + clipped // GROUP, position + count
     seen, path, before, certain = None, None, place, position + 1
     if paths_ptr is not None:
@@ -717,7 +730,8 @@ def _attend_tile(
             _store_part(partial_ptr, sums_ptr, index, merged, top, total, ROWS, BLOCK_D)
         else:
             total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
-            _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
+            result = merged / total[:, None]
+            _store(scales_ptr, out_ptr, result, first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
     if own_finish < parts_end:
         stored = parts_end - own_finish + 1
         if _all_arrived(counter_ptr, pieces, stored):
@@ -727,7 +741,7 @@ def _attend_tile(
                     partial_ptr, sums_ptr, sinks_ptr, slot, head, some, num_rows, stored,
                     BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE,
                 )  # fmt: skip
-                _store(out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
+                _store(scales_ptr, out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
@@ -765,7 +779,7 @@ def _attend_parts(
             if WINDOW is not None:
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0).to(q.dtype)
             scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
@@ -773,7 +787,8 @@ def _attend_parts(
                 scores = tl.where(visible, scores, float("-inf"))
             elif tile_start + TOKENS > certain:
                 scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-            top, total, acc = _add_tile(scores, values_ptr + kv_cells, inside, scale, top, total, acc, PRECISION)
+            cells = values_ptr + kv_cells
+            top, total, acc = _add_tile(scores, cells, inside, scale, top, total, acc, q.dtype, PRECISION)
             if not NESTED:  # noqa: SIM102
                 if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
                     merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
@@ -794,17 +809,17 @@ def _attend_parts(
 
 
 @triton.jit
-def _add_tile(scores, value_cells, loaded, scale, top, total, acc, PRECISION: tl.constexpr):
+def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """A part's sums with one more tile: its scores (ROWS, TOKENS), -inf where a row does not see a token.
 
     Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
     """
-    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - new_top[:, None]).to(value_cells.dtype.element_ty)
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(value_cells))
+    weights = tl.exp2(scores * scale - new_top[:, None]).to(DTYPE)
     rescale = tl.exp2(top - new_top)[:, None]
     ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
     total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-    v = tl.load(value_cells, mask=loaded, other=0.0)
+    v = tl.load(value_cells, mask=loaded, other=0.0).to(DTYPE)
     return new_top, total, tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
 
 
@@ -829,14 +844,15 @@ def _attend_paths(
     cell = _path_cells(nodes_ptr, table, tl.min(path), position, inside, base, PAGE)
     for index in range(tl.min(path), last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
-        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
+        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0).to(q.dtype)
         cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        top, total, acc = _add_tile(scores, values_ptr + kv_cells, loaded, scale, top, total, acc, PRECISION)
+        cells = values_ptr + kv_cells
+        top, total, acc = _add_tile(scores, cells, loaded, scale, top, total, acc, q.dtype, PRECISION)
     return top, total, acc
 
 
@@ -932,10 +948,12 @@ def _merge(
 
 @triton.jit
 def _store(
-    out_ptr, result, first_row, row, num_rows, head,
+    scales_ptr, out_ptr, result, first_row, row, num_rows, head,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows."""
+    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows, scaled where values are codes."""
+    if scales_ptr is not None:
+        result *= tl.load(scales_ptr + G + head)
     dims = tl.arange(0, BLOCK_D)
     cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     kept = (row < num_rows)[:, None] & (dims < D)[None, :]
