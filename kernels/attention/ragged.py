@@ -25,16 +25,19 @@ from slipstream.kernels.attention.paths import PATH_NODES, Paths
 from slipstream.kernels.attention.tree import (
     Blocks,
     Mask,
+    _add_values,
+    _after_codes,
     _apply_window,
     _beside_codes,
     _headroom,
+    _held,
     _load_pages,
     _node_bit,
     _scale_scores,
     _score,
     _weigh_sinks,
-    check_cache,
     fit_blocks,
+    held_words,
     load_stages,
     read_cache,
     score_factors,
@@ -557,7 +560,7 @@ def ragged_attention_triton(
 ) -> Tensor:
     """`ragged_attention` by the kernel: a launch for the nodes and one for the prompts."""
     (T, Q, D), G = q.shape, keys.shape[2]
-    check_cache(q, keys, values, scales)
+    keys, values = held_words(q, keys, values, scales)
     assert all(x.is_contiguous() for x in (q, keys, values, pages))
     assert mask in ("causal", "tree")
     assert window is None or window > 0
@@ -590,7 +593,7 @@ def _attend(
     window: int | None,
     is_old_plan: bool,
 ) -> None:
-    (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
+    (page_size, G), D, group, blocks = keys.shape[1:3], q.shape[2], q.shape[1] // keys.shape[2], tiles.blocks
     block_dim, programs = _block_dim(D), len(tiles.ranges)
     partial = torch.empty(
         tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
@@ -607,7 +610,7 @@ def _attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan,
-        num_warps=blocks.warps, num_stages=load_stages(blocks, keys), **pdl_options(q.device),
+        num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
 
@@ -615,7 +618,8 @@ def _attend(
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    sinks_ptr, scales_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash, table_width,
+    sinks_ptr, scales_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash,
+    table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
@@ -694,6 +698,7 @@ def _attend_tile(
     If the tile is shared, the owner of its first part adds up its own parts, up to own_finish, and the others store
     each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
+    CODES: tl.constexpr = scales_ptr is not None
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     num_rows = count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
@@ -723,7 +728,7 @@ def _attend_tile(
             q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
             lowest, certain, base, end, scale, squash,
-            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
+            G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
@@ -753,15 +758,16 @@ def _attend_parts(
 ):  # fmt: skip
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
-    Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
+    Returns values weighted relative to the largest score (ROWS, dims), these scores, and the weights' sums (ROWS,).
+    D, BLOCK_D: `_held`.
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
     that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
     loop would keep tiles of 64 rows from overlapping their products."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
-    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)
+    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros(q.shape, tl.float32)
     if WINDOW is not None:  # noqa: SIM102
         if seen is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
@@ -779,7 +785,7 @@ def _attend_parts(
             if WINDOW is not None:
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0).to(q.dtype)
+            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0)
             scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
@@ -819,8 +825,8 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.con
     rescale = tl.exp2(top - new_top)[:, None]
     ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
     total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-    v = tl.load(value_cells, mask=loaded, other=0.0).to(DTYPE)
-    return new_top, total, tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
+    v = tl.load(value_cells, mask=loaded, other=0)
+    return new_top, total, _add_values(weights, v, acc * rescale, PRECISION)
 
 
 @triton.jit
@@ -844,7 +850,7 @@ def _attend_paths(
     cell = _path_cells(nodes_ptr, table, tl.min(path), position, inside, base, PAGE)
     for index in range(tl.min(path), last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
-        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0).to(q.dtype)
+        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
         cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
@@ -953,7 +959,7 @@ def _store(
 ):  # fmt: skip
     """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows, scaled where values are codes."""
     if scales_ptr is not None:
-        result *= tl.load(scales_ptr + G + head)
+        result = _after_codes(result, tl.load(scales_ptr + G + head))
     dims = tl.arange(0, BLOCK_D)
     cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     kept = (row < num_rows)[:, None] & (dims < D)[None, :]

@@ -172,7 +172,7 @@ def tree_attention_triton(
     end = first_node + N  # nodes
     assert end <= MAX_NODES
     assert group * G == Q
-    check_cache(q, keys, values, scales)
+    keys, values = held_words(q, keys, values, scales)
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
     assert window is None or window > 0
@@ -197,21 +197,25 @@ def tree_attention_triton(
         **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if end <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        num_warps=blocks.warps, num_stages=load_stages(blocks, keys), **pdl_options(q.device),
+        num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
-def check_cache(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> None:
-    """Of a kernel's arguments: the cache holds q's dtype or, with scales, e4m3 codes."""
-    held = q.dtype if scales is None else E4M3
-    assert keys.dtype == values.dtype == held
-    assert scales is None or (scales.shape == (2, keys.shape[2]) and scales.is_contiguous())
+def held_words(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A layer's cache as kernels read it: as it is or, where it holds e4m3 codes, in words (int16) of two."""
+    if scales is None:
+        assert q.dtype == keys.dtype == values.dtype
+        return keys, values
+    assert keys.dtype == values.dtype == E4M3
+    assert scales.shape == (2, keys.shape[2])
+    assert scales.is_contiguous()
+    return keys.view(torch.int16), values.view(torch.int16)
 
 
-def load_stages(blocks: Blocks, keys: Tensor) -> int:
+def load_stages(blocks: Blocks, scales: Tensor | None) -> int:
     """Of the load pipeline: tiles of codes have half the bytes, so one more is in flight in the same memory."""
-    return blocks.stages + (keys.element_size() == 1)
+    return blocks.stages + (scales is not None)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -292,8 +296,8 @@ def _scratch(
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, scales_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, scales_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
@@ -322,6 +326,7 @@ def attend_kernel(
     if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
         return  # other programs without a part help to merge
 
+    CODES: tl.constexpr = scales_ptr is not None
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
@@ -339,7 +344,7 @@ def attend_kernel(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, squash,
         lowest if WINDOW is not None else None, before,
-        G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
+        G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
     if PDL:  # not earlier: the next kernel's programs would occupy places that this kernel's still need
         tl.extra.cuda.gdc_launch_dependents()
@@ -374,7 +379,7 @@ def _attend_tokens(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
+    """Attention of q (ROWS, dims) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,). D, BLOCK_D: `_held`.
 
     start is a multiple of TOKENS, so a tile is whole pages or part of one. before (ROWS,): the last position before a
     row's window. Tokens before `lowest` are not read: their pages may be another request's, and NaN times a weight of 0
@@ -384,7 +389,7 @@ def _attend_tokens(
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so exp2(-inf - top) is 0 where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, q.shape[1]), tl.float32)
     page = _load_pages(table, start, end, PAGE, TOKENS)
     for tile_start in range(start, stop, TOKENS):
         first_cell = page.to(OFFSET) * (PAGE * G * D)
@@ -395,7 +400,7 @@ def _attend_tokens(
         if before is not None:
             inside &= (token >= lowest - tile_start)[:, None]
         page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0).to(q.dtype)
+        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0)
         scores = _score(q, k, squash, PRECISION)
         if before is not None:
             position = tile_start + token
@@ -408,8 +413,8 @@ def _attend_tokens(
         weights = tl.exp2(scores * scale - new_top[:, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, axis=1)
-        v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        v = tl.load(values_ptr + kv_cells, mask=inside, other=0)
+        acc = _add_values(weights.to(q.dtype), v, acc * rescale[:, None], PRECISION)
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # 0: the row sees nothing in this part, which then weighs exp2(-1e30)
     return acc / total[:, None], top + tl.log2(total)
@@ -417,18 +422,72 @@ def _attend_tokens(
 
 @triton.jit
 def _beside_codes(q):
-    """q in the dtype in which codes are read: fp16, but fp32 for exact products. bf16 has fewer bits: what fp16 can
-    reach stays as it is, but for numbers below 2**-14, of which bits below 2**-24 go; what it cannot saturates."""
+    """q (rows, dims) in the dtype in which codes are read, fp16, but fp32 for exact products; even dims first.
+
+    bf16 has fewer bits: what fp16 can reach stays as it is, but for numbers below 2**-14, of which bits below 2**-24
+    go; what it cannot saturates."""
     if q.dtype.primitive_bitwidth < 32:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    return q
+    pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), q.shape)
+
+
+@triton.jit
+def _after_codes(result, scale):
+    """Results (rows, dims) over codes, even dims first -> those over values, in their order."""
+    pairs = tl.reshape(result * scale, (result.shape[0], 2, result.shape[1] // 2))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), result.shape)
+
+
+@triton.constexpr_function
+def _held(size, codes):
+    """Elements of the cache that hold `size` numbers: codes lie in words of two. Tensor cores read values by columns,
+    and nothing transposes bytes on the way from shared memory; words are."""
+    return size // 2 if codes else size
+
+
+@triton.jit
+def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
+    """acc (rows, dims) + weights (rows, TOKENS) times a tile of values as loaded; of codes even dims first.
+
+    Two products, since the compiler then copies words straight to shared memory and reads them as tensor cores take
+    them; halves of acc lie in registers of their own, so nothing moves."""
+    if loaded.dtype == tl.int16:
+        SHAPE: tl.constexpr = (acc.shape[0], 2, acc.shape[1] // 2)
+        lower, upper = _unpack(loaded, weights.dtype)
+        even, odd = tl.split(tl.permute(tl.reshape(acc, SHAPE), (0, 2, 1)))
+        even = tl.dot(weights, lower, even, input_precision=PRECISION)
+        odd = tl.dot(weights, upper, odd, input_precision=PRECISION)
+        acc = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), acc.shape)
+    else:
+        acc = tl.dot(weights, loaded, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _read_keys(loaded, DTYPE: tl.constexpr):
+    """A tile of keys as loaded (TOKENS, columns) -> (dims, TOKENS), of codes even dims first. Words are transposed
+    before they become numbers, for the same reason as in `_add_values`."""
+    keys = tl.trans(loaded)
+    if loaded.dtype == tl.int16:
+        both = tl.permute(tl.join(*_unpack(keys, DTYPE)), (2, 0, 1))
+        keys = tl.reshape(both, (2 * keys.shape[0], keys.shape[1]))
+    return keys
+
+
+@triton.jit
+def _unpack(words, DTYPE: tl.constexpr):
+    """The lower and the upper codes of words, as numbers."""
+    lower = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    upper = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return lower, upper
 
 
 @triton.jit
 def _headroom(cache_ptr):
     """By how many powers of two the largest weight beside codes exceeds 1: weights in fp16 then reach as far below it
     as those in bf16 matter. Largest scores are kept that much lower, so sums of weights, sinks and merges agree."""
-    HEADROOM: tl.constexpr = 12.0 if cache_ptr.dtype.element_ty.primitive_bitwidth == 8 else 0.0
+    HEADROOM: tl.constexpr = 12.0 if cache_ptr.dtype.element_ty == tl.int16 else 0.0
     return HEADROOM
 
 
@@ -445,9 +504,10 @@ def _scale_scores(scales_ptr, head, scale, squash):
 
 @triton.jit
 def _score(q, k, squash, PRECISION: tl.constexpr):
-    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the
-    cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """q k, of a tile k as loaded, or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The
+    kernels multiply by the cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both
+    limits."""
+    scores = tl.dot(q, _read_keys(k, q.dtype), input_precision=PRECISION)
     if squash is not None:
         scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)
     return scores
@@ -581,7 +641,7 @@ def _store(
     if sinks_ptr is not None:
         result = result / (1.0 + _weigh_sinks(sinks_ptr, head, first_row + row, log_sum, GROUP))[:, None]
     if scales_ptr is not None:
-        result *= tl.load(scales_ptr + G + head)
+        result = _after_codes(result, tl.load(scales_ptr + G + head))
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.kv.fp8 import encode, encode_triton
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
@@ -141,8 +141,8 @@ def rotate_and_store_triton(
 @triton.jit
 def _rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, out_ptr,
-    q_norm_ptr, k_norm_ptr, scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
-    v_head_stride, Q, G,
+    q_norm_ptr, k_norm_ptr, scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
