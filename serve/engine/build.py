@@ -24,7 +24,7 @@ from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
 from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
-from slipstream.serve.engine.calibration import log_scales, prefill, read_text, scales_of, tokens_of
+from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import MAX_STEPS_IN_FLIGHT, Engine
@@ -221,29 +221,25 @@ class Builder:
 
     def find_scales(self) -> list[list[Tensor] | None]:
         """Of networks whose KV is in FP8, by layer: those that the target's files have, others by calibration."""
-        known = list(self.target.cache_scales) or [None] * self.model.num_layers
-        own = [scale.to(self.device) for scale in known if scale is not None]
-        if self.coded == [True] and len(own) == len(known):
-            log_scales("target", own, "of the checkpoint")
-            return [own]
-        found, source = self.calibrate()
-        if self.coded[0] and own:
-            source = f"of the checkpoint in {len(own)} of {len(known)} layers, else {source}"
-        found[0] = [new if scale is None else scale.to(self.device) for new, scale in zip(found[0], known, strict=True)]
-        scales = [one if coded else None for one, coded in zip(found, self.coded, strict=True)]
-        for role, one in zip(("target", "draft"), scales, strict=False):
-            if one is not None:
-                log_scales(role, one, source)
+        held = self.target.cache_scales or (None,) * self.model.num_layers
+        given: list[Sequence[Tensor | None]]
+        given = [[None if scale is None else scale.to(self.device) for scale in held], [None] * len(self.drafter.kv)]
+        lacking = [coded and any(scale is None for scale in own) for coded, own in zip(self.coded, given, strict=False)]
+        found: Sequence[Sequence[Tensor | None]]
+        found, source = self.calibrate() if any(lacking) else (given, "")
+        scales = list[list[Tensor] | None]()
+        for role, coded, own, new in zip(("target", "draft"), self.coded, given, found, strict=False):
+            scales.append(fill_scales(role, own, new, source) if coded else None)
         return scales
 
-    def calibrate(self) -> tuple[list[list[Tensor]], str]:
+    def calibrate(self) -> tuple[Sequence[Sequence[Tensor | None]], str]:
         """The scales of all layers by network, and on what they were calibrated."""
         config, text = self.config, read_text(self.config.kv_cache_calibration)
         tokens = tokens_of(text, self.path, self.longest, config.trust_remote_code)
         num_pages = -(-(len(tokens) + self.reserve) // config.page_size)
         passes = self.build_passes([1 + num_pages] * len(self.windows), num_pages)
         prefill(ModelRunner(passes), tokens, max(self.widths))
-        source = f"calibrated on {len(tokens)} tokens of {config.kv_cache_calibration or 'bundled text'}"
+        source = f"{len(tokens)} tokens of {config.kv_cache_calibration or 'bundled text'}"
         return [scales_of(kv) for kv in passes.kv], source
 
     def size(self) -> tuple[Space, int]:

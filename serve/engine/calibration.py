@@ -89,7 +89,15 @@ def scales_of(kv: NetworkKV) -> list[Tensor]:
     return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
 
-def log_scales(role: str, scales: Sequence[Tensor], source: str) -> None:
-    """`source`: where they come from."""
+def fill_scales(role: str, given: Sequence[Tensor | None], found: Sequence[Tensor | None], source: str) -> list[Tensor]:
+    """By layer those `given` by the checkpoint, else those found by calibration on `source`. The log names them."""
+    pairs = zip(given, found, strict=True)
+    scales = [scale for own, new in pairs if (scale := new if own is None else own) is not None]
+    assert len(scales) == len(given)
+    kept = sum(own is not None for own in given)
+    origins = [f"of the checkpoint in {kept} of {len(given)} layers"] if kept else []
+    origins += [f"calibrated on {source}"] if kept < len(given) else []
     k, v = (" ".join(f"{float(scale[part].max()):.3g}" for scale in scales) for part in (0, 1))
-    logger.info("FP8 KV cache of the %s, scales %s. Largest by layer, of keys: %s; of values: %s", role, source, k, v)
+    message = "FP8 KV cache of the %s, scales %s. Largest by layer, of keys: %s; of values: %s"
+    logger.info(message, role, " and ".join(origins), k, v)
+    return scales

@@ -25,7 +25,7 @@ def shared_bytes(capability: int, blocks: Blocks, head_dim: int, window: int | N
         "G": 8, "D": head_dim, "BLOCK_D": block_dim, "GROUP": 4, "PAGE": 16, "ROWS": blocks.rows,
         "TOKENS": blocks.tokens, **choose_shares(blocks, parts, block_dim), "WAIT": True, "MASK": "tree",
         "WINDOW": window, "PREFIX": True, "PRECISION": "tf32", "WORD": tl.int64, "OFFSET": tl.int32, "PDL": False,
-        "lse_ptr": None, "sinks_ptr": None, "squash": None,
+        "lse_ptr": None, "sinks_ptr": None, "scales_ptr": None, "squash": None,
     }  # fmt: skip
     types = POINTERS | NUMBERS | dict.fromkeys(constants, "constexpr")
     names = attend_kernel.arg_names
