@@ -28,10 +28,10 @@ from slipstream.kernels.attention.tree import (
     _add_values,
     _after_codes,
     _apply_window,
-    _beside_codes,
     _headroom,
     _held,
     _load_pages,
+    _load_queries,
     _node_bit,
     _scale_scores,
     _score,
@@ -629,8 +629,7 @@ def attend_kernel(
     IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
     runs."""
     head, program = tl.program_id(0), tl.program_id(1)
-    if scales_ptr is not None:
-        scale, squash = _scale_scores(scales_ptr, head, scale, squash)
+    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
@@ -699,13 +698,9 @@ def _attend_tile(
     each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
     CODES: tl.constexpr = scales_ptr is not None
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    num_rows = count * GROUP
+    row, num_rows = tl.arange(0, ROWS), count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
-    cells = _cell_of(first_row, clipped, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
-    if scales_ptr is not None:
-        q = _beside_codes(q)
+    q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, CODES)
     place, end = position + clipped // GROUP, position + count
     seen, path, before, certain = None, None, place, position + 1
     if paths_ptr is not None:
@@ -759,11 +754,10 @@ def _attend_parts(
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
     Returns values weighted relative to the largest score (ROWS, dims), these scores, and the weights' sums (ROWS,).
-    D, BLOCK_D: `_held`.
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
     that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
-    loop would keep tiles of 64 rows from overlapping their products."""
+    loop would keep tiles of 64 rows from overlapping their products. D, BLOCK_D: as the cache has them, `_held`."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)
@@ -780,12 +774,12 @@ def _attend_parts(
             first_cell = page.to(OFFSET) * (PAGE * G * D)
             if PAGE > TOKENS:
                 first_cell += tile_start % PAGE * (G * D)
-            kv_cells = first_cell[:, None] + in_page
+            cells = first_cell[:, None] + in_page
             inside = (token < end - tile_start)[:, None] & (dims < D)
             if WINDOW is not None:
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0)
+            k = tl.load(keys_ptr + cells, mask=inside, other=0)
             scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
@@ -793,8 +787,7 @@ def _attend_parts(
                 scores = tl.where(visible, scores, float("-inf"))
             elif tile_start + TOKENS > certain:
                 scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-            cells = values_ptr + kv_cells
-            top, total, acc = _add_tile(scores, cells, inside, scale, top, total, acc, q.dtype, PRECISION)
+            top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
             if not NESTED:  # noqa: SIM102
                 if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
                     merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)

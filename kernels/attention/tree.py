@@ -304,7 +304,6 @@ def attend_kernel(
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
-
     scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS
     where axis 0 has one program."""
     if PDL:
@@ -325,16 +324,12 @@ def attend_kernel(
     num_rows = tl.minimum(N * GROUP - first_row, ROWS)
     if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
         return  # other programs without a part help to merge
-
     CODES: tl.constexpr = scales_ptr is not None
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    row = tl.arange(0, ROWS)
     clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
-    cells = _row_of(request, N, head, clipped, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
-    if scales_ptr is not None:
-        q = _beside_codes(q)
-        scale, squash = _scale_scores(scales_ptr, head, scale, squash)
+    q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, CODES)
+    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     before = None
     if WINDOW is not None:
@@ -358,10 +353,8 @@ def attend_kernel(
                 G, D, BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE, WAIT,
             )  # fmt: skip
             num_rows = 0
-    _store(
-        sinks_ptr, scales_ptr, out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows,
-        G, D, BLOCK_D, GROUP,
-    )  # fmt: skip
+    _store(sinks_ptr, scales_ptr, out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows,
+           G, D, BLOCK_D, GROUP)  # fmt: skip
 
 
 @triton.jit
@@ -421,15 +414,20 @@ def _attend_tokens(
 
 
 @triton.jit
-def _beside_codes(q):
-    """q (rows, dims) in the dtype in which codes are read, fp16, but fp32 for exact products; even dims first.
+def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl.constexpr):
+    """(rows, BLOCK_D): heads of queries, `rows` from q_ptr on. Beside codes even dims first, in the dtype in which codes
+    are read: fp16, but fp32 for exact products.
 
     bf16 has fewer bits: what fp16 can reach stays as it is, but for numbers below 2**-14, of which bits below 2**-24
     go; what it cannot saturates."""
-    if q.dtype.primitive_bitwidth < 32:
-        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
-    return tl.reshape(tl.permute(pairs, (0, 2, 1)), q.shape)
+    dims = tl.arange(0, BLOCK_D)
+    q = tl.load(q_ptr + (rows.to(tl.int64)[:, None] * D + dims[None, :]), mask=(dims < D)[None, :], other=0.0)
+    if CODES:
+        if q.dtype.primitive_bitwidth < 32:
+            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+        pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
+        q = tl.reshape(tl.permute(pairs, (0, 2, 1)), q.shape)
+    return q
 
 
 @triton.jit
@@ -494,11 +492,12 @@ def _headroom(cache_ptr):
 @triton.jit
 def _scale_scores(scales_ptr, head, scale, squash):
     """`score_factors` of products with a head's codes. A cap is a factor of scores that are squashed already."""
-    own = tl.load(scales_ptr + head)
-    if squash is not None:
-        squash *= own
-    else:
-        scale *= own
+    if scales_ptr is not None:
+        own = tl.load(scales_ptr + head)
+        if squash is not None:
+            squash *= own
+        else:
+            scale *= own
     return scale, squash
 
 

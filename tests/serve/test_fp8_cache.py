@@ -193,6 +193,23 @@ def test_llm_takes_the_option() -> None:
     assert answer.tokens == same.tokens
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", ["eagle3 tree", "dflash", "ngram"])
+def test_exact_text_does_not_depend_on_the_draft(draft: str, tmp_path: Path) -> None:
+    """In bf16, captured: bit for bit, in any batch and any chunks."""
+    requests = sized_requests((1, 9, 33, 150, 400), temperature=0.7)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True, "kv_cache_tokens": 4096, **FP8}
+    expected = tokens_of(run(build_engine(TINY_TARGET, max_running=1, **options), requests))
+    own: dict[str, Any] = {"prefill_budget": 64, "cuda_graph": False}
+    if draft != "ngram":
+        save_random_draft(TINY_TARGET, tmp_path / "eagle3 tree")
+        save_random_dflash(TINY_TARGET, tmp_path / "dflash", texts_of(TINY_TARGET, requests[:2]))
+        own = {"drafter": FP8 | ({"topk": 3, "depth": 3} if draft == "eagle3 tree" else {})}
+    engine = build_engine(TINY_TARGET, draft if draft == "ngram" else tmp_path / draft, **options, **own)
+    for _ in range(2):  # the second time after cached prompts
+        assert tokens_of(run(engine, requests)) == expected
+
+
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
     """Its own tokens, too, as codes: the same as attention over a cache of what the codes stand for."""
