@@ -415,8 +415,8 @@ def _attend_tokens(
 
 @triton.jit
 def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl.constexpr):
-    """(rows, BLOCK_D): heads of queries, `rows` from q_ptr on. Beside codes even dims first, in the dtype in which codes
-    are read: fp16, but fp32 for exact products.
+    """(rows, BLOCK_D): heads of queries, `rows` from q_ptr on. Beside codes even dims first, in the dtype in which
+    codes are read: fp16, but fp32 for exact products.
 
     bf16 has fewer bits: what fp16 can reach stays as it is, but for numbers below 2**-14, of which bits below 2**-24
     go; what it cannot saturates."""
