@@ -170,6 +170,7 @@ def report(config: ServeConfig) -> str:
 def _networks(run: DryRun) -> Iterator[str]:
     for role, one in zip(("target", "draft"), run.networks, strict=False):
         kind = str(one.dtype).removeprefix("torch.")
+        kind += ", KV in FP8" if one.kv_dtype != one.dtype else ""
         layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
         yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
     if len(run.networks) == 1:

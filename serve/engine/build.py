@@ -103,6 +103,8 @@ class Builder:
         phases = dict(zip(("prefill", "verify", "draft"), (layers, *self.networks), strict=False))
         coded = dict(zip(phases, (self.coded[0], *self.coded), strict=False))
         formats = {phase: KVFormat(self.device, self.dtype, own, coded[phase]) for phase, own in phases.items()}
+        if any(scale is not None for scale in self.target.cache_scales) and not self.coded[0]:
+            logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
         self.backends = find_backends(config.attention, formats)
         self.backends["prefill"].prepare(formats["prefill"])
         self.captures, self.overlap = self.pick_modes(phases)
