@@ -34,6 +34,7 @@ from slipstream.kernels.gemm.small_m import (
 )
 from slipstream.kernels.gemm.small_m import choose_tiling as choose_linear_tiling
 from slipstream.kernels.kv.cache import move_rows, move_rows_triton
+from slipstream.kernels.kv.fp8 import encode
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
@@ -43,6 +44,7 @@ from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
 INTERMEDIATE = 14336
 EPS, PAGE_SIZE, NODES = 1e-5, 16, 16
+SCALE = 0.02  # of e4m3 codes of normal numbers
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
 GATED = "gated"
 LINEARS = {  # outputs, inputs
@@ -343,18 +345,27 @@ def context_lengths(batch: int, context: int, ragged: bool) -> Tensor:
     return (spread * context).long().cuda()
 
 
-def paged_cache(tokens: Tensor, page_size: int, num_bytes: int) -> tuple[Tensor, Tensor]:
-    """A shuffled page table with room for `tokens` (R,) of each request, and the KV of as many layers as exceed the L2
-    cache, if a layer reads num_bytes."""
+def paged_cache(tokens: Tensor, page_size: int, num_bytes: int, kv_dtype: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A shuffled page table with room for `tokens` (R,) of each request, the KV of as many layers as exceed the L2
+    cache, if a layer reads num_bytes, and the scales of its codes."""
     longest = -(-int(tokens.max()) // page_size)  # in pages
     num_pages, capacity = len(tokens) * longest + 1, max(longest, TABLE_TOKENS // page_size)
     pages = torch.zeros(len(tokens), capacity, dtype=torch.int64, device="cuda")
     pages[:, :longest] = (torch.randperm(num_pages - 1, device="cuda") + 1).view(len(tokens), longest)
     layers = min(MAX_LAYERS, max(2, -(-COLD_BYTES // num_bytes)))
-    return pages, random(layers, 2, num_pages, page_size, G, D)
+    cache = random(layers, 2, num_pages, page_size, G, D)
+    if kv_dtype == "bf16":
+        return pages, cache, None
+    scales = torch.full((2, G), SCALE, device="cuda")
+    return pages, torch.stack([encode(layer, scales[0, :, None]) for layer in cache]), scales
 
 
-def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int) -> Case:
+def kv_bytes(tokens: int, kv_dtype: str) -> int:
+    """Of a layer's keys and values."""
+    return tokens * 2 * G * D * (2 if kv_dtype == "bf16" else 1)
+
+
+def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int, kv_dtype: str) -> Case:
     """Tree attention: `nodes` per request, `batch` requests, after `context` committed tokens on average, of which a
     node sees the last `window`; 0: all.
 
@@ -362,8 +373,8 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
     """
     lengths = context_lengths(batch, context, ragged)
     seen = lengths.clamp(max=window) if window else lengths
-    num_bytes = (int(seen.sum()) + batch * nodes) * 2 * G * D * 2  # KV of one layer
-    pages, cache = paged_cache(lengths + nodes, page_size, num_bytes)
+    num_bytes = kv_bytes(int(seen.sum()) + batch * nodes, kv_dtype)
+    pages, cache, scales = paged_cache(lengths + nodes, page_size, num_bytes, kv_dtype)
     capacity = pages.shape[1]
     q = random(len(cache), batch, nodes, Q, D)
     ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).expand(batch, nodes).contiguous()  # the root's children
@@ -375,7 +386,7 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
 
     def attend(layer: int, blocks: Blocks = chosen, parts: Parts = parts) -> Tensor:
         keys, values = cache[layer]
-        options: dict[str, Any] = {"blocks": blocks, "parts": parts, "window": window or None}
+        options: dict[str, Any] = {"blocks": blocks, "parts": parts, "window": window or None, "scales": scales}
         out = tree_attention_triton(q[layer], keys, values, *where, "tree", D**-0.5, **options)
         assert isinstance(out, Tensor)
         return out
@@ -405,15 +416,23 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
 
 
 def ragged_pass(
-    batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int, chunks: int, chunk_rows: int
+    batch: int,
+    context: int,
+    nodes: int,
+    page_size: int,
+    ragged: bool,
+    window: int,
+    kv_dtype: str,
+    chunks: int,
+    chunk_rows: int,
 ) -> tuple[Case, Case]:
     """Attention of a ragged pass, and its plan: `nodes` of each of `batch` requests and `chunks` of prompts, of
     chunk_rows tokens each, after `context` tokens on average, of which a row sees the last `window`; 0: all."""
     lengths = context_lengths(batch + chunks, context, ragged)
     counts = torch.tensor([nodes] * batch + [chunk_rows] * chunks, device="cuda")
     seen = (lengths.clamp(max=window) if window else lengths) + counts
-    num_bytes = int(seen.sum()) * 2 * G * D * 2
-    pages, cache = paged_cache(lengths + counts, page_size, num_bytes)
+    num_bytes = kv_bytes(int(seen.sum()), kv_dtype)
+    pages, cache, scales = paged_cache(lengths + counts, page_size, num_bytes, kv_dtype)
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(dim=0))).int()
     segments = Segments(starts, torch.arange(batch + chunks, device="cuda"), lengths, batch, nodes)
     T = batch * nodes + chunks * chunk_rows
@@ -427,7 +446,8 @@ def ragged_pass(
 
     def attend(layer: int) -> Tensor:
         where = (pages, segments, ancestors, "tree", D**-0.5)
-        return ragged_attention_triton(q[layer], *cache[layer], *where, window=window or None, work=work)
+        options: dict[str, Any] = {"window": window or None, "scales": scales, "work": work}
+        return ragged_attention_triton(q[layer], *cache[layer], *where, **options)
 
     planned = sum(tiles.records.nbytes + tiles.ranges.nbytes for tiles in work if tiles is not None)
     return Case(bytes=num_bytes, sets=range(len(cache)), ours=attend), Case(bytes=planned, sets=[None], ours=plan)

@@ -6,6 +6,8 @@ where it is installed (its first use compiles), and with torch.
     python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16 --tune
     python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
     python bench/kernel_times.py --kernels ragged_attention plan_work --batches 64 --contexts 128 --nodes 1 --chunks 0 5
+    python bench/kernel_times.py --kernels ragged_attention --batches 64 --contexts 8192 --nodes 1 4 --page-sizes 16 \\
+        --kv-dtypes bf16 fp8
 
 A graph holds many launches in sequence, so times of a few microseconds include the launch latency that a pass pays.
 From 33 rows on launches alternate between buffers larger than the L2 cache; matrix products and attention always do.
@@ -50,6 +52,8 @@ class KernelsConfig:
     """Tokens per page."""
     windows: list[int] = field(default_factory=lambda: [0])
     """Committed tokens that a new one sees; 0: all."""
+    kv_dtypes: list[str] = field(default_factory=lambda: ["bf16"])
+    """What the KV cache of attention holds: bf16, fp8."""
     chunks: list[int] = field(default_factory=lambda: [0])
     """Chunks of prompts that share a ragged pass."""
     chunk_rows: int = 80
@@ -66,12 +70,14 @@ class KernelsConfig:
         for kernel in self.kernels:
             if not any(name.startswith(kernel) for name in known):
                 raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(known)}")
+        if set(self.kv_dtypes) - {"bf16", "fp8"}:
+            raise ValueError(f"kv_dtypes is {self.kv_dtypes}; choose of bf16, fp8")
 
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
         chosen = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
-        names = ("batch", "context", "nodes", "page_size", "ragged", "window")
-        axes = (self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows)
+        names = ("batch", "context", "nodes", "page_size", "ragged", "window", "kv_dtype")
+        axes = (self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows, self.kv_dtypes)
         for work in product(*axes) if chosen else ():
             sizes = dict(zip(names, work, strict=True))
             if ATTENTION in chosen:

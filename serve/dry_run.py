@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
@@ -20,12 +21,12 @@ from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
-from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, pick_dtype, pick_max_model_len
+from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, check_fp8_cache, pick_dtype, pick_max_model_len
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.memory import GRAPH_BYTES
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.runner.cuda_graphs import HEADS, buckets, draft_sizes, most_node_rows, prompt_sizes
-from slipstream.serve.runner.kv import Windows, find_windows, group_of
+from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
 from slipstream.serve.runner.request_state import RequestState
 
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
@@ -44,7 +45,8 @@ class Network:
     kind: str
     layers: tuple[AttentionSpec, ...]
     weights: int  # bytes
-    dtype: torch.dtype  # of its KV
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 class DryRun:
@@ -59,9 +61,13 @@ class DryRun:
             target = Target(self.model)
             quantize_by_config(target, read_quantization(path, config.quantization))
         layers = tuple(layer.attention for layer in self.model.layers)
-        self.networks = [Network(name, self.model.architecture, layers, weight_bytes(target, dtype), dtype)]
+        if config.kv_cache_dtype == "fp8":
+            check_fp8_cache(layers, torch.device("cpu"))
+        sizes = weight_bytes(target, dtype), dtype, cache_dtype(config.kv_cache_dtype, dtype)
+        self.networks = [Network(name, self.model.architecture, layers, *sizes)]
         if is_checkpoint(config.draft):
-            self.networks.append(read_draft(config.draft, self.model, dtype))
+            own = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
+            self.networks.append(read_draft(config.draft, self.model, dtype, own))
         self.longest = pick_max_model_len(config.max_model_len, self.model)
         self.windows = find_windows(chain(*(network.layers for network in self.networks)), self.longest)
         self.most_nodes = FORCED_NODES if config.grammar_drafts else USUAL_NODES
@@ -73,12 +79,7 @@ class DryRun:
 
     def kv_bytes(self) -> list[int]:
         """Of a token, by group of layers."""
-        sizes = [0] * len(self.windows)
-        for network in self.networks:
-            for spec in network.layers:
-                size = 2 * spec.num_kv_heads * spec.head_dim * network.dtype.itemsize
-                sizes[group_of(spec, self.windows)] += size
-        return sizes
+        return page_bytes([(network.layers, network.kv_dtype) for network in self.networks], self.windows, 1)
 
     def state_bytes(self) -> int:
         """Of request slots: page tables, sampling, penalties, masks."""
@@ -147,7 +148,12 @@ def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return sum(sizes.values())
 
 
-def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:
+def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
+    """Of KV, by kv_cache_dtype and what the network computes in."""
+    return E4M3 if option == "fp8" else dtype
+
+
+def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Network:
     path = resolve(draft, weights=False)
     values = from_speculators(read_json(path / "config.json"))
     network: Any = getattr(find_drafter(draft), "Network", None)
@@ -155,7 +161,7 @@ def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:
     with torch.device("meta"):
         module = network(config)
     layers = tuple(layer.attention for layer in config.layers)
-    return Network(draft, drafter_name(draft), layers, weight_bytes(module, dtype), dtype)
+    return Network(draft, drafter_name(draft), layers, weight_bytes(module, dtype), dtype, kv_dtype)
 
 
 def report(config: ServeConfig) -> str:
@@ -167,6 +173,7 @@ def report(config: ServeConfig) -> str:
 def _networks(run: DryRun) -> Iterator[str]:
     for role, one in zip(("target", "draft"), run.networks, strict=False):
         kind = str(one.dtype).removeprefix("torch.")
+        kind += ", KV in FP8" if one.kv_dtype != one.dtype else ""
         layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
         yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
     if len(run.networks) == 1:

@@ -15,6 +15,9 @@ from slipstream.serve.chat.forms import check_parsers
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 
 
+KV_CACHE_DTYPES = ("auto", "fp8")
+
+
 @dataclass(frozen=True, slots=True)
 class NoOptions:
     """For drafters without options."""
@@ -68,6 +71,12 @@ class EngineConfig:
     """On a GPU, read a step's tokens while the next one runs; needs captured passes."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. Default: from mem_fraction; on the CPU from free memory."""
+    kv_cache_dtype: str = "auto"
+    """Of the target's KV cache: auto, as the target computes; fp8: e4m3 with a scale for the keys and for the values of
+    each head, from the checkpoint or calibrated at start-up. Twice the tokens; answers differ a little."""
+    kv_cache_calibration: str | None = None
+    """File of text whose first 2,048 tokens show how large keys and values become, for kv_cache_dtype fp8 where the
+    checkpoint has no scales. Default: bundled text."""
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
     CPU the KV cache takes a quarter of free memory.)"""
@@ -93,6 +102,7 @@ class EngineConfig:
             "quantization": (None, "fp8"),
             "device": ("auto", "cpu", "cuda"),
             "page_size": (1, 16, 32, 64),
+            "kv_cache_dtype": KV_CACHE_DTYPES,
             "logprobs_mode": ("raw", "processed"),
         }
         for name, allowed in choices.items():
@@ -189,6 +199,11 @@ class ServeConfig(EngineConfig):
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+
+def check_draft_cache(dtype: str) -> None:
+    if dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"drafter.kv_cache_dtype is {dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
 
 
 def check_positive(name: str, value: float | None) -> None:

@@ -25,12 +25,21 @@ from slipstream.kernels.attention.paths import PATH_NODES, Paths
 from slipstream.kernels.attention.tree import (
     Blocks,
     Mask,
+    _add_values,
+    _after_codes,
     _apply_window,
+    _headroom,
+    _held,
     _load_pages,
+    _load_queries,
     _node_bit,
+    _scale_scores,
     _score,
     _weigh_sinks,
     fit_blocks,
+    held_words,
+    load_stages,
+    read_cache,
     score_factors,
     sees,
 )
@@ -112,6 +121,7 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     paths: Paths | None = None,  # noqa: ARG001  how the kernel adds, not what it gives
     work: Work | None = None,  # noqa: ARG001
     is_old_plan: bool = False,  # noqa: ARG001
@@ -125,7 +135,7 @@ def ragged_attention(
     smaller. Chunks of prompts are causal in either case.
     window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
     its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
-    softcap, sinks: as in `tree_attention`.
+    softcap, sinks, scales: as in `tree_attention`.
     paths: of `trace_paths` for the same segments; then the bits of a tree's nodes are those that they have in a chain.
     work: of `plan_work` for the same segments, sizes and window; None: it is planned here. is_old_plan: a kernel
     without `pdl_options` has run since it was planned; then it is read while the kernel before these still runs.
@@ -146,7 +156,7 @@ def ragged_attention(
         read = visible.any(dim=0)
         places = pages[segments.slots[s], positions // page_size] * page_size + positions % page_size
         places = places.masked_fill(~read, 0)
-        k, v = (x.flatten(0, 1)[places].masked_fill(~read[:, None, None], 0).float() for x in (keys, values))
+        k, v = (x.masked_fill(~read[:, None, None], 0) for x in read_cache(keys, values, places, scales))
         scores = torch.einsum("ngrd,sgd->ngrs", q[own].float().unflatten(1, (-1, group)), k) * scale
         scores = cap(scores, softcap).masked_fill(~visible[:, None, None], -torch.inf)
         weights = softmax_beside(scores, None if sinks is None else sinks.view(-1, group))
@@ -158,8 +168,8 @@ def ragged_attention(
 def plan_work(
     segments: Segments, T: int, Q: int, G: int, D: int, dtype: torch.dtype, *, window: int | None = None
 ) -> Work:
-    """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, this
-    dtype and this window."""
+    """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, queries
+    of this dtype and this window."""
     work = allot_work(segments, T, Q, G, D, dtype)
     num_segments, decoding = len(segments.slots), segments.num_decoding
     for tiles, own in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
@@ -543,13 +553,14 @@ def ragged_attention_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     paths: Paths | None = None,
     work: Work | None = None,
     is_old_plan: bool = False,
 ) -> Tensor:
     """`ragged_attention` by the kernel: a launch for the nodes and one for the prompts."""
     (T, Q, D), G = q.shape, keys.shape[2]
-    assert q.dtype == keys.dtype == values.dtype
+    keys, values = held_words(q, keys, values, scales)
     assert all(x.is_contiguous() for x in (q, keys, values, pages))
     assert mask in ("causal", "tree")
     assert window is None or window > 0
@@ -557,7 +568,7 @@ def ragged_attention_triton(
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    cache, factors = (q, keys, values, pages), score_factors(scale, softcap)
+    cache, factors = (q, keys, values, scales, pages), score_factors(scale, softcap)
     if work.nodes is not None:
         tree = (ancestors, paths) if mask == "tree" else (None, None)
         _attend(*cache, *tree, sinks, out, work.nodes, segments.most_nodes, factors, window, is_old_plan)
@@ -570,6 +581,7 @@ def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None,
     pages: Tensor,
     ancestors: Tensor | None,
     paths: Paths | None,
@@ -581,7 +593,7 @@ def _attend(
     window: int | None,
     is_old_plan: bool,
 ) -> None:
-    (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
+    (page_size, G), D, group, blocks = keys.shape[1:3], q.shape[2], q.shape[1] // keys.shape[2], tiles.blocks
     block_dim, programs = _block_dim(D), len(tiles.ranges)
     partial = torch.empty(
         tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
@@ -589,7 +601,7 @@ def _attend(
     share = blocks.rows // 4
     attend_kernel[(G, programs)](
         q, keys, values, pages, ancestors if paths is None else None, *(paths or (None,) * 3),
-        sinks, out, tiles.records, tiles.ranges,
+        sinks, scales, out, tiles.records, tiles.ranges,
         partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
         *factors, pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
@@ -598,7 +610,7 @@ def _attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan,
-        num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
+        num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
 
@@ -606,7 +618,8 @@ def _attend(
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    sinks_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash, table_width,
+    sinks_ptr, scales_ptr, out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, squash,
+    table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
@@ -616,6 +629,7 @@ def attend_kernel(
     IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
     runs."""
     head, program = tl.program_id(0), tl.program_id(1)
+    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
@@ -640,7 +654,7 @@ def attend_kernel(
         if begin < finish:
             _attend_tile(
                 q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-                sinks_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
+                sinks_ptr, scales_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
                 head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest,
                 place * SLOTS,
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
@@ -672,7 +686,7 @@ def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
 @triton.jit
 def _attend_tile(
     q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
-    sinks_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale, squash,
+    sinks_ptr, scales_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale, squash,
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -683,11 +697,10 @@ def _attend_tile(
     If the tile is shared, the owner of its first part adds up its own parts, up to own_finish, and the others store
     each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    num_rows = count * GROUP
+    CODES: tl.constexpr = scales_ptr is not None
+    row, num_rows = tl.arange(0, ROWS), count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
-    cells = _cell_of(first_row, clipped, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
+    q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, CODES)
     place, end = position + clipped // GROUP, position + count
     seen, path, before, certain = None, None, place, position + 1
     if paths_ptr is not None:
@@ -710,14 +723,15 @@ def _attend_tile(
             q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
             lowest, certain, base, end, scale, squash,
-            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
+            G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
             _store_part(partial_ptr, sums_ptr, index, merged, top, total, ROWS, BLOCK_D)
         else:
             total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
-            _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
+            result = merged / total[:, None]
+            _store(scales_ptr, out_ptr, result, first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
     if own_finish < parts_end:
         stored = parts_end - own_finish + 1
         if _all_arrived(counter_ptr, pieces, stored):
@@ -727,7 +741,7 @@ def _attend_tile(
                     partial_ptr, sums_ptr, sinks_ptr, slot, head, some, num_rows, stored,
                     BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE,
                 )  # fmt: skip
-                _store(out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
+                _store(scales_ptr, out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
@@ -739,15 +753,15 @@ def _attend_parts(
 ):  # fmt: skip
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
-    Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
+    Returns values weighted relative to the largest score (ROWS, dims), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
     that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
-    loop would keep tiles of 64 rows from overlapping their products."""
+    loop would keep tiles of 64 rows from overlapping their products. D, BLOCK_D: as the cache has them, `_held`."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
-    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)
+    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros(q.shape, tl.float32)
     if WINDOW is not None:  # noqa: SIM102
         if seen is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
@@ -760,12 +774,12 @@ def _attend_parts(
             first_cell = page.to(OFFSET) * (PAGE * G * D)
             if PAGE > TOKENS:
                 first_cell += tile_start % PAGE * (G * D)
-            kv_cells = first_cell[:, None] + in_page
+            cells = first_cell[:, None] + in_page
             inside = (token < end - tile_start)[:, None] & (dims < D)
             if WINDOW is not None:
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+            k = tl.load(keys_ptr + cells, mask=inside, other=0)
             scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
@@ -773,7 +787,7 @@ def _attend_parts(
                 scores = tl.where(visible, scores, float("-inf"))
             elif tile_start + TOKENS > certain:
                 scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-            top, total, acc = _add_tile(scores, values_ptr + kv_cells, inside, scale, top, total, acc, PRECISION)
+            top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
             if not NESTED:  # noqa: SIM102
                 if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
                     merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
@@ -794,18 +808,18 @@ def _attend_parts(
 
 
 @triton.jit
-def _add_tile(scores, value_cells, loaded, scale, top, total, acc, PRECISION: tl.constexpr):
+def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """A part's sums with one more tile: its scores (ROWS, TOKENS), -inf where a row does not see a token.
 
     Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
     """
-    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - new_top[:, None]).to(value_cells.dtype.element_ty)
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(value_cells))
+    weights = tl.exp2(scores * scale - new_top[:, None]).to(DTYPE)
     rescale = tl.exp2(top - new_top)[:, None]
     ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
     total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-    v = tl.load(value_cells, mask=loaded, other=0.0)
-    return new_top, total, tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
+    v = tl.load(value_cells, mask=loaded, other=0)
+    return new_top, total, _add_values(weights, v, acc * rescale, PRECISION)
 
 
 @triton.jit
@@ -829,14 +843,15 @@ def _attend_paths(
     cell = _path_cells(nodes_ptr, table, tl.min(path), position, inside, base, PAGE)
     for index in range(tl.min(path), last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
-        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
+        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
         cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        top, total, acc = _add_tile(scores, values_ptr + kv_cells, loaded, scale, top, total, acc, PRECISION)
+        cells = values_ptr + kv_cells
+        top, total, acc = _add_tile(scores, cells, loaded, scale, top, total, acc, q.dtype, PRECISION)
     return top, total, acc
 
 
@@ -932,10 +947,12 @@ def _merge(
 
 @triton.jit
 def _store(
-    out_ptr, result, first_row, row, num_rows, head,
+    scales_ptr, out_ptr, result, first_row, row, num_rows, head,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows."""
+    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows, scaled where values are codes."""
+    if scales_ptr is not None:
+        result = _after_codes(result, tl.load(scales_ptr + G + head))
     dims = tl.arange(0, BLOCK_D)
     cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     kept = (row < num_rows)[:, None] & (dims < D)[None, :]

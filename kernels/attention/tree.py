@@ -4,6 +4,9 @@ A request's N nodes times the query heads of one KV head are the rows of a tile.
 those that share a tile meet at a barrier and merge a share of its rows each, in a fixed order. Lengths and page tables
 are read on the device and the grid depends on shapes only: nothing is planned on the host.
 
+A cache of e4m3 codes (kernels/kv/fp8.py) is read as fp16, which holds every code and is one instruction for two; the
+scale of a head's keys becomes a factor of its scores, that of its values of its results.
+
 Letters: B requests, N nodes per request (root included), Q/G query and KV heads, D head dim, R rows and P pages of the
 page table.
 """
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.dense import cap
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
+from slipstream.kernels.kv.fp8 import E4M3, decode
 from slipstream.kernels.launch import Op, pdl_options, shared_memory
 from slipstream.kernels.speculation.verify import MAX_NODES, unpack
 
@@ -67,6 +71,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     prefix: bool = True,
     return_lse: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """N <= 64 new nodes per request attend to the committed tokens and to each other.
 
@@ -83,6 +88,7 @@ def tree_attention(
     softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2, arXiv 2408.00118).
     sinks (Q,), of any floating dtype: one more score of each head, which has no value (gpt-oss): it takes a share of
     the softmax. Not with return_lse: a sink joins when all parts of a softmax are merged (`add_sinks`).
+    scales (2, G) fp32, of keys and of values: the cache holds e4m3 codes, each its number / scale.
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
@@ -97,7 +103,7 @@ def tree_attention(
     used = visible.any(dim=1)  # (B, S)
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
     slots = slots.masked_fill(~used, 0)
-    k, v = (x.flatten(0, 1)[slots].masked_fill(~used[:, :, None, None], 0).float() for x in (keys, values))
+    k, v = (x.masked_fill(~used[:, :, None, None], 0) for x in read_cache(keys, values, slots, scales))
     scores = cap(torch.einsum("bngrd,bsgd->bngrs", q.float().view(B, N, G, Q // G, D), k) * scale, softcap)
     scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
     lse = scores.logsumexp(dim=-1)  # (B, N, G, Q / G)
@@ -105,6 +111,17 @@ def tree_attention(
         lse = lse.logaddexp(sinks.float().view(G, Q // G))
     out = torch.einsum("bngrs,bsgd->bngrd", (scores - lse[..., None]).exp(), v).reshape(B, N, Q, D).to(q.dtype)
     return (out, lse.reshape(B, N, Q)) if return_lse else out
+
+
+def read_cache(keys: Tensor, values: Tensor, slots: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., G, D) fp32 in `slots` (...) of a layer's cache (num_pages, page_size, G, D)."""
+    own = (None, None) if scales is None else scales[..., None]  # (G, 1) each
+    flat = (x.flatten(0, 1) for x in (keys, values))
+    k, v = (
+        x[slots].float() if scale is None else decode(x.view(torch.uint8)[slots].view(E4M3), scale, torch.float32)
+        for x, scale in zip(flat, own, strict=True)
+    )
+    return k, v
 
 
 def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
@@ -145,6 +162,7 @@ def tree_attention_triton(
     sinks: Tensor | None = None,
     prefix: bool = True,
     return_lse: bool = False,
+    scales: Tensor | None = None,
     blocks: Blocks | None = None,
     parts: Parts | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -154,7 +172,7 @@ def tree_attention_triton(
     end = first_node + N  # nodes
     assert end <= MAX_NODES
     assert group * G == Q
-    assert q.dtype == keys.dtype == values.dtype
+    keys, values = held_words(q, keys, values, scales)
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
     assert window is None or window > 0
@@ -172,16 +190,32 @@ def tree_attention_triton(
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
     wait = all_resident(q.device, parts.most)
     attend_kernel[(parts.most, tiles, B)](
-        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, sinks, out, lse,
+        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, sinks, scales, out, lse,
         *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), *score_factors(scale, softcap),
         N, first_node, pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if end <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
+        num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def held_words(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A layer's cache as kernels read it: as it is or, where it holds e4m3 codes, in words (int16) of two."""
+    if scales is None:
+        assert q.dtype == keys.dtype == values.dtype
+        return keys, values
+    assert keys.dtype == values.dtype == E4M3
+    assert scales.shape == (2, keys.shape[2])
+    assert scales.is_contiguous()
+    return keys.view(torch.int16), values.view(torch.int16)
+
+
+def load_stages(blocks: Blocks, scales: Tensor | None) -> int:
+    """Of the load pipeline: tiles of codes have half the bytes, so one more is in flight in the same memory."""
+    return blocks.stages + (scales is not None)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -262,15 +296,14 @@ def _scratch(
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, sinks_ptr, scales_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, counters_ptr, scale, squash, N, first_node, table_width, min_part,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
-
     scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS
     where axis 0 has one program."""
     if PDL:
@@ -291,12 +324,12 @@ def attend_kernel(
     num_rows = tl.minimum(N * GROUP - first_row, ROWS)
     if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
         return  # other programs without a part help to merge
-
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    CODES: tl.constexpr = scales_ptr is not None
+    row = tl.arange(0, ROWS)
     clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
-    cells = _row_of(request, N, head, clipped, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
+    q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, CODES)
+    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     before = None
     if WINDOW is not None:
@@ -306,7 +339,7 @@ def attend_kernel(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, squash,
         lowest if WINDOW is not None else None, before,
-        G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
+        G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
     if PDL:  # not earlier: the next kernel's programs would occupy places that this kernel's still need
         tl.extra.cuda.gdc_launch_dependents()
@@ -316,11 +349,12 @@ def attend_kernel(
             partial = tile.to(tl.int64) * tl.num_programs(0) * ROWS
             _merge(
                 acc, log_sum, partial_ptr + partial * BLOCK_D, partial_lse_ptr + partial, counters_ptr + tile, parts,
-                sinks_ptr, out_ptr, lse_ptr, request, N, head, first_row, num_rows,
+                sinks_ptr, scales_ptr, out_ptr, lse_ptr, request, N, head, first_row, num_rows,
                 G, D, BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE, WAIT,
             )  # fmt: skip
             num_rows = 0
-    _store(sinks_ptr, out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows, G, D, BLOCK_D, GROUP)
+    _store(sinks_ptr, scales_ptr, out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows,
+           G, D, BLOCK_D, GROUP)  # fmt: skip
 
 
 @triton.jit
@@ -338,7 +372,7 @@ def _attend_tokens(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
+    """Attention of q (ROWS, dims) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,). D, BLOCK_D: `_held`.
 
     start is a multiple of TOKENS, so a tile is whole pages or part of one. before (ROWS,): the last position before a
     row's window. Tokens before `lowest` are not read: their pages may be another request's, and NaN times a weight of 0
@@ -348,7 +382,7 @@ def _attend_tokens(
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so exp2(-inf - top) is 0 where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, q.shape[1]), tl.float32)
     page = _load_pages(table, start, end, PAGE, TOKENS)
     for tile_start in range(start, stop, TOKENS):
         first_cell = page.to(OFFSET) * (PAGE * G * D)
@@ -359,7 +393,7 @@ def _attend_tokens(
         if before is not None:
             inside &= (token >= lowest - tile_start)[:, None]
         page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0)
         scores = _score(q, k, squash, PRECISION)
         if before is not None:
             position = tile_start + token
@@ -368,22 +402,111 @@ def _attend_tokens(
         elif tile_start + TOKENS > length or not PREFIX:  # a tile of committed tokens alone is visible to all rows
             bit = _node_bit(tile_start + token, length, end, PREFIX, seen.dtype)
             scores = tl.where((seen[:, None] & bit[None, :]) != 0, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(keys_ptr))
         weights = tl.exp2(scores * scale - new_top[:, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, axis=1)
-        v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        v = tl.load(values_ptr + kv_cells, mask=inside, other=0)
+        acc = _add_values(weights.to(q.dtype), v, acc * rescale[:, None], PRECISION)
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # 0: the row sees nothing in this part, which then weighs exp2(-1e30)
     return acc / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
+def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl.constexpr):
+    """(rows, BLOCK_D): heads of queries, `rows` from q_ptr on. Beside codes even dims first, in the dtype in which
+    codes are read: fp16, but fp32 for exact products.
+
+    bf16 has fewer bits: what fp16 can reach stays as it is, but for numbers below 2**-14, of which bits below 2**-24
+    go; what it cannot saturates."""
+    dims = tl.arange(0, BLOCK_D)
+    q = tl.load(q_ptr + (rows.to(tl.int64)[:, None] * D + dims[None, :]), mask=(dims < D)[None, :], other=0.0)
+    if CODES:
+        if q.dtype.primitive_bitwidth < 32:
+            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+        pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
+        q = tl.reshape(tl.permute(pairs, (0, 2, 1)), q.shape)
+    return q
+
+
+@triton.jit
+def _after_codes(result, scale):
+    """Results (rows, dims) over codes, even dims first -> those over values, in their order."""
+    pairs = tl.reshape(result * scale, (result.shape[0], 2, result.shape[1] // 2))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), result.shape)
+
+
+@triton.constexpr_function
+def _held(size, codes):
+    """Elements of the cache that hold `size` numbers: codes lie in words of two. Tensor cores read values by columns,
+    and nothing transposes bytes on the way from shared memory; words are."""
+    return size // 2 if codes else size
+
+
+@triton.jit
+def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
+    """acc (rows, dims) + weights (rows, TOKENS) times a tile of values as loaded; of codes even dims first.
+
+    Two products, since the compiler then copies words straight to shared memory and reads them as tensor cores take
+    them; halves of acc lie in registers of their own, so nothing moves."""
+    if loaded.dtype == tl.int16:
+        SHAPE: tl.constexpr = (acc.shape[0], 2, acc.shape[1] // 2)
+        lower, upper = _unpack(loaded, weights.dtype)
+        even, odd = tl.split(tl.permute(tl.reshape(acc, SHAPE), (0, 2, 1)))
+        even = tl.dot(weights, lower, even, input_precision=PRECISION)
+        odd = tl.dot(weights, upper, odd, input_precision=PRECISION)
+        acc = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), acc.shape)
+    else:
+        acc = tl.dot(weights, loaded, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _read_keys(loaded, DTYPE: tl.constexpr):
+    """A tile of keys as loaded (TOKENS, columns) -> (dims, TOKENS), of codes even dims first. Words are transposed
+    before they become numbers, for the same reason as in `_add_values`."""
+    keys = tl.trans(loaded)
+    if loaded.dtype == tl.int16:
+        both = tl.permute(tl.join(*_unpack(keys, DTYPE)), (2, 0, 1))
+        keys = tl.reshape(both, (2 * keys.shape[0], keys.shape[1]))
+    return keys
+
+
+@triton.jit
+def _unpack(words, DTYPE: tl.constexpr):
+    """The lower and the upper codes of words, as numbers."""
+    lower = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    upper = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return lower, upper
+
+
+@triton.jit
+def _headroom(cache_ptr):
+    """By how many powers of two the largest weight beside codes exceeds 1: weights in fp16 then reach as far below it
+    as those in bf16 matter. Largest scores are kept that much lower, so sums of weights, sinks and merges agree."""
+    HEADROOM: tl.constexpr = 12.0 if cache_ptr.dtype.element_ty == tl.int16 else 0.0
+    return HEADROOM
+
+
+@triton.jit
+def _scale_scores(scales_ptr, head, scale, squash):
+    """`score_factors` of products with a head's codes. A cap is a factor of scores that are squashed already."""
+    if scales_ptr is not None:
+        own = tl.load(scales_ptr + head)
+        if squash is not None:
+            squash *= own
+        else:
+            scale *= own
+    return scale, squash
+
+
+@triton.jit
 def _score(q, k, squash, PRECISION: tl.constexpr):
-    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the
-    cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """q k, of a tile k as loaded, or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The
+    kernels multiply by the cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both
+    limits."""
+    scores = tl.dot(q, _read_keys(k, q.dtype), input_precision=PRECISION)
     if squash is not None:
         scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)
     return scores
@@ -457,7 +580,7 @@ def _node_bit(position, length, end, PREFIX: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def _merge(
-    acc, log_sum, partial_ptr, partial_lse_ptr, counter_ptr, parts, sinks_ptr, out_ptr, lse_ptr,
+    acc, log_sum, partial_ptr, partial_lse_ptr, counter_ptr, parts, sinks_ptr, scales_ptr, out_ptr, lse_ptr,
     request, N, head, first_row, num_rows,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
@@ -499,27 +622,14 @@ def _merge(
         merged = merged / total[:, None]
         lse = top + tl.log2(total)
         _store(
-            sinks_ptr,
-            out_ptr,
-            lse_ptr,
-            merged,
-            lse,
-            request,
-            N,
-            head,
-            first_row,
-            shared,
-            num_rows,
-            G,
-            D,
-            BLOCK_D,
-            GROUP,
-        )
+            sinks_ptr, scales_ptr, out_ptr, lse_ptr, merged, lse, request, N, head, first_row, shared, num_rows,
+            G, D, BLOCK_D, GROUP,
+        )  # fmt: skip
 
 
 @triton.jit
 def _store(
-    sinks_ptr, out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
+    sinks_ptr, scales_ptr, out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Stores result (R, BLOCK_D) and log_sum (R,) of the tile's rows `row` (R,) below num_rows, which are final:
@@ -529,6 +639,8 @@ def _store(
     kept = row < num_rows
     if sinks_ptr is not None:
         result = result / (1.0 + _weigh_sinks(sinks_ptr, head, first_row + row, log_sum, GROUP))[:, None]
+    if scales_ptr is not None:
+        result = _after_codes(result, tl.load(scales_ptr + G + head))
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:

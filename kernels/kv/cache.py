@@ -23,12 +23,14 @@ def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     All of a request's sources are read before its destinations are written, so they may overlap; requests must not
     share slots. A source equal to its destination is a no-op.
     """
+    cache = _copyable(cache)
     cache.index_copy_(2, destinations.flatten(), cache.index_select(2, sources.flatten()))
 
 
 @move_rows.kernel()
 def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     B, N = sources.shape
+    cache = _copyable(cache)
     assert N <= MAX_NODES
     assert cache.is_contiguous()
     L, parts, slots, G, D = cache.shape
@@ -39,6 +41,11 @@ def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> No
             cache, sources.contiguous(), destinations.contiguous(), N, slots * size, size,
             NODES=nodes, BLOCK=block, num_warps=4,
         )  # fmt: skip
+
+
+def _copyable(cache: Tensor) -> Tensor:
+    """FP8 codes as bytes: torch copies no e4m3 by index on a CPU, and GPUs before sm_89 know none."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -55,7 +62,7 @@ def _move_rows(
     if tl.max(moves.to(tl.int32), axis=0) > 0:
         cache_ptr += tl.program_id(1).to(tl.int64) * layer_stride
         mask = moves[:, None] & (columns < size)[None, :]
-        rows = tl.load(cache_ptr + source[:, None] * size + columns[None, :], mask=mask, other=0.0)
+        rows = tl.load(cache_ptr + source[:, None] * size + columns[None, :], mask=mask, other=0)
         tl.debug_barrier()
         tl.store(cache_ptr + destination[:, None] * size + columns[None, :], rows, mask=mask)
 

@@ -3,6 +3,7 @@ write of keys and values into the paged cache; of the keys of context rows, in e
 (models/drafts/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for
 training.
 
+The cache holds what the network computes in, or FP8 (e4m3) codes with a scale of each head: see `encode`.
 Of a head the first R dims are rotated, mostly all D: the pairs are (i, i + R / 2), and the others stay.
 Letters: T packed tokens, L layers, Q/G query and KV heads, D head dim, P positions of the tables.
 """
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.kv.fp8 import encode, encode_triton
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm
 
@@ -32,19 +34,31 @@ def rotate_and_store(
     keys: Tensor,
     values: Tensor,
     norms: HeadNorms | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norms q and k if `norms` are given, rotates them by their positions, and stores k and v in their slots.
 
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, R) fp32 tables whose halves
     are equal ("half" convention); positions, slots (T,) int64; keys, values (slots, G, D)
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
+    scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale.
     Returns the rotated q (T, Q, D), contiguous.
     """
     q, k = norm_heads(q, k, norms)
     cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, R)
-    keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
-    values.index_copy_(0, slots, v)
+    if scales is None:
+        keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
+        values.index_copy_(0, slots, v)
+    else:
+        store_encoded(rotate_halves(k.float(), cos, sin), v, slots, keys, values, scales)
     return rotate_halves(q, cos, sin)
+
+
+def store_encoded(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Stores k and v (T, G, D) as e4m3 codes; scales (2, G)."""
+    for cache, x, scale in zip((keys, values), (k, v), scales, strict=True):
+        # torch copies no e4m3 by index on a CPU
+        cache.view(torch.uint8).index_copy_(0, slots, encode(x, scale[:, None]).view(torch.uint8))
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -106,15 +120,17 @@ def rotate_and_store_triton(
     keys: Tensor,
     values: Tensor,
     norms: HeadNorms | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     (T, Q, D), G = q.shape, k.shape[1]
     assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert scales is None or (scales.shape == (2, G) and scales.is_contiguous())
     assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
     out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
     programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     _rotate_and_store[(T, programs)](
-        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, eps,
+        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, scales, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], Q, G,
         D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2,
         **pdl_options(q.device),
@@ -125,8 +141,8 @@ def rotate_and_store_triton(
 @triton.jit
 def _rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, out_ptr,
-    q_norm_ptr, k_norm_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
-    v_head_stride, Q, G,
+    q_norm_ptr, k_norm_ptr, scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
@@ -143,15 +159,14 @@ def _rotate_and_store(
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
     if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride
-        _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, dim, D, R)
+        _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, None, dim, D, R)
     else:
         cell = (tl.load(slots_ptr + token) * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
-        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, dim, D, R)
-        cell += dim
-        tl.store(values_ptr + cell, tl.load(v, mask=inside, other=0.0), mask=inside)
-        tl.store(values_ptr + cell + D // 2, tl.load(v + D // 2, mask=inside, other=0.0), mask=inside)
+        k_scale, v_scale = _load_scales(scales_ptr, head, G)
+        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R)
+        _copy_heads(v, values_ptr + cell + dim, inside, v_scale, D)
 
 
 @triton.jit
@@ -167,22 +182,48 @@ def _rotate_kernel(
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0) * sign
     source = x_ptr + token * token_stride + head * head_stride
     inside = (head < num_heads) & (dim < D // 2)
-    _rotate_heads(source, out_ptr + (token * num_heads + head) * D, cos, sin, inside, None, 0.0, dim, D, R)
+    _rotate_heads(source, out_ptr + (token * num_heads + head) * D, cos, sin, inside, None, 0.0, None, dim, D, R)
 
 
 @triton.jit
-def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, dim, D: tl.constexpr, R: tl.constexpr):
-    """source, target (HEADS, 1): pointers to heads. norm_ptr (D,), or None."""
+def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, scale, dim, D: tl.constexpr, R: tl.constexpr):
+    """source, target (HEADS, 1): pointers to heads. norm_ptr (D,), or None; scale (HEADS, 1) of e4m3 codes, or None."""
     ones, others = _pairs(dim, D, R)
     first = tl.load(source + ones, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + others, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
-        scale = tl.rsqrt(squares / D + eps)
-        first = _scaled(first * scale, norm_ptr + ones, dim, source, D)
-        second = _scaled(second * scale, norm_ptr + others, dim, source, D)
-    tl.store(target + ones, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
-    tl.store(target + others, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)
+        factor = tl.rsqrt(squares / D + eps)
+        first = _scaled(first * factor, norm_ptr + ones, dim, source, D)
+        second = _scaled(second * factor, norm_ptr + others, dim, source, D)
+    _store_half(target + ones, first * cos - second * sin, inside, scale)
+    _store_half(target + others, second * cos + first * sin, inside, scale)
+
+
+@triton.jit
+def _copy_heads(source, target, inside, scale, D: tl.constexpr):
+    """source, target (HEADS, HALF): pointers to the first half of each head."""
+    _store_half(target, tl.load(source, mask=inside, other=0.0), inside, scale)
+    _store_half(target + D // 2, tl.load(source + D // 2, mask=inside, other=0.0), inside, scale)
+
+
+@triton.jit
+def _store_half(target, half, inside, scale):
+    if scale is not None:
+        tl.store(target, encode_triton(half, scale), mask=inside)
+    else:
+        tl.store(target, half.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_scales(scales_ptr, head, G):
+    """Of the keys and the values of heads (HEADS, 1); None where the cache holds no codes. Heads past the last have
+    1."""
+    k_scale, v_scale = None, None
+    if scales_ptr is not None:
+        k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
+        v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
+    return k_scale, v_scale
 
 
 @triton.jit
@@ -204,31 +245,49 @@ def _scaled(half, weight, dim, source, D: tl.constexpr):
 
 @Op
 def store_context(
-    kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+    kv: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """Norms every key head by k_norm (L, D), rotates it by its row's position, and stores keys and values.
 
     kv (T, L * 2 * G * D): each layer's keys before its values; cos, sin (P, R) fp32 tables whose halves are equal;
     positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm
-    and rotation, as in rms_norm and rotate_and_store.
+    and rotation, as in rms_norm and rotate_and_store. scales (L, 2, G) fp32: the cache then holds e4m3 codes.
     """
     rows = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:]))  # (T, L, 2, G, D)
     for layer, (keys, values) in enumerate(cache):
         k, v = rms_norm.reference(rows[:, layer, 0], k_norm[layer], eps), rows[:, layer, 1]
-        rotate_and_store.reference(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
+        own = None if scales is None else scales[layer]
+        rotate_and_store.reference(k[:, :0], k, v, cos, sin, positions, slots, keys, values, None, own)
 
 
 @store_context.kernel()
 def store_context_triton(
-    kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+    kv: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     L, _, num_slots, G, D = cache.shape
     assert kv.shape == (len(slots), L * 2 * G * D)
     assert all(x.is_contiguous() for x in (kv, k_norm, cos, sin, positions, slots, cache))
+    assert scales is None or (scales.shape == (L, 2, G) and scales.is_contiguous())
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(G))
     if len(slots):
         _store_context[(len(slots), L, triton.cdiv(G, heads))](
-            kv, k_norm, cos, sin, positions, slots, cache, eps, num_slots,
+            kv, k_norm, cos, sin, positions, slots, cache, scales, eps, num_slots,
             L=L, G=G, D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=heads, num_warps=2,
             **pdl_options(kv.device),
         )  # fmt: skip
@@ -236,7 +295,7 @@ def store_context_triton(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _store_context(
-    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, eps, num_slots,
+    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, scales_ptr, eps, num_slots,
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -251,8 +310,8 @@ def _store_context(
     angle = tl.load(positions_ptr + row) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
-    _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, dim, D, R)
-    source += G * D + dim
-    target += num_slots.to(tl.int64) * G * D + dim
-    tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
-    tl.store(target + D // 2, tl.load(source + D // 2, mask=inside, other=0.0), mask=inside)
+    if scales_ptr is not None:
+        scales_ptr += layer * 2 * G
+    k_scale, v_scale = _load_scales(scales_ptr, head, G)
+    _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R)
+    _copy_heads(source + G * D + dim, target + num_slots.to(tl.int64) * G * D + dim, inside, v_scale, D)

@@ -103,6 +103,15 @@ def read_quantization(path: Path, asked: str | None = None) -> Quantization | No
     return found
 
 
+def has_fp8_cache(path: Path) -> bool:
+    """Whether scales of the KV cache in the checkpoint, if it has any, are those of e4m3 codes."""
+    values = _find_config(path) or {}
+    scheme = values.get("kv_cache_scheme") or {}
+    algorithm = (values.get("quantization") or values).get("kv_cache_quant_algo") or "FP8"
+    is_float8 = (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
+    return is_float8 and str(algorithm).upper() == "FP8"
+
+
 def _find_config(path: Path) -> Mapping[str, Any] | None:
     """The quantisation config with `quant_method`, wherever the folder has it."""
     file = path / "config.json"
@@ -158,7 +167,9 @@ def _read_fp8(values: Mapping[str, Any]) -> Quantization:
 
 def _read_modelopt(values: Mapping[str, Any]) -> Quantization:
     inner = values.get("quantization") or values
-    algorithm = str(inner.get("quant_algo", "")).upper()
+    algorithm = str(inner.get("quant_algo") or "").upper()
+    if not algorithm and inner.get("kv_cache_quant_algo"):
+        return Quantization("modelopt, KV cache alone", [])
     formats = {
         "FP8": FP8Format("tensor", static=True),
         "FP8_PER_CHANNEL_PER_TOKEN": FP8Format("channel"),
@@ -176,6 +187,8 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
     if (values.get("transform_config") or {}).get("config_groups"):
         raise ValueError("transform_config rotates weights")
     groups = values.get("config_groups") or {}
+    if not groups and values.get("kv_cache_scheme"):
+        return Quantization("compressed-tensors, KV cache alone", [])
     if not groups:
         raise ValueError("config_groups is empty")
     read = [(group.get("targets") or ["Linear"], _read_group(values, group)) for group in groups.values()]

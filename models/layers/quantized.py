@@ -30,7 +30,7 @@ QUANTIZED = {"weight": (torch.float8_e4m3fn, torch.float8_e5m2), "qweight": INTE
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds its n-th column
 GATES = ".shared_expert_gate"  # routes, as a router does, which is not quantised either
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Ends of names of tensors for a KV cache in FP8, which is not served."""
+"""Ends of names of tensors for a KV cache in FP8 (models/targets/cache_scales.py)."""
 
 
 class FileTensor(NamedTuple):

@@ -12,7 +12,7 @@ from slipstream.kernels.compile_ahead import is_short
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
-from slipstream.models.files.quantization import Quantization, read_quantization
+from slipstream.models.files.quantization import Quantization, has_fp8_cache, read_quantization
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import LAYERS
@@ -21,6 +21,7 @@ from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
 from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
+from slipstream.models.targets.cache_scales import read_cache_scales
 from slipstream.models.targets.config import TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
@@ -31,11 +32,12 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `embed_tokens` and `lm_head`,
-    which drafters share."""
+    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `cache_scales`, those of an FP8
+    KV cache that its files have, by layer; `embed_tokens` and `lm_head`, which drafters share."""
 
     path: Path | None = None
     quantization: Quantization | None = None
+    cache_scales: tuple[Tensor | None, ...] = ()
     trust_remote_code = False
 
     def __init__(self, config: TargetSpec) -> None:
@@ -168,7 +170,9 @@ def load_target(
     with torch.device("meta"):
         target = Target(config)
     tensors = decoder_tensors(read_tensors(path))
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
+    held = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
+    if held and has_fp8_cache(path):
+        target.cache_scales = read_cache_scales(held, [layer.attention for layer in config.layers], path)
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}

@@ -36,8 +36,9 @@ class KVFormat(NamedTuple):
     """The properties of a network's layers and their KV cache that a backend may lack kernels for."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
     layers: tuple[AttentionSpec, ...]
+    has_codes: bool = False  # KV is in e4m3, with scales of heads
 
     @property
     def head_dims(self) -> list[int]:
@@ -55,18 +56,22 @@ class Backend(Attention):
     is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
     features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have,
     gpu_features: ClassVar[frozenset[str]] = frozenset()  # and those that were tried on a GPU
+    reads_codes: ClassVar[bool] = False  # takes KV in e4m3
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         """`ropes`: of each layer; layers may share one."""
         self.kv, self.ropes = kv, ropes
         self.layers, self.groups = kv.layers, kv.groups  # (2, num_pages, page_size, G, D) of each layer, and its group
         self.flat = [layer.flatten(1, 2) for layer in self.layers]  # the same by slots: (2, S, G, D)
+        self.scales = kv.layer_scales  # (2, G) of each layer whose KV is in e4m3
         self.page_size = self.layers[0].shape[2]
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
         """Why it cannot serve such layers; empty if it can."""
         known = cls.features if kv.device.type == "cpu" else cls.gpu_features
+        if kv.has_codes and not cls.reads_codes:
+            return "it has no kernels for an FP8 KV cache with scales of heads"
         lacking = [name for name in FEATURES if name not in known and any(map(FEATURES[name], kv.layers))]
         return f"it has no kernels for {' and '.join(lacking)}" if lacking else ""
 
@@ -102,7 +107,8 @@ class Backend(Attention):
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
         rope, (keys, values) = self.ropes[layer.id], self.flat[layer.id]
         where = self.positions, self.slots.of(self.groups[layer.id])
-        return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
+        scales = self.scales[layer.id]
+        return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms, scales)
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:

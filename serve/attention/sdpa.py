@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.attention.dense import dense_attention
 from slipstream.kernels.attention.tree import sees
+from slipstream.kernels.kv.fp8 import E4M3, decode
+from slipstream.kernels.kv.rope import store_encoded
 from slipstream.kernels.norm import rms_norm_each
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -46,6 +48,7 @@ class Segment:
 
 
 class Backend(base.Backend):
+    reads_codes = True
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
     features = gpu_features = frozenset(base.FEATURES)
@@ -112,6 +115,9 @@ class Backend(base.Backend):
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         (keys, values), slots = self.flat[layer.id], self.slots.of(self.groups[layer.id])
+        if (scales := self.scales[layer.id]) is not None:
+            store_encoded(k, v, slots, keys, values, scales)
+            return
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
@@ -120,7 +126,7 @@ class Backend(base.Backend):
         view = self._view(layer, segment)
         b, p = view.pages.shape
         G, D = self.layers[layer.id].shape[3:]
-        kv = self._gather(self.layers[layer.id], view.pages.flatten())
+        kv = self._read(layer.id, view.pages.flatten())
         k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
@@ -149,6 +155,15 @@ class Backend(base.Backend):
         k, v = k[:, :, None], v[:, :, None]
         out = dense_attention(q, k, v, segment.dense_biases[key], spec.score_scale, spec.softcap, sinks)
         return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+
+    def _read(self, layer: int, pages: Tensor) -> Tensor:
+        """Keys and values of pages (P,) as queries take them: (2, P, page_size, G, D). What is attended to is what a
+        later pass reads, of a pass's own tokens, too."""
+        scales = self.scales[layer]
+        if scales is None:
+            return self._gather(self.layers[layer], pages)
+        codes = self._gather(self.layers[layer].view(torch.uint8), pages).view(E4M3)  # torch gathers no e4m3 on a CPU
+        return decode(codes, scales[:, None, None, :, None], self.kv.query_dtype)
 
     def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
         """Copies of pages (P,) of a layer's cache: (2, P, page_size, G, D).

@@ -15,9 +15,9 @@ class Backend(base.Backend):
     takes any number."""
 
     needs_host_lengths = False
-    is_exact = True
+    is_exact = reads_codes = True
     phases = frozenset({"verify", "draft"})
-    features = frozenset(base.FEATURES)
+    features = gpu_features = frozenset(base.FEATURES)
 
     @classmethod
     def fault(cls, kv: base.KVFormat) -> str:
@@ -45,6 +45,7 @@ class Backend(base.Backend):
             window=spec.window,
             softcap=spec.softcap,
             sinks=layer.sinks,
+            scales=self.scales[layer.id],
         )
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)
@@ -55,7 +56,7 @@ class Backend(base.Backend):
         if metadata.segments is not None:
             for key in {self._geometry(spec) for spec in self.kv.specs}:  # layers that are alike share a plan
                 num_heads, num_kv_heads, head_dim, window = key
-                sizes = len(metadata.positions), num_heads, num_kv_heads, head_dim, self.layers[0].dtype
+                sizes = len(metadata.positions), num_heads, num_kv_heads, head_dim, self.kv.query_dtype
                 metadata.works[key] = plan_work(metadata.segments, *sizes, window=window)
 
     def _geometry(self, spec: AttentionSpec) -> tuple[int, int, int, int | None]:
@@ -77,6 +78,7 @@ class Backend(base.Backend):
             window=spec.window,
             softcap=spec.softcap,
             sinks=layer.sinks,
+            scales=self.scales[layer.id],
             paths=metadata.paths,
             work=work,
             is_old_plan=True,  # the tokens' embedding came after it

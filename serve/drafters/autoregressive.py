@@ -22,6 +22,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
+from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
@@ -39,8 +40,11 @@ class TreeOptions:
     """Continuations drafted for each token; 1: a chain."""
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
+    kv_cache_dtype: str = "auto"
+    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
+        check_draft_cache(self.kv_cache_dtype)
         if not 1 <= self.depth <= MAX_NODES - 1:
             raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
         if not 1 <= self.topk <= MAX_K:

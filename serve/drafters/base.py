@@ -25,6 +25,7 @@ class Drafter(ABC):
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     kv: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
+    kv_cache_dtype: str = "auto"  # of their KV: auto, as the target computes, or fp8
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
@@ -71,7 +72,9 @@ class NetworkDrafter(Drafter):
     def load(cls, draft: str, options: Any, target: Target) -> Self:
         weights = target.config, target.dtype, target.device, target.shared
         module = load_draft(cls.Network, resolve(draft), *weights, getattr(options, "aux_layers", None))
-        return cls(module, find_vocabulary(module, target, options), options)
+        drafter = cls(module, find_vocabulary(module, target, options), options)
+        drafter.kv_cache_dtype = options.kv_cache_dtype
+        return drafter
 
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)

@@ -18,6 +18,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
+from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
@@ -28,9 +29,12 @@ class DFlashOptions(TokenMapOptions):
     """Most nodes that the target verifies: tokens drafted per step + 1. Default: what the draft was trained on."""
     full_block: bool = False
     """Draft the whole block even where a step verifies fewer nodes."""
+    kv_cache_dtype: str = "auto"
+    """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)
+        check_draft_cache(self.kv_cache_dtype)
         if self.block is not None and not 2 <= self.block <= MAX_NODES:
             raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
 
@@ -71,7 +75,8 @@ class Drafter(base.NetworkDrafter):
         rope = self.attention.ropes[0]
         for group, (weight, bias, k_norm) in self.contexts.items():
             where = rows.positions, rows.slots.of(group), self.attention.kv.flat(group)
-            store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where)
+            scales = self.attention.kv.scales.get(group)
+            store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where, scales)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:

@@ -1,7 +1,7 @@
 """Makes an engine: loads the weights, sizes the KV cache, captures and times passes."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -9,19 +9,22 @@ from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 
 from slipstream import __version__, runtime
 from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.attention.base import KVFormat, find_backends
+from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
 from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
+from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import MAX_STEPS_IN_FLIGHT, Engine
@@ -44,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 FORCED_NODES = 16  # of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
+FP8_CAPABILITY = (8, 9)
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 
 
@@ -88,9 +92,19 @@ class Builder:
         self.longest = pick_max_model_len(config.max_model_len, model)
         layers = tuple(layer.attention for layer in model.layers)
         self.networks = [layers, self.drafter.kv] if self.drafter.kv else [layers]
+        # By network: whether its KV is in FP8, and the scales of each layer once they are known.
+        self.coded = [dtype == "fp8" for dtype in (config.kv_cache_dtype, self.drafter.kv_cache_dtype)]
+        self.coded = self.coded[: len(self.networks)]
+        self.scales: list[list[Tensor] | None] = [None for _ in self.networks]
+        for network, is_coded in zip(self.networks, self.coded, strict=True):
+            if is_coded:
+                check_fp8_cache(network, self.device)
         self.windows = find_windows(chain(*self.networks), self.longest)
         phases = dict(zip(("prefill", "verify", "draft"), (layers, *self.networks), strict=False))
-        formats = {phase: KVFormat(self.device, self.dtype, own) for phase, own in phases.items()}
+        coded = dict(zip(phases, (self.coded[0], *self.coded), strict=False))
+        formats = {phase: KVFormat(self.device, self.dtype, own, coded[phase]) for phase, own in phases.items()}
+        if any(scale is not None for scale in self.target.cache_scales) and not self.coded[0]:
+            logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
         self.backends = find_backends(config.attention, formats)
         self.backends["prefill"].prepare(formats["prefill"])
         self.captures, self.overlap = self.pick_modes(phases)
@@ -99,6 +113,9 @@ class Builder:
 
     def build(self) -> Engine:
         config = self.config
+        if any(self.coded):
+            with runtime.stage("scales of the KV cache"):
+                self.scales = self.find_scales()
         with runtime.stage("sizing the KV cache"):
             space, pages_per_slot = self.size()
             passes = self.build_passes(space.num_pages, pages_per_slot)
@@ -196,17 +213,43 @@ class Builder:
         config = self.config
         parts = [weights_fingerprint(self.path), str(self.dtype), str(config.page_size), __version__, torch.__version__]
         parts += [triton.__version__, self.quantization]
+        if self.scales[0] is not None:  # a draft's decide nothing
+            parts += ["fp8 KV cache", *(repr(scale.tolist()) for scale in self.scales[0])]
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device))
         if self.inexact:
             parts += [self.inexact, repr(config)]
         return "fp_" + text_hash(" ".join(parts))[:12]
 
+    def find_scales(self) -> list[list[Tensor] | None]:
+        """Of networks whose KV is in FP8, by layer: those that the target's files have, others by calibration."""
+        held = self.target.cache_scales or (None,) * self.model.num_layers
+        given: list[Sequence[Tensor | None]]
+        given = [[None if scale is None else scale.to(self.device) for scale in held], [None] * len(self.drafter.kv)]
+        lacking = [coded and any(scale is None for scale in own) for coded, own in zip(self.coded, given, strict=False)]
+        found: Sequence[Sequence[Tensor | None]]
+        found, source = self.calibrate() if any(lacking) else (given, "")
+        scales = list[list[Tensor] | None]()
+        for role, coded, own, new in zip(("target", "draft"), self.coded, given, found, strict=False):
+            scales.append(fill_scales(role, own, new, source) if coded else None)
+        return scales
+
+    def calibrate(self) -> tuple[Sequence[Sequence[Tensor | None]], str]:
+        """The scales of all layers by network, and on what they were calibrated."""
+        config, text = self.config, read_text(self.config.kv_cache_calibration)
+        tokens = tokens_of(text, self.path, self.longest, config.trust_remote_code)
+        num_pages = -(-(len(tokens) + self.reserve) // config.page_size)
+        passes = self.build_passes([1 + num_pages] * len(self.windows), num_pages)
+        prefill(ModelRunner(passes), tokens, max(self.widths))
+        source = f"{len(tokens)} tokens of {config.kv_cache_calibration or 'bundled text'}"
+        return [scales_of(kv) for kv in passes.kv], source
+
     def size(self) -> tuple[Space, int]:
         """What the KV cache holds, and the pages of a request's table."""
         config = self.config
         max_reserve = self.reserve * (MAX_STEPS_IN_FLIGHT if self.overlap else 1)
-        self.page_bytes = page_bytes(chain(*self.networks), self.windows, config.page_size, self.dtype)
+        dtypes = [E4M3 if coded else self.dtype for coded in self.coded]
+        self.page_bytes = page_bytes(zip(self.networks, dtypes, strict=True), self.windows, config.page_size)
         sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
         longest, workspace = self.longest, 0
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
@@ -228,7 +271,11 @@ class Builder:
         config, device, size = self.config, self.device, self.config.page_size
         vocab_size, num_groups = self.model.vocab_size, len(self.windows)
         state = RequestState(config.max_running, pages_per_slot, size, self.most_nodes, device, vocab_size, num_groups)
-        kv = [NetworkKV.allocate(own, self.windows, num_pages, size, self.dtype, device) for own in self.networks]
+        sizes = self.windows, num_pages, size, self.dtype, device
+        kv = [
+            NetworkKV.allocate(own, *sizes, own_scales)
+            for own, own_scales in zip(self.networks, self.scales, strict=True)
+        ]
         kinds = {(one.rope, one.head_dim) for one in chain(*self.networks)}  # few: a draft mostly has its target's
         ropes = {key: RotaryEmbedding(*key, pages_per_slot * size, self.longest).to(device) for key in kinds}
         pairs = [
@@ -284,6 +331,7 @@ class Builder:
         names = (
             "attention",
             "page_size",
+            "kv_cache_dtype",
             "max_running",
             "prefill_budget",
             "prefill_graph_tokens",
@@ -326,6 +374,20 @@ class Builder:
 def build_engine(config: EngineConfig) -> Engine:
     """Raises ValueError for options that do not fit one another, the target or the machine."""
     return Builder(config).build()
+
+
+def check_fp8_cache(layers: Sequence[AttentionSpec], device: torch.device) -> None:
+    """Raises ValueError where an FP8 KV cache was not tried with such layers, or the GPU has no FP8."""
+    faults = [name for name, has_it in FEATURES.items() if any(map(has_it, layers))]
+    if faults:
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8', which was not tried with {' and '.join(faults)}; leave it out for this model"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8', which {torch.cuda.get_device_name(device)} does not compute (compute capability "
+            "8.9 and later do); leave it out"
+        )
 
 
 def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:

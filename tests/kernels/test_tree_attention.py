@@ -133,17 +133,34 @@ def test_parts_shrink_as_the_batch_grows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_rows", "head_dim", "window"), [(128, 128, 0), (64, 256, 0), (64, 128, 0), (64, 128, 9)])
-def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "head_dim", "window", "has_codes"),
+    [(128, 128, 0, 0), (64, 256, 0, 0), (64, 128, 0, 0), (64, 128, 9, 0), (128, 128, 0, 1), (64, 256, 0, 1)],
+)
+def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int, has_codes: int) -> None:
     """Of sm_86, 89 and 120; the compiler says what a program takes."""
     chosen = choose_blocks(1, num_rows, head_dim, 2)
     assert fit_blocks(chosen, head_dim, 2, 227 << 10) == chosen, "an H100 has room"
     blocks = fit_blocks(chosen, head_dim, 2, 99 << 10)
+    blocks = blocks._replace(stages=blocks.stages + has_codes)
+    assert compiled_for(89, blocks, head_dim, window, has_codes)[0] <= 99 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "stages"), [(16, 3), (32, 4)])
+def test_codes_are_converted_two_at_a_time_and_never_loaded_one_by_one(num_rows: int, stages: int) -> None:
+    """For an H100, 64 tokens and heads of 128: a thread of 128 has 64 codes of keys and 64 of values."""
+    _, converted, single = compiled_for(90, Blocks(num_rows, 64, 4, stages), 128, 0, 1)
+    assert converted == 64
+    assert single == 0
+
+
+def compiled_for(capability: int, blocks: Blocks, head_dim: int, window: int, has_codes: int) -> list[int]:
     script = Path(__file__).with_name("compile_attention.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), "89", *map(str, (*blocks, head_dim, window))]
+    command = [sys.executable, str(script), *map(str, (capability, *blocks, head_dim, window, has_codes))]
     compiled = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert int(compiled.stdout) <= 99 << 10
+    return [int(number) for number in compiled.stdout.split()]
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -32,9 +32,8 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     assert own <= run.networks[1].weights <= own + loaded.embed_tokens.weight.nbytes, "it may share the embedding"
     config = EngineConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu", page_size=16)
     builder = Builder(config)
-    assert [16 * size for size in run.kv_bytes()] == page_bytes(
-        chain(*builder.networks), builder.windows, 16, torch.bfloat16
-    )
+    networks = [(layers, torch.bfloat16) for layers in builder.networks]
+    assert [16 * size for size in run.kv_bytes()] == page_bytes(networks, builder.windows, 16)
 
 
 def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Scales of an FP8 KV cache where the checkpoint has none: what a prefill of given text writes into a cache of the
+network's dtype tells how large the keys and values of each head become.
+
+The same text, target and machine give the same scales. They are not kept: the log names them.
+"""
+
+import gzip
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.kv.fp8 import LARGEST
+from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.engine.plan import Admission, PromptChunk, StepPlan
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.model_runner import ModelRunner
+
+MOST_TOKENS = 2048  # of the text
+CHUNK = 512  # tokens of a pass: neither the draft nor other options change what the text gives
+MOST_CHARACTERS = 16 * MOST_TOKENS
+# How far beyond what the text shows numbers may go before they saturate. It costs no precision: codes are floating
+# point, and e4m3 keeps three bits down to 2**-15 of its largest number.
+MARGIN = 2.0
+BUNDLED = Path(__file__).parents[2] / "assets" / "gsm8k.jsonl.gz"
+
+logger = logging.getLogger(__name__)
+
+
+def read_text(file: str | None) -> str:
+    """The text to calibrate on: the user's file, or bundled questions and answers. Raises ValueError if there is
+    none."""
+    if file is None:
+        if not BUNDLED.exists():
+            raise ValueError(f"kv_cache_calibration is None, and {BUNDLED} is missing; name a file of text")
+        with gzip.open(BUNDLED, "rt") as lines:
+            return "\n\n".join(_messages(lines))[:MOST_CHARACTERS]
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return stream.read(MOST_CHARACTERS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"kv_cache_calibration is {file!r}, which cannot be read ({error}); name a file of text"
+        ) from None
+
+
+def _messages(lines: Iterator[str]) -> Iterator[str]:
+    for line in islice(lines, 200):
+        yield from (message["content"] for message in json.loads(line)["messages"])
+
+
+def tokens_of(text: str, folder: Path, longest: int, trust_remote_code: bool) -> list[int]:
+    """The first tokens of the text, by the target's tokenizer. Raises ValueError where there are none."""
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"][: min(MOST_TOKENS, longest)]
+    if not tokens:
+        raise ValueError("kv_cache_calibration names a file without text; name another, or leave it out")
+    return tokens
+
+
+def prefill(runner: ModelRunner, tokens: Sequence[int], width: int) -> None:
+    """Computes the tokens as the prompt of slot 0, on pages 1, 2, ... of every group, and drafts `width` nodes after
+    them. Raises ValueError where the target's logits are not finite."""
+    state = runner.state
+    request = Request(id="calibration", prompt=list(tokens), params=SamplingParams(max_tokens=1, temperature=0.0))
+    num_groups, _, num_pages = state.pages.shape
+    pages = tuple((group, 0, index, index + 1) for group in range(num_groups) for index in range(num_pages))
+    for number, start in enumerate(range(0, len(tokens), CHUNK), 1):
+        end = min(start + CHUNK, len(tokens))
+        is_last = end == len(tokens)
+        part = PromptChunk(0, start, list(tokens[start:end]), None if is_last else tokens[end], is_last)
+        plan = StepPlan(number, chunks=(part,), width=width if is_last else 1)
+        if number == 1:
+            plan = StepPlan(number, (Admission(0, request, tuple(tokens)),), pages, (part,), width=plan.width)
+        output = runner.execute(plan).read()
+        if output.errors:
+            raise ValueError(f"kv_cache_dtype fp8 cannot be calibrated: {next(iter(output.errors.values()))}")
+
+
+def scales_of(kv: NetworkKV) -> list[Tensor]:
+    """(2, G) fp32 of each layer, for what its cache, not yet in FP8, holds after the dump page."""
+    largest = {group: cache[:, :, 1:].abs().amax(dim=(2, 3, 5)).float() for group, cache in kv.caches.items()}
+    scales = [MARGIN / LARGEST * largest[group][place] for group, place in kv.places]
+    return [torch.where(scale > 0, scale, 1.0) for scale in scales]
+
+
+def fill_scales(role: str, given: Sequence[Tensor | None], found: Sequence[Tensor | None], source: str) -> list[Tensor]:
+    """By layer those `given` by the checkpoint, else those found by calibration on `source`. The log names them."""
+    pairs = zip(given, found, strict=True)
+    scales = [scale for own, new in pairs if (scale := new if own is None else own) is not None]
+    assert len(scales) == len(given)
+    kept = sum(own is not None for own in given)
+    origins = [f"of the checkpoint in {kept} of {len(given)} layers"] if kept else []
+    origins += [f"calibrated on {source}"] if kept < len(given) else []
+    k, v = (" ".join(f"{float(scale[part].max()):.3g}" for scale in scales) for part in (0, 1))
+    message = "FP8 KV cache of the %s, scales %s. Largest by layer, of keys: %s; of values: %s"
+    logger.info(message, role, " and ".join(origins), k, v)
+    return scales
