@@ -267,7 +267,6 @@ def load_frozen_target(
     layers are sharded (sharded_target.py); the first one reads the files.
     """
     if mesh is not None:
-        check_sharding(read_json(path / "config.json"))
         model = empty_model(path, trust_remote_code)
         source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
         share_out(model, decoder_layers(model), source, mesh, device)
@@ -278,13 +277,6 @@ def load_frozen_target(
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
     return TransformersTarget(model, aux_layers)
-
-
-def check_sharding(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a family whose layers cannot be gathered: processes then wait for different ones."""
-    architecture = families.architecture_of(values)
-    if architecture == "Qwen2MoeForCausalLM":
-        raise ValueError(f"target_sharding is not supported for {architecture}; set it to none")
 
 
 def is_served(values: Mapping[str, Any]) -> bool:
