@@ -1,4 +1,5 @@
-"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights.
+"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights. Layers are
+counted as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
 
 Bytes of weights, of KV and of request state are counted. What passes and graphs take is estimated, since the engine
 measures it when it starts.
@@ -7,6 +8,7 @@ measures it when it starts.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torch import nn
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.files.quantization import read_quantization
+from slipstream.models.layers.listed_tensors import listed_tensors
+from slipstream.models.layers.quantized import quantize_linears
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
@@ -43,6 +48,8 @@ class Network:
     layers: tuple[AttentionSpec, ...]
     weights: int  # bytes
     dtype: torch.dtype  # of its KV
+    format: str | None = None  # of quantised weights
+    read: int = 0  # bytes that are read to make them
 
 
 class DryRun:
@@ -53,10 +60,7 @@ class DryRun:
         name, path = find_target(config, weights=False)
         self.model = load_config(path, config.trust_remote_code)
         dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
-        with torch.device("meta"):
-            target = Target(self.model)
-        layers = tuple(layer.attention for layer in self.model.layers)
-        self.networks = [Network(name, self.model.architecture, layers, weight_bytes(target, dtype), dtype)]
+        self.networks = [read_target(name, path, self.model, dtype, config.quantization)]
         if is_checkpoint(config.draft):
             self.networks.append(read_draft(config.draft, self.model, dtype))
         self.longest = pick_max_model_len(config.max_model_len, self.model)
@@ -115,7 +119,7 @@ class DryRun:
 
     def start_seconds(self) -> tuple[float, float]:
         """Of a later start with weights in the page cache, and of the first one from a disk."""
-        slow, fast = (self.weights / 1e9 / speed for speed in DISK_GBS)
+        slow, fast = (sum(network.read for network in self.networks) / 1e9 / speed for speed in DISK_GBS)
         rest = START_S + CAPTURE_S * self.num_graphs()
         return rest + fast, rest + slow + COMPILE_S
 
@@ -144,6 +148,21 @@ def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return sum(sizes.values())
 
 
+def read_target(name: str, path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | None) -> Network:
+    """`asked`: the format into which the server would quantise the weights."""
+    formats = read_quantization(path, asked)
+    with torch.device("meta"):
+        target = Target(spec)
+    plain = weight_bytes(target, dtype)
+    layers = tuple(layer.attention for layer in spec.layers)
+    if formats is None:
+        return Network(name, spec.architecture, layers, plain, dtype, read=plain)
+    quantize_linears(target, formats, listed_tensors(target, formats))
+    weights = weight_bytes(target, dtype)
+    read = plain if formats.on_the_fly else weights
+    return Network(name, spec.architecture, layers, weights, dtype, formats.name, read)
+
+
 def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:
     path = resolve(draft, weights=False)
     values = from_speculators(read_json(path / "config.json"))
@@ -152,7 +171,8 @@ def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:
     with torch.device("meta"):
         module = network(config)
     layers = tuple(layer.attention for layer in config.layers)
-    return Network(draft, drafter_name(draft), layers, weight_bytes(module, dtype), dtype)
+    weights = weight_bytes(module, dtype)
+    return Network(draft, drafter_name(draft), layers, weights, dtype, read=weights)
 
 
 def report(config: ServeConfig) -> str:
@@ -165,6 +185,7 @@ def _networks(run: DryRun) -> Iterator[str]:
     for role, one in zip(("target", "draft"), run.networks, strict=False):
         kind = str(one.dtype).removeprefix("torch.")
         layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
+        kind = kind if one.format is None else f"{one.format}, {kind}"
         yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
     if len(run.networks) == 1:
         yield f"draft: {run.config.draft}"

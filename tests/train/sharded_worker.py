@@ -40,9 +40,9 @@ def look_at(path: Path) -> dict[str, Any]:
     """
     whole = TransformersTarget(read_model(path, DEVICE, False).to(DEVICE), (2, 0, 4))
     shared = load_frozen_target(path, (2, 0, 4), DEVICE, mesh=sharding_mesh(DEVICE, within_machine=True))
-    equal = all([is_equal(whole, shared, width) for width in (9, 5, 12)])
+    compared = [is_equal(whole, shared, width) for width in (9, 5, 12)]
     states = [target.layers[1].state_dict() for target in (whole, shared)]
-    equal &= states[0].keys() == states[1].keys()
+    equal = all(compared) and states[0].keys() == states[1].keys()
     equal &= all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     shares = {name: x.to_local().numel() for name, x in shared.layers[0].named_parameters() if isinstance(x, DTensor)}
     sizes = {name: x.numel() for name, x in whole.layers[0].named_parameters()}
