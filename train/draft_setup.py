@@ -109,7 +109,7 @@ class TargetFiles:
     def find(cls, options: DraftRunOptions, accelerator: Accelerator) -> "TargetFiles":
         trust = options.trust_remote_code
         path = resolve(options.target, options.revision, trust_remote_code=trust)
-        config = load_config(path, trust, is_served=False)
+        config = load_config(path, trust)
         tokenizer = load_tokenizer(path, trust)
         return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer))
 
