@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
-from slipstream.models.files.quantization import read_quantization
-from slipstream.models.layers.listed_tensors import listed_tensors
-from slipstream.models.layers.quantized import quantize_linears
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
-from slipstream.models.targets.decoder import Target, load_config
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
 from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, pick_dtype, pick_max_model_len
 from slipstream.serve.engine.kv_windows import pages_of_window
@@ -137,30 +134,12 @@ def wide_activations(spec: Any) -> int:
     return heads + 3 * int(spec.mlp.intermediate_size)
 
 
-def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """On the device, of a module that has none yet. Tied weights count once."""
-    sizes = dict[int, int]()
-    for owner in module.modules():
-        kept = getattr(owner, "dtypes", {})
-        for name, tensor in chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
-            stored = kept.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
-            sizes[id(tensor)] = tensor.numel() * stored.itemsize
-    return sum(sizes.values())
-
-
 def read_target(name: str, path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | None) -> Network:
     """`asked`: the format into which the server would quantise the weights."""
-    formats = read_quantization(path, asked)
-    with torch.device("meta"):
-        target = Target(spec)
-    plain = weight_bytes(target, dtype)
+    size = target_size(path, spec, dtype, asked)
     layers = tuple(layer.attention for layer in spec.layers)
-    if formats is None:
-        return Network(name, spec.architecture, layers, plain, dtype, read=plain)
-    quantize_linears(target, formats, listed_tensors(target, formats))
-    weights = weight_bytes(target, dtype)
-    read = plain if formats.on_the_fly else weights
-    return Network(name, spec.architecture, layers, weights, dtype, formats.name, read)
+    format = None if size.quantization is None else size.quantization.name
+    return Network(name, spec.architecture, layers, size.kept, dtype, format, size.read)
 
 
 def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:

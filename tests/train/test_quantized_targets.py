@@ -1,6 +1,7 @@
 """Quantised targets, through the real programs: what drafts learn from them, and what they start from."""
 
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, per_tensor, save_quantized
 from slipstream.tests.random_targets import save_random_target
 from slipstream.tests.train.runs import Arguments, records
-from slipstream.train import dflash, eagle3
+from slipstream.train import dflash, eagle3, plan
 
 BLOCKS = {"num_layers": 2, "block_size": 5, "mask_token_id": 7, "anchors": 6}
 
@@ -80,3 +82,22 @@ def test_a_quantised_head_is_dequantised_for_the_draft(plain: Path, tmp_path: Pa
     draft = load_file(tmp_path / "run" / "step-1" / "model.safetensors")
     torch.testing.assert_close(draft["lm_head.weight"].float(), head, rtol=0.01, atol=1e-3)
     assert draft["lm_head.weight"].dtype.itemsize >= 2
+
+
+def test_a_plan_counts_quantised_weights(
+    plain: Path,
+    tmp_path: Path,
+    arguments: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the decoder keeps them; the config's files say what is quantised."""
+    monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
+    quantise("fp8-blocks", plain, tmp_path / "fp8")
+    own = load_target(tmp_path / "fp8", load_config(tmp_path / "fp8"), torch.float32, torch.device("cpu"))
+    expected = sum(x.nbytes for x in chain(own.parameters(), own.buffers()))
+    (tmp_path / "fp8" / "model.safetensors").unlink()
+    eagle3.main([*arguments(tmp_path, target=tmp_path / "fp8", draft__vocabulary="null"), "--dry-run"])
+    printed = capsys.readouterr().out
+    assert f"target {expected}, activations" in printed
+    assert "parameters in fp8 in blocks, others float32" in printed
