@@ -342,4 +342,7 @@ def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         dtype = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device untied them
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings:  # a caller's init_empty_weights unties them once more
+        head._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")
     return model
