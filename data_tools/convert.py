@@ -174,7 +174,7 @@ def check_fields(values: Mapping[str, Any], form: Form) -> None:
 
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
-    config, tensors = load_config(path, is_served=False), read_tensors(path)
+    config, tensors = load_config(path), read_tensors(path)
     keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - tensors.keys())
     if missing:

@@ -1,4 +1,5 @@
-"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights.
+"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights. Layers are
+counted as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
 
 Bytes of weights, of KV and of request state are counted. What passes and graphs take is estimated, since the engine
 measures it when it starts.
@@ -7,19 +8,18 @@ measures it when it starts.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
-from slipstream.models.files.quantization import read_quantization
-from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
-from slipstream.models.targets.decoder import Target, load_config
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
 from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, check_fp8_cache, pick_dtype, pick_max_model_len
 from slipstream.serve.engine.kv_windows import pages_of_window
@@ -47,6 +47,8 @@ class Network:
     weights: int  # bytes
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    format: str | None = None  # of quantised weights
+    read: int = 0  # bytes that are read to make them
 
 
 class DryRun:
@@ -57,14 +59,11 @@ class DryRun:
         name, path = find_target(config, weights=False)
         self.model = load_config(path, config.trust_remote_code)
         dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
-        with torch.device("meta"):
-            target = Target(self.model)
-            quantize_by_config(target, read_quantization(path, config.quantization))
         layers = tuple(layer.attention for layer in self.model.layers)
         if config.kv_cache_dtype == "fp8":
             check_fp8_cache(layers, torch.device("cpu"))
-        sizes = weight_bytes(target, dtype), dtype, cache_dtype(config.kv_cache_dtype, dtype)
-        self.networks = [Network(name, self.model.architecture, layers, *sizes)]
+        own = cache_dtype(config.kv_cache_dtype, dtype)
+        self.networks = [read_target(name, path, self.model, dtype, own, config.quantization)]
         if is_checkpoint(config.draft):
             own = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
             self.networks.append(read_draft(config.draft, self.model, dtype, own))
@@ -119,7 +118,7 @@ class DryRun:
 
     def start_seconds(self) -> tuple[float, float]:
         """Of a later start with weights in the page cache, and of the first one from a disk."""
-        slow, fast = (self.weights / 1e9 / speed for speed in DISK_GBS)
+        slow, fast = (sum(network.read for network in self.networks) / 1e9 / speed for speed in DISK_GBS)
         rest = START_S + CAPTURE_S * self.num_graphs()
         return rest + fast, rest + slow + COMPILE_S
 
@@ -137,15 +136,14 @@ def wide_activations(spec: Any) -> int:
     return heads + 3 * int(spec.mlp.intermediate_size)
 
 
-def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """On the device, of a module that has none yet. Tied weights count once."""
-    sizes = dict[int, int]()
-    for owner in module.modules():
-        kept = getattr(owner, "dtypes", {})
-        for name, tensor in chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
-            stored = kept.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
-            sizes[id(tensor)] = tensor.numel() * stored.itemsize
-    return sum(sizes.values())
+def read_target(
+    name: str, path: Path, spec: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, asked: str | None
+) -> Network:
+    """`asked`: the format into which the server would quantise the weights."""
+    size = target_size(path, spec, dtype, asked)
+    layers = tuple(layer.attention for layer in spec.layers)
+    format = None if size.quantization is None else size.quantization.name
+    return Network(name, spec.architecture, layers, size.kept, dtype, kv_dtype, format, size.read)
 
 
 def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
@@ -161,7 +159,8 @@ def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: tor
     with torch.device("meta"):
         module = network(config)
     layers = tuple(layer.attention for layer in config.layers)
-    return Network(draft, drafter_name(draft), layers, weight_bytes(module, dtype), dtype, kv_dtype)
+    weights = weight_bytes(module, dtype)
+    return Network(draft, drafter_name(draft), layers, weights, dtype, kv_dtype, read=weights)
 
 
 def report(config: ServeConfig) -> str:
@@ -175,6 +174,7 @@ def _networks(run: DryRun) -> Iterator[str]:
         kind = str(one.dtype).removeprefix("torch.")
         kind += ", KV in FP8" if one.kv_dtype != one.dtype else ""
         layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
+        kind = kind if one.format is None else f"{one.format}, {kind}"
         yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
     if len(run.networks) == 1:
         yield f"draft: {run.config.draft}"

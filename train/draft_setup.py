@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.models.drafts.base import HEAD, Network
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
-from slipstream.models.files.checkpoint import resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
-from slipstream.models.targets.frozen import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.targets.frozen import FrozenTarget, empty_target, is_served, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.models.targets.sharded import sharding_mesh
+from slipstream.models.targets.sizes import TargetSize, target_size
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.loop import dtype_of_weights, fit, start
@@ -109,7 +110,7 @@ class TargetFiles:
     def find(cls, options: DraftRunOptions, accelerator: Accelerator) -> "TargetFiles":
         trust = options.trust_remote_code
         path = resolve(options.target, options.revision, trust_remote_code=trust)
-        config = load_config(path, trust, is_served=False)
+        config = load_config(path, trust)
         tokenizer = load_tokenizer(path, trust)
         return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer))
 
@@ -147,6 +148,12 @@ class TargetFiles:
             target.compile_layers()
         return target
 
+    def size(self, dtype: torch.dtype) -> TargetSize | None:
+        """Of the target's weights, before they are read; None where transformers is to run it."""
+        if self.options.target_sharding != "none" or not is_served(read_json(self.path / "config.json")):
+            return None
+        return target_size(self.path, self.config, dtype)
+
     def read_vocabulary(self, path: str | None) -> Tensor:
         """(Vd,) int64 ids of the token map at `path`, in any public format; without a map, all of the target's. Raises
         ValueError for another target's."""
@@ -171,7 +178,8 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
             training = build(kind, target)
         on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
         bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
-        accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16))
+        size = target.size(training.target.head.dtype)
+        accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16, size))
         return
     data_hash = report["data_hash"]
     store = open_states(options.data, {**target.origin(), "data_hash": data_hash})

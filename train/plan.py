@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.files.state_store import StateFormat
 from slipstream.models.targets.frozen import VOCABULARY_CHUNK
+from slipstream.models.targets.sizes import TargetSize
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import Progress
 from slipstream.train.optim import Schedule, build_optimizers
@@ -50,16 +51,19 @@ class Memory:
         return self.target + layers + self.activations + draft
 
 
-def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
-    """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
+def plan(
+    training: DraftTraining, train: PackedRows, options: Any, num_processes: int, bf16: bool, size: TargetSize | None
+) -> str:
+    """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device. `size`: of the
+    target in our decoder; None: transformers runs it."""
     draft, target = training.draft, training.target.model
     assert isinstance(target, PreTrainedModel), "an empty target is transformers'"
     config = draft.config
     is_run = options.data.aux_states is None or options.data.aux_states_missing == "online"
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
-        target=(bytes_of(target) if is_run else bytes_of(*heads_of(target))) - sum(layers),
-        activations=target_activations(training, train, options)
+        target=target_bytes(target, size, is_run) - sum(layers),
+        activations=target_activations(training, train, options, is_decoder=size is not None)
         + draft_activations(draft, train, options, bf16, target.dtype.itemsize),
         parameters=size_of(draft),
         moments=moments_of(training, options),
@@ -67,10 +71,13 @@ def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes
         shared_layers=sum(layers),
         gathered=2 * max(layers),
     )
+    dtype = str(target.dtype).removeprefix("torch.")
+    if size is not None and size.quantization is not None:
+        dtype = f"{size.quantization.name}, others {dtype}"
     lines = [
         f"draft     {size_of(draft) / 1e6:,.1f}M parameters, vocabulary "
         f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.aux_layers)}",
-        f"target    {size_of(target) / 1e6:,.1f}M parameters in {str(target.dtype).removeprefix('torch.')}, frozen",
+        f"target    {size_of(target) / 1e6:,.1f}M parameters in {dtype}, frozen",
         *memory_lines(memory),
         *aux_lines(training, train),
         *step_lines(train, options, num_processes),
@@ -138,16 +145,23 @@ def bytes_of(*modules: nn.Module) -> int:
     return sum(x.numel() * x.element_size() for x in shared.values())
 
 
+def target_bytes(target: PreTrainedModel, size: TargetSize | None, is_run: bool) -> int:
+    """Of the target, or of what training reads of it where its states come from disk."""
+    if not is_run:
+        return bytes_of(*heads_of(target))
+    return bytes_of(target) if size is None else size.kept
+
+
 def heads_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     """The parts of a target that a GPU holds when its states come from disk."""
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 
-def target_activations(training: DraftTraining, train: PackedRows, options: Any) -> int:
+def target_activations(training: DraftTraining, train: PackedRows, options: Any, is_decoder: bool) -> int:
     """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes.
 
     Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
-    of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
+    of transformers' own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
     model: Any = training.target.model
     config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
     states, width = len(training.target.aux_layers) + 9, config.hidden_size
@@ -157,7 +171,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any)
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
         inner += getattr(config, "shared_expert_intermediate_size", None) or 0
     numbers = tokens * ((states + 2 * experts) * width + 3 * inner)
-    if config._attn_implementation == "eager":
+    if config._attn_implementation == "eager" and not is_decoder:
         numbers += 4 * config.num_attention_heads * tokens * train.row_tokens
     return int(model.dtype.itemsize * numbers)
 

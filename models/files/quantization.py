@@ -6,13 +6,15 @@ Lists of modules in these files are not always right, so what a module's tensors
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.models.files.checkpoint import read_json
 
 BLOCK = 128  # rows and columns of an FP8 block
+PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # that a file's names may have
 GROUP_SIZES = (32, 64, 128)  # of int4; and multiples of 256, and -1
 KNOWN = (
     "fp8 (per tensor, in blocks of 128 x 128), compressed-tensors (float-quantized per tensor, channel or block; "
@@ -46,6 +48,8 @@ class Int4Format:
     """All zeros are 8."""
     zero_offset: int = 0
     """What is added to the file's zeros."""
+    act_order: bool = False
+    """Whether groups may be of inputs that are not neighbours (desc_act, actorder). The file's g_idx decides."""
 
 
 Format = FP8Format | Int4Format
@@ -60,6 +64,19 @@ class Quantization:
     groups: Sequence[tuple[Sequence[str], Format]]
     """Targets of a format: "Linear", names of modules or their ends, "re:" and a regular expression."""
     on_the_fly: bool = False
+    ignored: Sequence[str] = ()
+    """Modules of 16 bits: names, parts of names, wildcards, "re:" and a regular expression."""
+
+    def ignores(self, module: str) -> bool:
+        """Whether the config says that this module, or what holds it, is not quantised."""
+        return any(_ignores(pattern, module) for pattern in self.ignored)
+
+    def listed_format(self, module: str) -> Format | None:
+        """Of a linear layer as the config alone has it, for estimates without the file; None for one of 16 bits."""
+        if self.ignores(module):
+            return None
+        formats = (format for targets, format in self.groups if any(_names(target, module) for target in targets))
+        return next(formats, None)
 
     @property
     def is_mxfp4(self) -> bool:
@@ -144,7 +161,17 @@ def _read(values: Mapping[str, Any]) -> Quantization:
     }
     if method not in readers:
         raise ValueError(f"quant_method is {values.get('quant_method')!r}")
-    return readers[method](values)
+    return replace(readers[method](values), ignored=_read_ignored(values))
+
+
+def _read_ignored(values: Mapping[str, Any]) -> list[str]:
+    inner = values.get("quantization") or values
+    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    skipped = (pattern[2:] for pattern in inner.get("dynamic") or {} if pattern.startswith("-:"))  # GPTQModel
+    return [
+        *(pattern for name in names for pattern in inner.get(name) or ()),
+        *(f"re:{pattern}" for pattern in skipped),
+    ]
 
 
 def _all(name: str, format: Format) -> Quantization:
@@ -218,7 +245,8 @@ def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
     is_int4 = name == "pack-quantized" and kind == "int" and bits == 4 and inputs is None
     if is_int4 and strategy in ("group", "channel"):
         size = -1 if strategy == "channel" else _group_size(weights.get("group_size"))
-        return Int4Format("packed", size, symmetric=bool(weights.get("symmetric", True)))
+        is_ordered = weights.get("actorder") in ("group", "dynamic")
+        return Int4Format("packed", size, symmetric=bool(weights.get("symmetric", True)), act_order=is_ordered)
     with_inputs = "16-bit inputs" if inputs is None else f"inputs of {inputs.get('num_bits')} bits"
     raise ValueError(f"format is {name!r} with {kind} weights of {bits} bits per {strategy} and {with_inputs}")
 
@@ -243,7 +271,8 @@ def _read_gptq(values: Mapping[str, Any]) -> Quantization:
             raise ValueError(f"dynamic gives {pattern} another format, {own}")
     is_second = values.get("checkpoint_format") == "gptq_v2"
     size = _group_size(values.get("group_size", -1))
-    format = Int4Format("gptq", size, symmetric=bool(values.get("sym", True)), zero_offset=0 if is_second else 1)
+    is_symmetric, is_ordered = bool(values.get("sym", True)), bool(values.get("desc_act", False))
+    format = Int4Format("gptq", size, is_symmetric, zero_offset=0 if is_second else 1, act_order=is_ordered)
     return _all(f"gptq{'_v2' if is_second else ''}, groups of {size}", format)
 
 
@@ -270,7 +299,17 @@ def _names(target: str, module: str) -> bool:
     """Whether a target of a config group names this linear layer. Its name may lack the model's prefix."""
     if target == "Linear":
         return True
-    names = (module, f"model.{module}")
+    names = [f"{prefix}{module}" for prefix in PREFIXES]
     if target.startswith("re:"):
         return any(re.match(target[3:], name) for name in names)
     return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _ignores(pattern: str, module: str) -> bool:
+    """Whether an entry of a list of 16-bit modules names this layer or what holds it."""
+    names = [f"{prefix}{module}" for prefix in PREFIXES]
+    if pattern.startswith("re:"):
+        return any(re.match(pattern[3:], name) for name in names)
+    if "*" in pattern:
+        return any(fnmatchcase(name, pattern) for name in names)
+    return any(f".{pattern}." in f".{name}." for name in names)

@@ -9,7 +9,6 @@ Letters: E experts, I their intermediate size, H hidden.
 
 import copy
 from collections.abc import Container, Mapping
-from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -20,11 +19,11 @@ from slipstream.kernels.gemm.fp8 import E4M3, InputScales
 from slipstream.kernels.gemm.mxfp4 import BLOCK, CHUNK, MXFP4Weight, pack_words
 from slipstream.models.files.quantization import Format, FP8Format, Quantization
 from slipstream.models.layers.linear import CHUNK as BYTES
-from slipstream.models.layers.linear import Head, Linear
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.listed_tensors import listed_tensors
 from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.quantized import (
     FLOATS,
-    GATES,
     FileTensor,
     FP8Linear,
     Int4Linear,
@@ -221,32 +220,10 @@ def quantize_experts(
 
 def quantize_by_config(network: nn.Module, quantization: Quantization | None) -> None:
     """Puts quantised layers and experts into `network`, on the meta device, as if files had each in the format that
-    their config names: for estimates and random weights."""
-    tensors = {} if quantization is None or quantization.on_the_fly else _tensors_of(network, quantization)
+    their config lists for it: for estimates and random weights."""
+    tensors = {} if quantization is None else listed_tensors(network, quantization)
     quantize_linears(network, quantization, tensors)
     quantize_experts(network, quantization, tensors, torch.device("cpu"))
-
-
-def _tensors_of(network: nn.Module, quantization: Quantization) -> dict[str, Tensor]:
-    """Empty ones, by which files show what is quantised."""
-    names: list[str] = []
-    tensors: dict[str, Tensor] = {}
-    for path, module in network.named_modules():
-        if isinstance(module, Experts) and quantization.is_mxfp4:
-            tensors[f"{path}.gate_up_proj{MXFP4_BLOCKS}"] = torch.empty(0, dtype=torch.uint8)
-        elif isinstance(module, Experts):
-            experts, parts = range(module.spec.num_experts), chain(*PROJECTIONS.values())
-            names += [f"{path}.{expert}.{part}" for part in parts for expert in experts]
-        elif isinstance(module, Linear) and not isinstance(module, Head) and not path.endswith(GATES):
-            names.append(path)
-    for name in filter(quantization.names, names):
-        format = quantization.format_of(name)
-        if isinstance(format, FP8Format):
-            tensors[f"{name}.weight"] = torch.empty(0, dtype=E4M3)
-        else:
-            key = "weight_packed" if format.layout == "packed" else "qweight"
-            tensors[f"{name}.{key}"] = torch.empty(0, dtype=torch.int32)
-    return tensors
 
 
 def _quantized(

@@ -244,15 +244,14 @@ class TargetSpec(DecoderShape):
         return len(self.layers)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "TargetSpec":
-        """`values`: the fields of a transformers config, defaults included. `is_served`: decoder.py
-        is to run it; else it is only what drafts are trained for.
+    def from_json(cls, values: Mapping[str, Any]) -> "TargetSpec":
+        """`values`: the fields of a transformers config, defaults included.
 
         Raises ValueError for another architecture or activation.
         """
         architecture = families.architecture_of(values)
         supported = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
-        check_supported(values, tuple(supported), is_served)
+        check_supported(values, tuple(supported))
         values = families.text_part(values)
         traits = families.traits_of(values)
         bias = bool(values.get("attention_bias", False))
@@ -282,13 +281,12 @@ class TargetSpec(DecoderShape):
         )
 
 
-def check_supported(values: Mapping[str, Any], supported: tuple[str, ...], is_served: bool) -> None:
+def check_supported(values: Mapping[str, Any], supported: tuple[str, ...]) -> None:
     """Raises ValueError for architectures other than `supported`, and for variants of them that are refused."""
     name, reason = (values.get("architectures") or ["(none)"])[0], families.refusal(values)
     if reason or families.architecture_of(values) not in supported:
-        wanted = "served" if is_served else "a target of training"
         why = f"; {reason}" if reason else ""
-        raise ValueError(f"architecture {name} cannot be {wanted}; supported: {', '.join(supported)}{why}")
+        raise ValueError(f"architecture {name} cannot be a target; supported: {', '.join(supported)}{why}")
 
 
 def windows_of(values: Mapping[str, Any]) -> list[int | None]:

@@ -125,12 +125,12 @@ class Target(nn.Module):
         return logits if cap is None else softcap(logits, cap)
 
 
-def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> TargetSpec:
+def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
     values = read_json(path / "config.json")
     if not is_complete(values) and not families.refusal(values):
         values = read_config(path, trust_remote_code).to_dict()
-    return TargetSpec.from_json(values, is_served=is_served)
+    return TargetSpec.from_json(values)
 
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

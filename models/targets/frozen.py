@@ -22,6 +22,7 @@ from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.weights import public_tensors
+from slipstream.models.layers.quantized import QuantizedLinear
 from slipstream.models.targets import families
 from slipstream.models.targets.config import DENSE_ARCHITECTURES, EXPERT_ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -69,9 +70,9 @@ class FrozenTarget(ABC):
 
     @abstractmethod
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files; no layers where
-        the target's have other norms or activations than a draft's. All processes call it where the layers are
-        sharded."""
+        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files, dequantised; no
+        layers where the target's have other norms or activations than a draft's. All processes call it where the layers
+        are sharded."""
 
     def compile_layers(self) -> None:
         """Lets torch compile the layers, where they do not consist of fused kernels already."""
@@ -147,8 +148,26 @@ class DecoderTarget(FrozenTarget):
         own = self.model.config.layers[-num_layers:]
         are_alike = all(one.norms == "pre" and one.mlp.activation == "silu" for one in own)
         layers = enumerate(list(self.layers)[-num_layers:] if are_alike else [])
-        weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in public_tensors(layer).items()}
+        weights = {
+            f"layers.{i}.{name}": x
+            for i, layer in layers
+            for name, x in (public_tensors(layer) | dequantized_tensors(layer)).items()
+        }
         return weights | {"norm.weight": self.model.get_parameter("norm.weight"), HEAD: self.head}
+
+
+def dequantized_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Of a layer's quantised projections, by their names in files of 16 bits."""
+    found = {}
+    for path, linear in layer.named_modules():
+        if isinstance(linear, QuantizedLinear):
+            parent, weight = path.rpartition(".")[0], linear.dequantized()
+            for part in linear.parts or [None]:
+                name = path if part is None else f"{parent}.{part}"
+                found[f"{name}.weight"] = weight[linear.rows_of(part)]
+                if linear.bias is not None:
+                    found[f"{name}.bias"] = linear.bias[linear.rows_of(part)]
+    return found
 
 
 class TransformersTarget(FrozenTarget):
@@ -267,7 +286,6 @@ def load_frozen_target(
     layers are sharded (sharded_target.py); the first one reads the files.
     """
     if mesh is not None:
-        check_sharding(read_json(path / "config.json"))
         model = empty_model(path, trust_remote_code)
         source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
         share_out(model, decoder_layers(model), source, mesh, device)
@@ -278,13 +296,6 @@ def load_frozen_target(
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
     return TransformersTarget(model, aux_layers)
-
-
-def check_sharding(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a family whose layers cannot be gathered: processes then wait for different ones."""
-    architecture = families.architecture_of(values)
-    if architecture == "Qwen2MoeForCausalLM":
-        raise ValueError(f"target_sharding is not supported for {architecture}; set it to none")
 
 
 def is_served(values: Mapping[str, Any]) -> bool:
@@ -329,4 +340,7 @@ def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         dtype = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device untied them
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings:  # a caller's init_empty_weights unties them once more
+        head._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")
     return model

@@ -83,7 +83,7 @@ def test_gpt_oss_layer_equals_transformers() -> None:
     for parameter in theirs.parameters():
         parameter.data = torch.randn(parameter.shape)
     roughen(theirs)
-    spec = TargetSpec.from_json(config.to_dict(), is_served=False).layers[0].mlp
+    spec = TargetSpec.from_json(config.to_dict()).layers[0].mlp
     with torch.device("meta"):
         ours = MixtureOfExperts(config.hidden_size, spec)
     tensors = {name.replace("router.", "gate."): tensor for name, tensor in theirs.state_dict().items()}

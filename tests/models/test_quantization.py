@@ -220,7 +220,10 @@ def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], m
 @pytest.mark.parametrize(
     ("values", "format"),
     [
-        (GPTQ | {"group_size": 512, "desc_act": True}, Int4Format("gptq", 512, symmetric=True, zero_offset=1)),
+        (
+            GPTQ | {"group_size": 512, "desc_act": True},
+            Int4Format("gptq", 512, symmetric=True, zero_offset=1, act_order=True),
+        ),
         (compressed("pack-quantized", w4(0, True) | {"strategy": "channel"}), Int4Format("packed", -1, symmetric=True)),
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}, FP8Format("channel")),
         (

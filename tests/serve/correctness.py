@@ -1,6 +1,7 @@
-"""The cases of docs/correctness.md: what a request may ask for, with every drafter, against the answer without one.
+"""The cases of docs/correctness.md: what a request may ask for, with every drafter and every kind of target, against
+the answer without a draft.
 
-python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about two minutes
+python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about six minutes
 """
 
 import json
@@ -23,7 +24,14 @@ from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, acceptance, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
 
-TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
+ASSETS = Path(__file__).parents[2] / "assets"
+TARGET = ASSETS / "tiny-target"
+WINDOW = 12  # shorter than prompts and answers
+TARGETS = {
+    "dense": "The bundled target",
+    "mixture": "The bundled mixture of experts",
+    "windows": f"The bundled target with windows of {WINDOW} tokens in every other layer",
+}
 PERSON = {
     "type": "object",
     "properties": {
@@ -74,18 +82,35 @@ class Case:
 
 
 @cache
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TARGET)
+def tokenizer(target: Path) -> Any:
+    return AutoTokenizer.from_pretrained(target)
+
+
+def find_target(kind: str, folder: Path) -> Path:
+    """One of TARGETS; that with windows is made in `folder`."""
+    if kind != "windows":
+        return TARGET if kind == "dense" else ASSETS / "tiny-moe-target"
+    path = folder / "windows"
+    path.mkdir()
+    for file in TARGET.iterdir():
+        (path / file.name).symlink_to(file)
+    values = json.loads((TARGET / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"] * (values["num_hidden_layers"] // 2)
+    values |= {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(values))
+    return path
 
 
 @cache
-def features() -> dict[str, dict[str, Any]]:
+def features(target: Path = TARGET) -> dict[str, dict[str, Any]]:
     """By name, the sampling parameters of a request that asks for it."""
-    ids = tokenizer().encode
+    ids = tokenizer(target).encode
     words = [tuple(ids(word, add_special_tokens=False)) for word in (" the", " a", " is", ".", " of the")]
     common = {word[0]: 2.0 for word in words}
-    spaces = {token: -20.0 for token in range(len(tokenizer())) if tokenizer().decode([token]).isspace()}
-    quote = {tokenizer().convert_tokens_to_ids('"'): 3.0}  # so that strings end
+    own = tokenizer(target)
+    spaces = {token: -20.0 for token in range(len(own)) if own.decode([token]).isspace()}
+    quote = {own.convert_tokens_to_ids('"'): 3.0}  # so that strings end
     found: dict[str, dict[str, Any]] = {
         "nothing but a temperature": {},
         "top_k, top_p and min_p": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
@@ -117,43 +142,46 @@ def all_cases() -> list[Case]:
     return [Case(feature, temperature) for feature in features() for temperature in TEMPERATURES]
 
 
-def requests_of(cases: Sequence[Case]) -> list[Request]:
+def requests_of(target: Path, cases: Sequence[Case]) -> list[Request]:
     names, texts = list(features()), ("Tom has 3 apples and buys 4 more. ", "Describe a person as JSON: ")
     return [
         make_request(
             case.id,
-            tokenizer()(texts["JSON" in case.feature or case.feature == "all together"] * 3).input_ids,
+            tokenizer(target)(texts["JSON" in case.feature or case.feature == "all together"] * 3).input_ids,
             seed=names.index(case.feature),
             temperature=case.temperature,
             max_tokens=LENGTH,
-            **features()[case.feature],
+            **features(target)[case.feature],
         )
         for case in cases
     ]
 
 
-def save_drafts(folder: Path, expected: dict[str, Answer]) -> None:
-    """Drafts that know half of the answers."""
-    known = list(requests_of(all_cases()))[::2]
+def save_draft(target: Path, name: str, folder: Path, expected: dict[str, Answer]) -> None:
+    """EAGLE and DFLASH drafts know half of the answers."""
+    known = list(requests_of(target, all_cases()))[::2]
     texts = [(len(request.prompt), [*request.prompt, *expected[request.id].tokens]) for request in known]
-    save_random_draft(TARGET, folder / "eagle3", 1500)
-    save_random_eagle(TARGET, folder / "eagle", texts)
-    save_random_dflash(TARGET, folder / "dflash", texts)
+    if name == "eagle3":
+        save_random_draft(target, folder, 1500)
+    else:
+        (save_random_eagle if name == "eagle" else save_random_dflash)(target, folder, texts)
 
 
-def engine_of(drafter: str, folder: Path, **options: Any) -> Engine:
-    """Steps verify and draft any numbers of nodes, as a policy may choose."""
+def engine_of(target: Path, drafter: str, folder: Path, expected: dict[str, Answer], **options: Any) -> Engine:
+    """Steps verify and draft any numbers of nodes, as a policy may choose. Drafts are kept in `folder`."""
     name, own = DRAFTERS[drafter]
     draft = name if name in ("none", "ngram") else folder / name
-    engine = build_engine(TARGET, draft, drafter=own, device="cpu", grammar_drafts=True, **options)
+    if isinstance(draft, Path) and not draft.exists():
+        save_draft(target, name, draft, expected)
+    engine = build_engine(target, draft, drafter=own, device="cpu", grammar_drafts=True, **options)
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     return engine
 
 
-def answers_alone() -> dict[str, Answer]:
+def answers_alone(target: Path) -> dict[str, Answer]:
     """Without a draft and without drafts of what grammars force, one at a time."""
-    engine = build_engine(TARGET, device="cpu", max_running=1)
-    return run(engine, requests_of(all_cases()))
+    engine = build_engine(target, device="cpu", max_running=1)
+    return run(engine, requests_of(target, all_cases()))
 
 
 def differences(found: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
@@ -199,29 +227,34 @@ log-probabilities within 1e-4, and a trace must count what the request's own fig
 of 8: at temperature 0 and 1, with room for all requests and with so few pages that some are preempted, and each of
 these twice, the second time after cached prompts, when n-gram lookahead knows the answers. All rows run side by side,
 so requests without drafts are beside others. Each step verifies a random number of nodes. All drafters, `none` too,
-draft what grammars force; the reference does not. The bundled target in fp32 on a CPU; EAGLE and DFLASH drafts that
-know half of the answers. Below: the accepted share of drafted tokens, the second time and with room.
-
+draft what grammars force; the reference does not. Targets are computed in fp32 on a CPU; EAGLE and DFLASH drafts know
+half of the answers. The last line of a table: the accepted share of drafted tokens, the second time and with room.
 """
 
 
 def main() -> None:
-    expected = answers_alone()
+    parts = [HEAD.strip()]
+    for kind, name in TARGETS.items():
+        with TemporaryDirectory() as folder:
+            parts += ["", f"## {name}", "", *table(find_target(kind, Path(folder)), Path(folder))]
+    (ASSETS.parent / "docs" / "correctness.md").write_text("\n".join(parts) + "\n")
+
+
+def table(target: Path, folder: Path) -> list[str]:
+    """Lines of the table of a target."""
+    expected = answers_alone(target)
     equal: Counter[tuple[str, str]] = Counter()
     shares = {}
-    with TemporaryDirectory() as folder:
-        save_drafts(Path(folder), expected)
-        for drafter, options in tqdm(list(product(DRAFTERS, (FEW, ROOM))), unit="engine"):
-            engine = engine_of(drafter, Path(folder), **options)
-            for _ in range(2):
-                answers = run(engine, requests_of(all_cases()))
-                wrong = differences(answers, expected)
-                equal.update((case.feature, drafter) for case in all_cases() if case.id not in wrong)
-            shares[drafter] = f"{acceptance(answers):.2f}"
+    for drafter, options in tqdm(list(product(DRAFTERS, (FEW, ROOM))), unit="engine"):
+        engine = engine_of(target, drafter, folder, expected, **options)
+        for _ in range(2):
+            answers = run(engine, requests_of(target, all_cases()))
+            wrong = differences(answers, expected)
+            equal.update((case.feature, drafter) for case in all_cases() if case.id not in wrong)
+        shares[drafter] = f"{acceptance(answers):.2f}"
     lines = [f"| | {' | '.join(DRAFTERS)} |", "|---" * (len(DRAFTERS) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(str(equal[name, drafter]) for drafter in DRAFTERS)} |" for name in features()]
-    lines.append(f"| accepted | {' | '.join(shares.values())} |")
-    (Path(__file__).parents[2] / "docs" / "correctness.md").write_text(HEAD + "\n".join(lines) + "\n")
+    return [*lines, f"| accepted | {' | '.join(shares.values())} |"]
 
 
 if __name__ == "__main__":

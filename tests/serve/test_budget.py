@@ -179,27 +179,32 @@ def experts_ms(rows: int, requests: int, width: int, *, overlap: float) -> float
     return 0.9 + 0.108 * hit + max(0.0, 0.01 * (size - 128)) + draft_ms(requests, width) / 2
 
 
-def expert_costs(overlap: float) -> StepCosts:
-    target = {rows: experts_ms(rows, 1, 1, overlap=overlap) - draft_ms(1, 1) / 2 for rows in SIZES}
+def expert_costs(overlap: float, factor: float = 1.0) -> StepCosts:
+    target = {rows: factor * (experts_ms(rows, 1, 1, overlap=overlap) - draft_ms(1, 1) / 2) for rows in SIZES}
     draft = {(requests, width): draft_ms(requests, width) / 2 for requests in REQUESTS for width in WIDTHS}
     return StepCosts(CostTables({"plain": target, "all": target}, {"plain": draft, "all": draft}))
 
 
-@pytest.mark.parametrize(("batch", "power"), rotating([1, 4, 32], [1.0, 3.0, 0.5]))
-def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(batch: int, power: float) -> None:
-    """A step of text reads fewer experts than start-up measured: that is learnt from its times."""
+@pytest.mark.parametrize(
+    ("batch", "power", "measured"), rotating([1, 4, 32], [1.0, 3.0, 0.5], [(0.0, 1.0), (0.4, 1.3)])
+)
+def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(
+    batch: int, power: float, measured: tuple[float, float]
+) -> None:
+    """A step of text reads fewer experts than start-up `measured`, or is faster by a factor: that is learnt from its
+    times."""
 
     def step_ms(rows: int, requests: int, width: int) -> float:
         return experts_ms(rows, requests, width, overlap=0.4)
 
-    def run(overlap: float) -> tuple[float, float]:
-        simulation = Simulation(BudgetPolicy(expert_costs(overlap), WIDTHS), World(power), batch, step_ms=step_ms)
+    def run(costs: StepCosts) -> tuple[float, float]:
+        simulation = Simulation(BudgetPolicy(costs, WIDTHS), World(power), batch, step_ms=step_ms)
         simulation.run(2000)
         return simulation.run(1000), float(np.mean(simulation.nodes[2000:])) / batch
 
-    corrected, known = run(0.0), run(0.4)
+    corrected, known = run(expert_costs(*measured)), run(expert_costs(0.4))
     assert corrected[0] > 0.98 * known[0]
-    assert corrected[1] == pytest.approx(known[1], rel=0.16), "nodes of a request"
+    assert abs(corrected[1] - known[1]) < 1, "nodes of a request"
 
 
 @settings(max_examples=10, deadline=None)

@@ -1,48 +1,54 @@
-"""Every feature of a request with every drafter: tokens, finish reasons and log-probabilities as without a draft."""
+"""Every feature of a request with every drafter and kind of target: tokens, finish reasons and log-probabilities as
+without a draft."""
 
-from itertools import product
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from slipstream.tests.kernels.triton_runs import SLOW
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.correctness import (
     DRAFTERS,
     FEW,
     ROOM,
+    TARGETS,
     all_cases,
     answers_alone,
     differences,
     engine_of,
+    find_target,
     requests_of,
-    save_drafts,
 )
 from slipstream.tests.serve.engine_runs import Answer, acceptance, run
 
-# Every drafter once; the others are slow.
-GATE = {(drafter, index % 2 == 0) for index, drafter in enumerate(DRAFTERS)}
-CASES = [pytest.param(*case, marks=() if case in GATE else SLOW) for case in product(DRAFTERS, (True, False))]
+
+class Subject(NamedTuple):
+    target: Path
+    expected: dict[str, Answer]
+    drafts: Path
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Answer]:
-    return answers_alone()
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    @cache
+    def find(kind: str) -> Subject:
+        folder = tmp_path_factory.mktemp(kind)
+        target = find_target(kind, folder)
+        return Subject(target, answers_alone(target), folder)
+
+    return find
 
 
-@pytest.fixture(scope="module")
-def drafts(expected: dict[str, Answer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("drafts")
-    save_drafts(folder, expected)
-    return folder
-
-
-@pytest.mark.parametrize(("drafter", "preempted"), CASES)
+@pytest.mark.parametrize(("drafter", "preempted", "kind"), rotating(DRAFTERS, (True, False), TARGETS))
 def test_answers_do_not_depend_on_the_draft(
-    drafter: str, preempted: bool, expected: dict[str, Answer], drafts: Path
+    drafter: str, preempted: bool, kind: str, subject: Callable[[str], Subject]
 ) -> None:
     """The second time prompts are cached, and n-grams know the answers."""
-    requests = requests_of(all_cases())
-    engine = engine_of(drafter, drafts, **FEW if preempted else ROOM)
+    target, expected, drafts = subject(kind)
+    requests = requests_of(target, all_cases())
+    engine = engine_of(target, drafter, drafts, expected, **FEW if preempted else ROOM)
     for _ in range(2):
         answers = run(engine, requests)
         assert differences(answers, expected) == []
@@ -52,7 +58,9 @@ def test_answers_do_not_depend_on_the_draft(
     assert acceptance(answers) > 0
 
 
-def test_the_reference_has_every_way_to_end(expected: dict[str, Answer]) -> None:
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_reference_has_every_way_to_end(kind: str, subject: Callable[[str], Subject]) -> None:
+    expected = subject(kind).expected
     reasons = [answer.finish_reason for answer in expected.values()]
     assert min(reasons.count("stop"), reasons.count("length")) > 3
     assert any(answer.logprobs for answer in expected.values())

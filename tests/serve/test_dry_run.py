@@ -8,15 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.models.files.quantization import read_quantization
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.listed_tensors import listed_tensors
+from slipstream.models.layers.quantized import quantize_linears
+from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.dry_run import DryRun, report
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.runner.kv import page_bytes
-from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
-from slipstream.tests.random_targets import save_random_target
+from slipstream.tests.quantized_targets import (
+    CONFIG,
+    GPTQ,
+    LAYOUTS,
+    MOE_CONFIG,
+    compressed,
+    save_gpt_oss,
+    save_quantized,
+    w4,
+)
+from slipstream.tests.random_targets import change_json, save_random_target
 
 
 def bytes_of(module: torch.nn.Module) -> int:
@@ -36,7 +49,7 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     assert [16 * size for size in run.kv_bytes()] == page_bytes(networks, builder.windows, 16)
 
 
-def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path / "mxfp4")
     save_random_target(copy.deepcopy(MOE_CONFIG), tmp_path / "plain")
     save_quantized(LAYOUTS["packed"], tmp_path / "plain", tmp_path / "packed")
@@ -45,6 +58,56 @@ def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> Non
         run = DryRun(ServeConfig(target=str(path), dtype="bfloat16", device="cpu", quantization=asked))
         loaded = load_target(path, load_config(path), torch.bfloat16, torch.device("cpu"), quantization=asked)
         assert run.weights == bytes_of(loaded)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("targets") / "plain"
+    save_random_target(CONFIG, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, tmp_path: Path) -> None:
+    """From the config files alone."""
+    folder, asked = tmp_path / name, "fp8" if name == "on-the-fly" else None
+    save_quantized(LAYOUTS[name], plain, folder)
+    loaded = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"), quantization=asked)
+    (folder / "model.safetensors").unlink()
+    config = ServeConfig(target=str(folder), dtype="bfloat16", device="cpu", quantization=asked)
+    (network,) = DryRun(config).networks
+    assert network.weights == bytes_of(loaded)
+    assert loaded.quantization is not None
+    assert f"{loaded.quantization.name}, bfloat16" in report(config)
+    own = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
+    assert network.read == (own if asked else network.weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"]}, "qkv o"),
+        ({"quant_method": "fp8", "ignored_layers": ["down_proj"]}, "down"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*", "lm_head"]}, "gate_up down"),
+        (compressed("pack-quantized", w4(32, True)) | {"ignore": ["re:.*self_attn.*", "lm_head"]}, "qkv o"),
+        (GPTQ | {"group_size": 32, "dynamic": {"-:.*o_proj": {}}}, "o"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, "qkv o gate_up down"),
+    ],
+)
+def test_layers_that_a_config_excludes_keep_16_bits(
+    config: dict[str, Any], kept: str, plain: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text((plain / "config.json").read_text())
+    change_json(path, quantization_config=config)
+    with torch.device("meta"):
+        target = Target(load_config(tmp_path))
+    formats = read_quantization(tmp_path)
+    assert formats is not None
+    quantize_linears(target, formats, listed_tensors(target, formats))
+    first = {name.split(".")[-1]: type(layer) for name, layer in target.layers[0].named_modules()}
+    plain_ones = [name.removesuffix("_proj") for name, kind in first.items() if kind is Linear]
+    assert plain_ones == kept.split()
 
 
 def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:

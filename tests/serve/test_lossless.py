@@ -68,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
+KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 BuildDrafted = Callable[..., Engine]
 
@@ -217,44 +218,50 @@ def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDraft
     assert acceptance(answers) > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rows_of_one_batch_sample_each_in_its_own_way(drafter: str, build: BuildDrafted, reference: Reference) -> None:
+@pytest.mark.parametrize(("drafter", "family"), rotating(DRAFTERS, KINDS))
+def test_rows_of_one_batch_sample_each_in_its_own_way(
+    drafter: str, family: str, build: BuildDrafted, reference: Reference
+) -> None:
     prompt = random_prompt(20, 1)
     requests = [make_request(name, prompt, seed=4, **sampling) for name, sampling in SAMPLINGS.items()]
     requests += [Request(id=f"choice {n}", prompt=prompt, params=requests[1].params, choice=n) for n in range(1, 4)]
-    answers = tokens_of(run(build("qwen3", drafter), requests))
-    assert answers == reference("qwen3", requests)
+    answers = tokens_of(run(build(family, drafter), requests))
+    assert answers == reference(family, requests)
     assert len({tuple(tokens) for tokens in answers.values()}) == len(requests), "choices differ"
 
 
 @pytest.mark.parametrize(
-    ("drafter", "options"),
-    rotating(DRAFTERS, [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}]),
+    ("drafter", "options", "family"),
+    rotating(
+        DRAFTERS,
+        [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}, {"prefill_budget": 30}],
+        KINDS,
+    ),
 )
 def test_requests_may_arrive_late_and_in_chunks(
-    drafter: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
+    drafter: str, options: dict[str, Any], family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     requests, answers = uneven_requests(SAMPLINGS["plain"]), dict[str, Answer]()
-    engine, late = build("llama", drafter, **options), iter(requests)
+    engine, late = build(family, drafter, **options), iter(requests)
     for request in late:
         engine.add(request)
         collect(engine.step(), answers)
     while engine.has_work:
         collect(engine.step(), answers)
     engine.scheduler.check()
-    assert tokens_of(answers) == reference("llama", requests)
+    assert tokens_of(answers) == reference(family, requests)
 
 
 @pytest.mark.parametrize(
-    ("drafter", "case"), rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])))
+    ("drafter", "case", "family"), rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])), KINDS)
 )
 def test_an_answer_may_end_inside_a_draft(
-    drafter: str, case: tuple[int, str], build: BuildDrafted, reference: Reference
+    drafter: str, case: tuple[int, str], family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     page_size, ending = case
-    engine, requests = build("qwen3", drafter, page_size=page_size), ending_requests()
+    engine, requests = build(family, drafter, page_size=page_size), ending_requests()
     whole, shorter, expected = run(engine, requests), [], {}
-    assert tokens_of(whole) == reference("qwen3", requests)
+    assert tokens_of(whole) == reference(family, requests)
     for request in requests:
         tokens = whole[request.id].tokens
         for index in inside_drafts(whole[request.id]):
@@ -264,19 +271,19 @@ def test_an_answer_may_end_inside_a_draft(
                 shorter.append(make_request(name, request.prompt, temperature=1.0, seed=request.params.seed, **end))
                 expected[name] = tokens[: index + 1]
     assert len(shorter) > 8
-    answers = run(build("qwen3", drafter, page_size=page_size), shorter)
+    answers = run(build(family, drafter, page_size=page_size), shorter)
     assert tokens_of(answers) == expected
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_models_own_stop_ids_end_an_answer(drafter: str, build: BuildDrafted) -> None:
+@pytest.mark.parametrize(("drafter", "family"), rotating(DRAFTERS, KINDS))
+def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     """Id 2 is the targets' eos."""
     endless = [
         make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=100, ignore_eos=True)
         for seed in range(8)
     ]
-    whole = tokens_of(run(build("llama", drafter), endless))
+    whole = tokens_of(run(build(family, drafter), endless))
     assert {len(tokens) for tokens in whole.values()} == {100}
     ending = [
         make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=100)
@@ -284,32 +291,39 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, build: BuildDrafted
         if 2 in whole[request.id]
     ]
     assert ending, "no text has the stop id: choose other seeds"
-    for name, answer in run(build("llama", drafter), ending).items():
+    for name, answer in run(build(family, drafter), ending).items():
         assert answer.tokens == whole[name][: whole[name].index(2) + 1]
         assert answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(("drafter", "page_size"), rotating(DRAFTERS, [1, 16]))
-def test_preemption_changes_no_token(drafter: str, page_size: int, build: BuildDrafted, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "family"), rotating(DRAFTERS, [1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"])
+)
+def test_preemption_changes_no_token(
+    drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
+) -> None:
     length, size = (40, 128) if (drafter, page_size) != ("dflash", 16) else (150, 384)  # longer than its window of 24
+    size = size * 3 // 4 if "windows" in family else size  # whose layers give pages back
     requests = [
         make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=length)
         for seed in range(6)
     ]
     options = {"page_size": page_size, "max_running": 6, "prefill_budget": 16}
-    engine = build("qwen3", drafter, kv_cache_tokens=size, **options)
+    engine = build(family, drafter, kv_cache_tokens=size, **options)
     for _ in range(3 if drafter in LEARNING else 1):  # repeated answers grow by leaps
-        assert tokens_of(run(engine, requests)) == reference("qwen3", requests)
+        assert tokens_of(run(engine, requests)) == reference(family, requests)
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), rotating(DRAFTERS, SAMPLINGS))
-def test_a_prefix_hit_changes_no_token(drafter: str, sampling: str, build: BuildDrafted, reference: Reference) -> None:
-    first = make_request("first", random_prompt(50, 9), seed=1, **SAMPLINGS[sampling])
-    engine = build("llama", drafter)
+@pytest.mark.parametrize(("drafter", "sampling", "family"), rotating(DRAFTERS, SAMPLINGS, KINDS))
+def test_a_prefix_hit_changes_no_token(
+    drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
+) -> None:
+    first = make_request("first", random_prompt(50, 9), seed=1, ignore_eos=True, **SAMPLINGS[sampling])
+    engine = build(family, drafter)
     tokens = run(engine, [first])["first"].tokens
     later = [
-        make_request("again", first.prompt, seed=1, **SAMPLINGS[sampling]),
+        make_request("again", first.prompt, seed=1, ignore_eos=True, **SAMPLINGS[sampling]),
         make_request("continued", first.prompt + tokens, seed=2, **SAMPLINGS[sampling]),
         make_request("parted", first.prompt[:40] + random_prompt(20, 3), seed=3, **SAMPLINGS[sampling]),
     ]
@@ -317,15 +331,17 @@ def test_a_prefix_hit_changes_no_token(drafter: str, sampling: str, build: Build
     answers = run(engine, [*later, private])
     cached = {name: answer.counts.cached_tokens for name, answer in answers.items()}
     assert cached == {"again": 48, "continued": 64, "parted": 32, "private": 0}
-    assert tokens_of(answers) == reference("llama", [*later, private])
+    assert tokens_of(answers) == reference(family, [*later, private])
     assert answers["again"].tokens == answers["private"].tokens == tokens
 
 
-@pytest.mark.parametrize(("drafter", "steps"), rotating(DRAFTERS, [0, 1, 2, 5]))
-def test_an_abort_leaves_the_others_alone(drafter: str, steps: int, build: BuildDrafted, reference: Reference) -> None:
+@pytest.mark.parametrize(("drafter", "steps", "family"), rotating(DRAFTERS, [0, 1, 2, 5], KINDS))
+def test_an_abort_leaves_the_others_alone(
+    drafter: str, steps: int, family: str, build: BuildDrafted, reference: Reference
+) -> None:
     """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
     requests = uneven_requests(SAMPLINGS["plain"])
-    engine, answers = build("qwen3", drafter, prefill_budget=40, max_running=5), dict[str, Answer]()
+    engine, answers = build(family, drafter, prefill_budget=40, max_running=5), dict[str, Answer]()
     for request in requests:
         engine.add(request)
     for _ in range(steps):
@@ -339,21 +355,21 @@ def test_an_abort_leaves_the_others_alone(drafter: str, steps: int, build: Build
     while engine.has_work:
         collect(engine.step(), answers)
     engine.scheduler.check()
-    expected = reference("qwen3", requests)
+    expected = reference(family, requests)
     for request in requests:
         tokens = answers[request.id].tokens
         assert tokens == expected[request.id][: len(tokens) if request.id in aborted else None]
 
 
-@pytest.mark.parametrize(("drafter", "page_size"), rotating(DRAFTERS, [1, 16]))
+@pytest.mark.parametrize(("drafter", "page_size", "family"), rotating(DRAFTERS, [1, 16], KINDS))
 def test_the_context_can_be_used_to_its_last_token(
-    drafter: str, page_size: int, build: BuildDrafted, reference: Reference
+    drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     request = make_request("long", random_prompt(216, 5), max_tokens=40, temperature=1.0, ignore_eos=True)
-    engine = build("llama", drafter, page_size=page_size)
+    engine = build(family, drafter, page_size=page_size)
     assert engine.info.max_model_len == 256
     answers = run(engine, [request])
-    assert tokens_of(answers) == reference("llama", [request])
+    assert tokens_of(answers) == reference(family, [request])
     assert len(answers["long"].tokens) == 40
 
 
@@ -392,7 +408,7 @@ class AnyPolicy(BudgetPolicy):
 
 @pytest.mark.parametrize(
     ("drafter", "case", "family"),
-    rotating(DRAFTERS, list(product([False, True], [1, 16])), ["qwen3", "mistral-window", "qwen3-windows"]),
+    rotating(DRAFTERS, list(product([False, True], [1, 16])), [*KINDS, "qwen3-windows", "qwen3-moe-windows"]),
 )
 def test_no_token_depends_on_what_else_a_step_computes(
     drafter: str,
@@ -439,7 +455,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "family"), rotating(BY_NETWORK, [1, 16], ["qwen3", "mistral-window", "qwen3-windows"])
+    ("drafter", "page_size", "family"), rotating(BY_NETWORK, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"])
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""

@@ -1,6 +1,8 @@
-"""Mixtures of experts as targets, through the real programs; and the recipes for them, where no weights are read."""
+"""Mixtures of experts as targets, through the real programs; and recipes for them and for Gemma, where no weights are
+read."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,25 +12,30 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
-from slipstream.tests.random_targets import save_random_target
+from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.train.runs import ROOT, Arguments, refusal
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.trackers import read_metrics
 
 PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main}
-FAMILY_OF = {"qwen3-30b-a3b": "qwen3-moe", "gpt-oss-20b": "gpt-oss"}
-RECIPES = [("eagle3", "qwen3-30b-a3b"), ("eagle3", "gpt-oss-20b"), ("dflash", "qwen3-30b-a3b")]
+FAMILY_OF = {
+    **dict.fromkeys(("qwen3-30b-a3b", "qwen3-30b-a3b-fp8"), "qwen3-moe"),
+    **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "gpt-oss"),
+    "gemma3-27b": "gemma3",
+}
+RECIPES = list(product(PROGRAMS, FAMILY_OF))
+SHARDED = ("qwen3-30b-a3b", "gpt-oss-120b")
 
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> dict[str, Path]:
     """By family, with the tokenizer that the data was prepared with."""
-    root = tmp_path_factory.mktemp("experts")
-    for family, config in EXPERT_FAMILIES.items():
+    root, configs = tmp_path_factory.mktemp("experts"), EXPERT_FAMILIES | {"gemma3": FAMILIES["gemma3"]}
+    for family, config in configs.items():
         save_random_target(config, root / family)
         for file in target_path.glob("tokenizer*"):
             shutil.copy(file, root / family)
-    return {family: root / family for family in EXPERT_FAMILIES}
+    return {family: root / family for family in configs}
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -61,7 +68,7 @@ def test_eagle_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, P
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["eval_accept_length"] >= 1
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_dflash_trains_from_random_weights(
     tmp_path: Path, arguments: Arguments, targets: dict[str, Path], family: str
 ) -> None:
@@ -92,5 +99,5 @@ def test_dry_runs_of_the_recipes(
     printed = capsys.readouterr().out
     weights = load_file(targets[FAMILY_OF[recipe]] / "model.safetensors")
     assert f"target    {sum(x.numel() for x in weights.values()) / 1e6:.1f}M parameters in float32, frozen" in printed
-    assert ("sharded" in printed) == (recipe == "qwen3-30b-a3b")
+    assert ("sharded" in printed) == (recipe in SHARDED)
     assert "steps " in printed

@@ -37,7 +37,7 @@ def ran(
         pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp(f"sharded-{request.param}")
     targets = [target_path, make_target("qwen3-tied")]
-    for family in ("qwen3-moe", "gpt-oss", "mixtral"):
+    for family in EXPERT_FAMILIES:
         targets.append(folder / family)
         save_random_target(EXPERT_FAMILIES[family], targets[-1])
     runs: list[tuple[str, list[str]]] = []
@@ -74,7 +74,7 @@ def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: s
 
 def test_every_family_gives_the_same_states_embeddings_logits_and_weights(ran: Path) -> None:
     for process in found(ran):
-        assert [target["equal"] for target in process["targets"]] == [True] * 5
+        assert [target["equal"] for target in process["targets"]] == [True] * 6
 
 
 def test_each_process_holds_half_of_a_layer(ran: Path) -> None:

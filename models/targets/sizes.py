@@ -1,0 +1,46 @@
+"""How many bytes a target's weights take, before any are read: from its config files alone."""
+
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from slipstream.models.files.quantization import Quantization, read_quantization
+from slipstream.models.layers.quantized_experts import quantize_by_config
+from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.decoder import Target
+
+
+class TargetSize(NamedTuple):
+    """Bytes. Layers count as quantised where the checkpoint's config lists them; loading goes by the files' tensors."""
+
+    kept: int
+    read: int  # of files: more than is kept where weights are quantised on the fly
+    quantization: Quantization | None
+
+
+def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | None = None) -> TargetSize:
+    """Of the checkpoint in folder `path`, whose other weights are kept in `dtype`. `asked`: "fp8" to quantise it on the
+    fly."""
+    formats = read_quantization(path, asked)
+    with torch.device("meta"):
+        target = Target(spec)
+    plain = weight_bytes(target, dtype)
+    if formats is None:
+        return TargetSize(plain, plain, None)
+    quantize_by_config(target, formats)
+    kept = weight_bytes(target, dtype)
+    return TargetSize(kept, plain if formats.on_the_fly else kept, formats)
+
+
+def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """On the device, of a module that has none yet. Tied weights count once."""
+    sizes = dict[int, int]()
+    for owner in module.modules():
+        kept = getattr(owner, "dtypes", {})
+        for name, tensor in chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
+            stored = kept.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
+            sizes[id(tensor)] = tensor.numel() * stored.itemsize
+    return sum(sizes.values())
