@@ -55,6 +55,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["sliding_attention", "full_attention"] * 12, "rope_parameters": YARN}
     | {"quantization_config": {"quant_method": "mxfp4"}},
 }
+INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+CONFIGS["llama31-8b-w4a16"] = CONFIGS["llama31-8b"] | {"quantization_config": INT4}
 CONFIGS["qwen3-30b-a3b-fp8"] = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": BLOCKS}
 
 
@@ -113,21 +115,23 @@ def make_target(
     torch.manual_seed(0)
     for parameter in target.parameters():
         fill(parameter.data)
-    for buffer in target.buffers():
-        fill_codes(buffer)
+    for name, buffer in target.named_buffers():
+        fill_codes(name, buffer)
     target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return target.eval().requires_grad_(False)
 
 
-def fill_codes(buffer: torch.Tensor) -> None:
-    """Of quantised weights: codes of e4m3 and of e2m1 (int16), and their scales, so that weights spread by SPREAD."""
+def fill_codes(name: str, buffer: torch.Tensor) -> None:
+    """Of quantised weights: codes of e4m3, or 4-bit ones in words, and their scales, so that weights spread by SPREAD,
+    or less where codes are integers."""
     if buffer.dtype == E4M3:
         for part in buffer.view(torch.uint8).flatten().split(1 << 26):
             part.random_(0, 256)
             part[(part & 127) == 127] = 0  # no NaN
-    elif buffer.dtype == torch.int16:
-        buffer.random_(-(1 << 15), 1 << 15)
+    elif name.endswith("words"):
+        half = torch.iinfo(buffer.dtype).max + 1
+        buffer.random_(-half, half)
     elif buffer.dtype == torch.int32:
         buffer.fill_(0x78787878)  # four times 2^-7
     else:

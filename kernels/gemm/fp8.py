@@ -370,7 +370,7 @@ def _load_scales(
         x_scale = tl.load(x_scale_ptr + block * num_rows + rows, mask=rows < num_rows, other=0.0)
         scales = weight_scale, x_scale
     else:
-        scales = ()
+        scales = ()  # type: ignore[assignment]
     return scales
 
 

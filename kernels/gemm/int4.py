@@ -193,9 +193,9 @@ def load_scales(scales, zeros, chunk, num_groups, UNITS: tl.constexpr, COUNT: tl
     all_scales, all_zeros = (), ()
     for unit in tl.static_range(COUNT):
         group = tl.minimum(chunk * COUNT // UNITS + unit, num_groups - 1)
-        all_scales = all_scales + (tl.load(scales + group),)
+        all_scales = all_scales + (tl.load(scales + group),)  # type: ignore[assignment]
         if zeros is not None:
-            all_zeros = all_zeros + (tl.load(zeros + group),)
+            all_zeros = all_zeros + (tl.load(zeros + group),)  # type: ignore[assignment]
     return all_scales, all_zeros
 
 
