@@ -28,12 +28,12 @@ from slipstream.kernels.attention.tree import (
     _add_values,
     _after_codes,
     _apply_window,
+    _by_head,
     _headroom,
     _held,
     _load_pages,
     _load_queries,
     _node_bit,
-    _scale_scores,
     _score,
     _weigh_sinks,
     fit_blocks,
@@ -629,7 +629,8 @@ def attend_kernel(
     IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
     runs."""
     head, program = tl.program_id(0), tl.program_id(1)
-    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
+    scale = _by_head(scale, scales_ptr, head) if squash is None else scale
+    squash = _by_head(squash, scales_ptr, head) if squash is not None else None
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS

@@ -308,8 +308,7 @@ def attend_kernel(
     where axis 0 has one program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    request = tl.program_id(2)
-    row_tiles = tl.num_programs(1) // G
+    request, row_tiles = tl.program_id(2), tl.num_programs(1) // G
     head = tl.program_id(1) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
@@ -329,7 +328,8 @@ def attend_kernel(
     clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
     q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, CODES)
-    scale, squash = _scale_scores(scales_ptr, head, scale, squash)
+    scale = _by_head(scale, scales_ptr, head) if squash is None else scale
+    squash = _by_head(squash, scales_ptr, head) if squash is not None else None
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     before = None
     if WINDOW is not None:
@@ -490,15 +490,12 @@ def _headroom(cache_ptr):
 
 
 @triton.jit
-def _scale_scores(scales_ptr, head, scale, squash):
-    """`score_factors` of products with a head's codes. A cap is a factor of scores that are squashed already."""
+def _by_head(factor, scales_ptr, head):
+    """One of `score_factors`, of products with a head's codes: the cap's where there is one, since it takes scores that
+    are squashed already."""
     if scales_ptr is not None:
-        own = tl.load(scales_ptr + head)
-        if squash is not None:
-            squash *= own
-        else:
-            scale *= own
-    return scale, squash
+        factor *= tl.load(scales_ptr + head)
+    return factor
 
 
 @triton.jit

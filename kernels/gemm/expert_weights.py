@@ -2,8 +2,7 @@
 
 16 bits, FP8 (kernels/gemm/fp8.py), MXFP4 (mxfp4.py) and 4-bit integers (int4.py). All experts of a layer have one
 format. In every one a product adds inputs in their order, whatever the tile, and weights are the left operand, so that
-a row has the same bits among any others. Inputs of FP8 weights are quantised row by row; by row and 128 inputs they may
-be quantised in the product, where each 128 are loaded.
+a row has the same bits among any others. Inputs of FP8 weights are quantised row by row.
 Letters: E experts, O outputs, I inputs, B = ceil(I / 128) blocks of inputs.
 """
 
@@ -101,7 +100,7 @@ def multiply(
     MXFP4 from one of SPLIT parts of the inputs.
 
     Rows that are not `valid` are zeros. FP8: a row's scale is at row * x_scale_stride, that of a block and a row at
-    block * x_scale_stride + row; without an `x_scale_ptr` x has 16 bits and is quantised here, by blocks.
+    block * x_scale_stride + row.
     """
     output = expert.to(tl.int64) * num_outputs + feature
     rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
@@ -118,12 +117,9 @@ def multiply(
     elif FORMAT == "fp8 blocks":
         blocks = tl.cdiv(num_inputs, DEPTH)
         scales = scale_ptr + (expert.to(tl.int64) * tl.cdiv(num_outputs, DEPTH) + feature // DEPTH) * blocks
-        x_scales = x_scale_ptr
-        if x_scale_ptr is not None:
-            x_scales = x_scale_ptr + row
         acc = _multiply_blocks(
-            acc, weight_ptr + output[:, None] * num_inputs, scales, rows, x_scales, x_scale_stride, valid, num_inputs,
-            DEPTH, STAGES, EVEN,
+            acc, weight_ptr + output[:, None] * num_inputs, scales, rows, x_scale_ptr + row, x_scale_stride, valid,
+            num_inputs, DEPTH, STAGES, EVEN,
         )  # fmt: skip
     else:
         weights = weight_ptr + output[:, None] * num_inputs
@@ -159,13 +155,8 @@ def _multiply_blocks(
     """A loop that states its stages pipelines all its loads, also those that are no operands of a product."""
     for step in tl.range(0, tl.cdiv(num_inputs, DEPTH), num_stages=STAGES):
         weight, x = _load_tiles(weights, rows, valid, step * DEPTH + tl.arange(0, DEPTH)[None, :], num_inputs, EVEN)
-        scale = tl.load(scales + step)
-        if x_scales is None:
-            scaled, x_scale = fp8.scale_blocks(x.to(tl.float32))
-            codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
-        else:
-            codes, x_scale = x, tl.load(x_scales + step * x_scale_stride)
-        acc += tl.dot(weight, tl.trans(codes)) * (scale[:, None] * x_scale[None, :])
+        scale, x_scale = tl.load(scales + step), tl.load(x_scales + step * x_scale_stride)
+        acc += tl.dot(weight, tl.trans(x)) * (scale[:, None] * x_scale[None, :])
     return acc
 
 

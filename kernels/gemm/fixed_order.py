@@ -10,6 +10,7 @@ Letters: M rows, I inputs, O outputs, S parts.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class FixedOrder:
 
     def __init__(self) -> None:
         self.by_library: dict[Shape, dict[int, Multiply]] = {}  # by numbers of rows
+        self.fp8_by_library: dict[Shape, set[int]] = {}  # numbers of rows, of products in FP8
 
     @staticmethod
     def fault(device: torch.device, dtype: torch.dtype) -> str:
@@ -75,7 +77,8 @@ class FixedOrder:
                 found[count] = F.linear
             elif not gated and has_equal_parts(weight) and torch.equal(linear_by_parts(*given), ours[:count]):
                 own = linear_few_rows_triton if count <= MAX_ROWS else linear_many_rows_triton
-                times = [milliseconds(way, x, weight, bias, count) for way in (linear_by_parts, own)]
+                whole = partial(linear_many_rows_triton, x, weight, bias)
+                times = [milliseconds(partial(way, *given), whole) for way in (linear_by_parts, own)]
                 if times[0] < times[1]:
                     found[count] = linear_by_parts
 
@@ -99,14 +102,14 @@ class FixedOrder:
         return out.view(*x.shape[:-1], len(weight) // 2)
 
 
-def milliseconds(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> float:
-    """Of the product of the first `rows` of x. `multiply` has run before."""
+def milliseconds(run: Callable[[], object], meanwhile: Callable[[], object]) -> float:
+    """Of some calls of `run`, which has run before; their launch is hidden behind some of `meanwhile`."""
     for _ in range(TIMED_CALLS):
-        linear_many_rows_triton(x, weight, bias)  # meanwhile the host launches what is timed
+        meanwhile()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(TIMED_CALLS):
-        multiply(x[:rows], weight, bias)
+        run()
     end.record()
     torch.cuda.synchronize()  # sync
     return start.elapsed_time(end)
@@ -126,29 +129,39 @@ def linear_by_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return sum_parts_triton(torch.bmm(x_parts, weight_parts, out_dtype=torch.float32), bias, x.dtype)
 
 
-def sum_parts_triton(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """parts (S, M, O) fp32, bias (O,) -> their sum (M, O) in `dtype`."""
+def sum_parts_triton(
+    parts: Tensor, bias: Tensor | None, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """parts (S, M, O) fp32, bias (O,) -> their sum (M, O) in `dtype`. `scales`: of outputs (O,) and rows (M,), by which
+    the sum is multiplied first."""
     split, num_rows, num_outputs = parts.shape
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
     size = num_rows * num_outputs
+    output_scales, row_scales = scales or (None, None)
+    stride = 0 if row_scales is None else row_scales.stride(0)
     sum_parts_kernel[(triton.cdiv(size, 2048),)](
-        parts, bias, out, size, num_outputs, SPLIT=split, BLOCK=2048, num_warps=8, **pdl_options(parts.device)
-    )
+        parts, output_scales, row_scales, bias, out, size, num_outputs, stride,
+        SPLIT=split, BLOCK=2048, num_warps=8, **pdl_options(parts.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def sum_parts_kernel(
-    parts_ptr, bias_ptr, out_ptr, size, num_outputs, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    parts_ptr, output_scales_ptr, row_scales_ptr, bias_ptr, out_ptr, size, num_outputs, row_scale_stride,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(PDL)
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = cell < size
+    inside, output = cell < size, cell % num_outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT):
         total += tl.load(parts_ptr + part * size.to(tl.int64) + cell, mask=inside, other=0.0)
+    if output_scales_ptr is not None:
+        total *= tl.load(output_scales_ptr + output, mask=inside, other=0.0)
+        total *= tl.load(row_scales_ptr + cell // num_outputs * row_scale_stride, mask=inside, other=0.0)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + cell % num_outputs, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + cell, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 

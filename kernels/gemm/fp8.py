@@ -4,11 +4,15 @@ Inputs are quantised row by row, or by row and 128 inputs, or by a static scale 
 rows. Hopper's tensor cores add FP8 products in less than fp32, so every 128 inputs a sum is added to one in fp32
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Both kernels cut the inputs into the same parts, add 128 inputs at a
 time in their order and have the weights as the left operand, so a row has the same bits in a pass of any size. Scales
-of rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs.
+of rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs. Without its fast
+accumulation the library adds likewise, and is faster for many rows.
 Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
 """
 
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
 from slipstream.kernels.gemm.small_m import Tiling, choose_tiling, merge_parts, part_inputs, round_silu_mul, scratch
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
@@ -217,6 +222,66 @@ def fp8_linear_triton(
     return silu_mul(out) if gated else out
 
 
+@functools.cache
+def knows_library(device: torch.device) -> bool:
+    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def library_linear(
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, split: int = 1
+) -> Tensor:
+    """`fp8_linear` by the library, for scales of rows and outputs and bf16. `split`: parts of the inputs, which are
+    computed in fp32; a kernel adds and scales them."""
+    if split == 1 and bias is None:
+        both = x.scales[:, None].contiguous(), scales[None]
+        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=False)
+    one = _one(weight.device)
+    parts = torch.empty(split, len(x.codes), len(weight), dtype=torch.float32, device=weight.device)
+    pairs = zip(x.codes.tensor_split(split, dim=1), weight.tensor_split(split, dim=1), parts, strict=True)
+    for codes, own, part in pairs:
+        torch._scaled_mm(codes, own.t(), one, one, out_dtype=torch.float32, use_fast_accum=False, out=part)
+    return sum_parts_triton(parts, bias, x.dtype, (scales, x.scales))
+
+
+def has_library(x: QuantizedRows, weight: Tensor, scales: Tensor) -> bool:
+    """Whether `library_linear` takes these."""
+    is_aligned = not any(size % ALIGNMENT for size in weight.shape)
+    return is_aligned and x.dtype == torch.bfloat16 and scales.dim() == 1 and knows_library(weight.device)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: Tensor | None) -> set[int]:
+    """The numbers of rows for which `library_linear`, in the parts of few rows, gives the bits of our kernels, and is
+    faster."""
+    wanted = sorted(count for count in set(rows) if count > FEW_GATED_ROWS)
+    tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
+    is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
+    if not wanted or not knows_library(weight.device) or not is_even:
+        return set()
+    generator = torch.Generator(weight.device).manual_seed(0)
+    size = wanted[-1], weight.shape[1]
+    x = quantize_rows(torch.randn(size, generator=generator, device=weight.device).bfloat16())
+    if not has_library(x, weight, scales):
+        return set()
+    found = set()
+    for count in wanted:
+        own = QuantizedRows(x.codes[:count], x.scales[:count], x.dtype), weight, scales, bias
+        ways = [partial(library_linear, *own, tiling.split), partial(fp8_linear, *own)]
+        try:
+            is_equal = torch.equal(ways[0](), ways[1]())
+        except (RuntimeError, ValueError):  # what the library takes depends on its version
+            return set()
+        whole = partial(fp8_linear, x, weight, scales, bias)
+        if is_equal and milliseconds(ways[0], whole) < milliseconds(ways[1], whole):
+            found.add(count)
+    return found
+
+
 def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
     """As many parts as a product of 16-bit weights has. A tile takes half the bytes, so more of them are in flight."""
     tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
@@ -392,30 +457,22 @@ def _scale_sums(
     if not BLOCKS:
         x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * x_scale_stride, mask=rows < num_rows, other=0.0)
         weight_scale = tl.load(weight_scale_ptr + outputs, mask=outputs < num_outputs, other=0.0)
-        sums = sums * x_scale[:, None] * weight_scale[None, :]
+        sums = sums * weight_scale[None, :] * x_scale[:, None]  # in the order of the library
     return sums
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
-def fp8_few_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    num_rows, num_outputs, num_inputs, part, x_scale_stride,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _few_products(
+    x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
-    up_weights = weights + num_outputs.to(tl.int64) * num_inputs
-    first = tl.program_id(1) * (part // DEPTH)
-    last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
-    row = tl.arange(0, ROWS)
+    """Sums (OUTPUTS, ROWS) over steps `first` to `last` of DEPTH inputs, and those of the features num_outputs further
+    on. Scales of blocks are loaded a step ahead, so that nothing waits for them."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     all_outputs = num_outputs * 2 if GATED else num_outputs
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    # Scales of blocks are loaded a step ahead, so that nothing waits for them.
     scales = _load_scales(
         weight_scale_ptr, x_scale_ptr, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
     )
@@ -442,6 +499,28 @@ def fp8_few_kernel(
             up = _add_products(up, weight, x, ups, DEPTH)
             ups = next_ups
         scales = next_scales
+    return acc, up
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+def fp8_few_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    num_rows, num_outputs, num_inputs, part, x_scale_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
+    first = tl.program_id(1) * (part // DEPTH)
+    last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
+    row = tl.arange(0, ROWS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc, up = _few_products(
+        x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,
+        ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

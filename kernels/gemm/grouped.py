@@ -5,9 +5,9 @@ programs sum the outputs of each token (for many tokens a kernel of its own does
 read. A row's bits depend on its own experts alone: a product adds its inputs in their order in every tile
 (kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
 only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
-last block end at once. FP8 experts take two launches more, which quantise the inputs of each product; inputs of few
-tokens that are scaled by block are quantised where they are multiplied. Decoding MXFP4 takes a program longer than
-loading it: the down projection of few tokens has twice the programs, each with half of the inputs.
+last block end at once. FP8 experts take two launches more, which quantise the inputs of each product. (In the product
+each program would do it again, which takes three times as long.) Decoding MXFP4 takes a program longer than loading it:
+the down projection of few tokens has twice the programs, each with half of the inputs.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -109,7 +109,8 @@ TILINGS: dict[Format, dict[int, Tiling]] = {
         128: Tiling(outputs=128, depth=256, stages=2, warps=8),
     },
 }
-TILINGS["fp8 blocks"] = TILINGS["fp8"]
+# Scaling each block's products takes registers.
+TILINGS["fp8 blocks"] = TILINGS["fp8"] | dict.fromkeys((64, 128), Tiling(outputs=64, depth=128, stages=4))
 
 
 @Op
@@ -163,7 +164,7 @@ def mix_experts_triton(
     is_fused = num_rows <= FUSED_ROWS
     hidden = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
-        *_inputs(x, weights.gate_up, is_fused), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
+        *_inputs(x, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
         num_rows, size, intermediate,
         CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, **gated.options(), **options,
         **constants(weights.gate_up, x, gated.depth),
@@ -174,7 +175,7 @@ def mix_experts_triton(
     parts = split if blocks is None and is_fused else 1  # side by side
     partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
     down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
-        *_inputs(hidden, weights.down, is_fused), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
+        *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
         *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
         **plain.options(), **options, **constants(weights.down, x, plain.depth),
     )  # fmt: skip
@@ -187,10 +188,10 @@ def mix_experts_triton(
     return out
 
 
-def _inputs(x: Tensor, matrix: ExpertMatrix, is_few: bool) -> tuple[Tensor, int, Tensor | None, int]:
+def _inputs(x: Tensor, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int]:
     """Rows as the product with `matrix` takes them, their stride, and scales with their stride (`multiply`)."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    if not isinstance(matrix, FP8Weight) or (is_few and matrix.inputs.by_block):
+    if not isinstance(matrix, FP8Weight):
         return x, x.stride(0), None, 0
     codes, scales, _ = fp8.quantize_rows(x, matrix.inputs)
     return codes, codes.stride(0), scales, scales.stride(0)
@@ -203,7 +204,7 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     if format not in CHUNKS and num_inputs % tiling.depth and num_inputs % 64 == 0:
         tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
     bits = WEIGHT_BITS.get(format, 8 * x.element_size())
-    row_bytes = x.element_size() if format != "fp8" else 1
+    row_bytes = 1 if isinstance(matrix, FP8Weight) else x.element_size()
     stage = tiling.depth * (tiling.outputs * bits // 8 + block_rows * row_bytes)
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
 

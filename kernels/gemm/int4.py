@@ -121,6 +121,8 @@ def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, n
         split *= 2
     if num_rows > FEW_ROWS and triton.cdiv(num_outputs, 128) * triton.cdiv(num_rows, MANY_ROWS) >= PROGRAMS // 2:
         return Tiling(outputs=128, depth=CHUNK, split=split, stages=2, warps=8)
+    if num_rows > FEW_ROWS:
+        return Tiling(outputs=64, depth=CHUNK, split=split, stages=2)
     return Tiling(outputs=64, depth=CHUNK, split=split, stages=4 if split > 4 and num_rows <= 16 else 3)
 
 
@@ -232,6 +234,45 @@ def add_products(
     return acc
 
 
+@triton.jit
+def _sum_chunks(
+    words, scales, zeros, x_desc, first_row, x_row, inside, first, last, num_outputs, num_inputs, num_groups,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
+    UNITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums (OUTPUTS, ROWS) over chunks `first` to `last`, and, gated, those of the features num_outputs further on.
+    Scales are loaded a chunk ahead: Triton does not do that with numbers of less than 4 bytes."""
+    COUNT: tl.constexpr = CHUNK // UNIT
+    further = num_outputs.to(tl.int64)
+    up_words, up_scales = words + further * tl.cdiv(num_inputs, CHUNK) * PLANE, scales + further * num_groups
+    up_zeros = zeros
+    if zeros is not None:
+        up_zeros = zeros + further * num_groups
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    own, own_zeros = load_scales(scales, zeros, first, num_groups, UNITS, COUNT)
+    if GATED:
+        ups, up_zeros_own = load_scales(up_scales, up_zeros, first, num_groups, UNITS, COUNT)
+    for chunk in range(first, last):
+        after = chunk + 1
+        next_own, next_zeros = load_scales(scales, zeros, after, num_groups, UNITS, COUNT)
+        if GATED:
+            next_ups, next_up_zeros = load_scales(up_scales, up_zeros, after, num_groups, UNITS, COUNT)
+        acc = add_products(
+            acc, words, x_desc, first_row, x_row, inside, num_inputs, own, own_zeros, chunk,
+            CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
+        )  # fmt: skip
+        if GATED:
+            up = add_products(
+                up, up_words, x_desc, first_row, x_row, inside, num_inputs, ups, up_zeros_own, chunk,
+                CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
+            )  # fmt: skip
+            ups, up_zeros_own = next_ups, next_up_zeros
+        own, own_zeros = next_own, next_zeros
+    return acc, up
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_groups"])
 def int4_kernel(
     x_ptr, x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
@@ -253,43 +294,25 @@ def int4_kernel(
     safe = tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64)
     words_row, column = tl.cdiv(num_inputs, CHUNK) * PLANE, tl.arange(0, PLANE)[None, :]
     words = words_ptr + safe * words_row + column
-    up_words = words + num_outputs.to(tl.int64) * words_row
-    scales, up_scales = scales_ptr + safe * num_groups, scales_ptr + (safe + num_outputs) * num_groups
-    zeros, up_zeros = None, None
+    scales = scales_ptr + safe * num_groups
+    zeros = None
     if zeros_ptr is not None:
-        zeros, up_zeros = zeros_ptr + safe * num_groups, zeros_ptr + (safe + num_outputs) * num_groups
+        zeros = zeros_ptr + safe * num_groups
     x_row = x_ptr + row[:, None].to(tl.int64) * x_stride + column
     inside = (row < num_rows)[:, None] & (column < PLANE)
     result = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    COUNT: tl.constexpr = CHUNK // UNIT
     for index in range(IN_TURN):
         first = (tl.program_id(1) + index) * (part // CHUNK)
         last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
-        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        # Scales are loaded a chunk ahead: Triton does not do that with numbers of less than 4 bytes.
-        own, own_zeros = load_scales(scales, zeros, first, num_groups, UNITS, COUNT)
-        if GATED:
-            ups, up_zeros_own = load_scales(up_scales, up_zeros, first, num_groups, UNITS, COUNT)
-        for chunk in range(first, last):
-            after = chunk + 1
-            next_own, next_zeros = load_scales(scales, zeros, after, num_groups, UNITS, COUNT)
-            if GATED:
-                next_ups, next_up_zeros = load_scales(up_scales, up_zeros, after, num_groups, UNITS, COUNT)
-            acc = add_products(
-                acc, words, x_desc, first_row, x_row, inside, num_inputs, own, own_zeros, chunk,
-                CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
-            )  # fmt: skip
-            if GATED:
-                up = add_products(
-                    up, up_words, x_desc, first_row, x_row, inside, num_inputs, ups, up_zeros_own, chunk,
-                    CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
-                )  # fmt: skip
-                ups, up_zeros_own = next_ups, next_up_zeros
-            own, own_zeros = next_own, next_zeros
+        acc, ups = _sum_chunks(
+            words, scales, zeros, x_desc, first_row, x_row, inside, first, last, num_outputs, num_inputs, num_groups,
+            ROWS, OUTPUTS, CHUNK, PLANE, UNIT, UNITS, GATED, EVEN, ZERO, PACKED, PRECISION,
+        )  # fmt: skip
         result += acc
+        up += ups
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -164,7 +164,9 @@ def _rotate_and_store(
         cell = (tl.load(slots_ptr + token) * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
-        k_scale, v_scale = _load_scales(scales_ptr, head, G)
+        k_scale, v_scale = None, None
+        if scales_ptr is not None:
+            k_scale, v_scale = _load_scales(scales_ptr, head, G)
         _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R)
         _copy_heads(v, values_ptr + cell + dim, inside, v_scale, D)
 
@@ -217,13 +219,9 @@ def _store_half(target, half, inside, scale):
 
 @triton.jit
 def _load_scales(scales_ptr, head, G):
-    """Of the keys and the values of heads (HEADS, 1); None where the cache holds no codes. Heads past the last have
-    1."""
-    k_scale, v_scale = None, None
-    if scales_ptr is not None:
-        k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
-        v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
-    return k_scale, v_scale
+    """Of the keys and the values of heads (HEADS, 1). Heads past the last have 1."""
+    k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
+    return k_scale, tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
 
 
 @triton.jit
@@ -310,8 +308,8 @@ def _store_context(
     angle = tl.load(positions_ptr + row) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
+    k_scale, v_scale = None, None
     if scales_ptr is not None:
-        scales_ptr += layer * 2 * G
-    k_scale, v_scale = _load_scales(scales_ptr, head, G)
+        k_scale, v_scale = _load_scales(scales_ptr + layer * 2 * G, head, G)
     _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R)
     _copy_heads(source + G * D + dim, target + num_slots.to(tl.int64) * G * D + dim, inside, v_scale, D)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm import fp8, int4
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
+from slipstream.kernels.gemm.small_m import choose_tiling
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import CHUNK, Head, Linear, copy_converted
@@ -171,13 +172,35 @@ class FP8Linear(QuantizedLinear):
         static = self.get_buffer("input_scale") if self.format.static else None
         return fp8.InputScales(static, self.format.scales == "block")
 
+    def check_order(self, rows: Iterable[int]) -> None:
+        assert self.order is not None
+        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        if self.format.scales != "block":
+            own = self.order.fp8_by_library.setdefault(self._shape, set())
+            own |= fp8.rows_by_library(rows, weight, scale, self.bias)
+
+    @property
+    def _shape(self) -> tuple[int, int, bool, bool]:
+        return self.out_features, self.in_features, self.bias is not None, False
+
     def _multiply(self, x: Tensor | fp8.QuantizedRows, gated: bool) -> Tensor:
         weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
-        if isinstance(x, fp8.QuantizedRows):
-            return fp8.fp8_linear(x, weight, scale, self.bias, gated)
-        rows = fp8.quantize_rows(x.reshape(-1, self.in_features), self.scales_of_inputs())
-        out = fp8.fp8_linear(rows, weight, scale, self.bias, gated)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        if not isinstance(x, fp8.QuantizedRows):
+            rows = fp8.quantize_rows(x.reshape(-1, self.in_features), self.scales_of_inputs())
+            out = self._multiply(rows, gated)
+            return out.view(*x.shape[:-1], out.shape[-1])
+        if not gated and (split := self._library_parts(x)):
+            return fp8.library_linear(x, weight, scale, self.bias, split)
+        return fp8.fp8_linear(x, weight, scale, self.bias, gated)
+
+    def _library_parts(self, rows: fp8.QuantizedRows) -> int:
+        """In how many parts the library multiplies; 0 where our kernels do: in an order, where it was not seen to keep
+        it, and without one for few rows."""
+        if self.order is not None:
+            is_alike = len(rows.codes) in self.order.fp8_by_library.get(self._shape, ())
+            return choose_tiling(self.out_features, self.in_features).split if is_alike else 0
+        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        return int(len(rows.codes) > fp8.FEW_ROWS and fp8.has_library(rows, weight, scale))
 
     def dequantized(self) -> Tensor:
         return fp8.dequantize_weight(self.get_buffer("weight"), self.get_buffer("weight_scale"))

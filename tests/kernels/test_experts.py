@@ -282,7 +282,7 @@ def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
     ("mxfp4", "gpt-oss"), ("int4", "a3b"), ("int4 zeros", "a3b"), ("fp8 blocks", "qwen2")])  # fmt: skip
 @torch.inference_mode()
 def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str, name: str) -> None:
-    """Also where its inputs are quantised in the product, and in a graph; cf. the plain torch."""
+    """Also in a graph; cf. the plain torch."""
     size, _, experts, top_k = REAL[name]
     weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
