@@ -33,8 +33,9 @@ from slipstream.bench.gpu import copy_bandwidth, milliseconds
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.kernels.gemm import fp8, int4
+from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder
-from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.gemm.small_m import Tiling, choose_tiling
 from slipstream.models.files.checkpoint import read_json, read_tensors
 
 PEAK = {"bf16": 989e12, "fp8": 1979e12, "fp8 blocks": 1979e12, "int4": 989e12, "int4 zeros": 989e12}  # an H100's
@@ -117,8 +118,17 @@ def product_of(
         given = fp8.InputScales(by_block=blocks)
         scales = scales[:1].expand(-(-outputs // 128), -(-inputs // 128)).contiguous() if blocks else scales
 
+        shape, split = (outputs, inputs, False, False), choose_tiling(outputs, inputs).split
+        if not blocks and shape not in order.fp8_by_library:
+            order.fp8_by_library[shape] = fp8.rows_by_library(config.rows, codes, scales, None)
+        by_library = order.fp8_by_library.get(shape, ())
+
         def multiply(x: Tensor, gated: bool) -> Tensor:
-            return fp8.fp8_linear(fp8.quantize_rows(x, given), codes, scales, None, gated)
+            rows = fp8.quantize_rows(x, given)
+            if len(x) not in by_library:
+                return fp8.fp8_linear(rows, codes, scales, None, gated)
+            out = fp8.library_linear(rows, codes, scales, None, split)
+            return silu_mul(out) if gated else out
 
         return multiply, codes.nbytes + scales.nbytes
     stored = random_int4(outputs, inputs, name == "int4 zeros", device)
