@@ -30,7 +30,6 @@ from slipstream.kernels.attention.tree import (
     _apply_window,
     _by_head,
     _headroom,
-    _held,
     _load_pages,
     _load_queries,
     _node_bit,
@@ -698,10 +697,10 @@ def _attend_tile(
     If the tile is shared, the owner of its first part adds up its own parts, up to own_finish, and the others store
     each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
-    CODES: tl.constexpr = scales_ptr is not None
+    PACKED: tl.constexpr = 2 if scales_ptr is not None else 1  # numbers that an element of the cache holds
     row, num_rows = tl.arange(0, ROWS), count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
-    q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, CODES)
+    q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, PACKED)
     place, end = position + clipped // GROUP, position + count
     seen, path, before, certain = None, None, place, position + 1
     if paths_ptr is not None:
@@ -724,7 +723,7 @@ def _attend_tile(
             q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
             lowest, certain, base, end, scale, squash,
-            G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
+            G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
@@ -758,7 +757,7 @@ def _attend_parts(
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
     that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
-    loop would keep tiles of 64 rows from overlapping their products. D, BLOCK_D: as the cache has them, `_held`."""
+    loop would keep tiles of 64 rows from overlapping their products. D, BLOCK_D: elements of the cache."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)

@@ -323,11 +323,11 @@ def attend_kernel(
     num_rows = tl.minimum(N * GROUP - first_row, ROWS)
     if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
         return  # other programs without a part help to merge
-    CODES: tl.constexpr = scales_ptr is not None
+    PACKED: tl.constexpr = 2 if scales_ptr is not None else 1  # numbers that an element of the cache holds
     row = tl.arange(0, ROWS)
     clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
-    q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, CODES)
+    q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, PACKED)
     scale = _by_head(scale, scales_ptr, head) if squash is None else scale
     squash = _by_head(squash, scales_ptr, head) if squash is not None else None
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
@@ -339,7 +339,7 @@ def attend_kernel(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, squash,
         lowest if WINDOW is not None else None, before,
-        G, _held(D, CODES), _held(BLOCK_D, CODES), PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
+        G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
     if PDL:  # not earlier: the next kernel's programs would occupy places that this kernel's still need
         tl.extra.cuda.gdc_launch_dependents()
@@ -372,7 +372,8 @@ def _attend_tokens(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q (ROWS, dims) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,). D, BLOCK_D: `_held`.
+    """Attention of q (ROWS, dims) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,). D, BLOCK_D count
+    elements of the cache.
 
     start is a multiple of TOKENS, so a tile is whole pages or part of one. before (ROWS,): the last position before a
     row's window. Tokens before `lowest` are not read: their pages may be another request's, and NaN times a weight of 0
@@ -414,7 +415,7 @@ def _attend_tokens(
 
 
 @triton.jit
-def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl.constexpr):
+def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr):
     """(rows, BLOCK_D): heads of queries, `rows` from q_ptr on. Beside codes even dims first, in the dtype in which
     codes are read: fp16, but fp32 for exact products.
 
@@ -422,7 +423,7 @@ def _load_queries(q_ptr, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl
     go; what it cannot saturates."""
     dims = tl.arange(0, BLOCK_D)
     q = tl.load(q_ptr + (rows.to(tl.int64)[:, None] * D + dims[None, :]), mask=(dims < D)[None, :], other=0.0)
-    if CODES:
+    if PACKED > 1:
         if q.dtype.primitive_bitwidth < 32:
             q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
         pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
@@ -437,19 +438,13 @@ def _after_codes(result, scale):
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), result.shape)
 
 
-@triton.constexpr_function
-def _held(size, codes):
-    """Elements of the cache that hold `size` numbers: codes lie in words of two. Tensor cores read values by columns,
-    and nothing transposes bytes on the way from shared memory; words are."""
-    return size // 2 if codes else size
-
-
 @triton.jit
 def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
     """acc (rows, dims) + weights (rows, TOKENS) times a tile of values as loaded; of codes even dims first.
 
-    Two products, since the compiler then copies words straight to shared memory and reads them as tensor cores take
-    them; halves of acc lie in registers of their own, so nothing moves."""
+    Codes lie in words of two: tensor cores read values by columns, and nothing transposes bytes on the way from shared
+    memory; words are. Two products, since the compiler then copies words straight to shared memory and reads them as
+    tensor cores take them; halves of acc lie in registers of their own, so nothing moves."""
     if loaded.dtype == tl.int16:
         SHAPE: tl.constexpr = (acc.shape[0], 2, acc.shape[1] // 2)
         lower, upper = _unpack(loaded, weights.dtype)
@@ -468,7 +463,8 @@ def _read_keys(loaded, DTYPE: tl.constexpr):
     before they become numbers, for the same reason as in `_add_values`."""
     keys = tl.trans(loaded)
     if loaded.dtype == tl.int16:
-        both = tl.permute(tl.join(*_unpack(keys, DTYPE)), (2, 0, 1))
+        lower, upper = _unpack(keys, DTYPE)
+        both = tl.permute(tl.join(lower, upper), (2, 0, 1))
         keys = tl.reshape(both, (2 * keys.shape[0], keys.shape[1]))
     return keys
 

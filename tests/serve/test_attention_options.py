@@ -137,6 +137,16 @@ def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.Mo
                 find_backends("sdpa", one)
 
 
+@pytest.mark.usefixtures("flashinfer")
+def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
+    kv = {phase: one._replace(has_codes=True) for phase, one in formats().items()}
+    assert names("auto", kv) == ["sdpa Backend", "triton Backend", "triton Backend"]
+    with pytest.raises(
+        ValueError, match="'flashinfer' cannot serve .*: it has no kernels for an FP8 KV cache .*: sdpa$"
+    ):
+        find_backends("flashinfer", kv)
+
+
 @pytest.mark.parametrize("fitting", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("flashinfer")
 def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
