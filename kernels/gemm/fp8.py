@@ -10,6 +10,7 @@ Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
 """
 
 import functools
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inpu
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
 
 E4M3 = torch.float8_e4m3fn
+logger = logging.getLogger(__name__)
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 1e-12  # of a row of zeros
 BLOCK = 128  # inputs and outputs of a block that shares a scale; inputs whose products are added in tensor cores alone
@@ -274,7 +276,9 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
         ways = [partial(library_linear, *own, tiling.split), partial(fp8_linear, *own)]
         try:
             is_equal = torch.equal(ways[0](), ways[1]())
-        except (RuntimeError, ValueError):  # what the library takes depends on its version
+        except (RuntimeError, ValueError) as error:  # what the library takes depends on its version
+            message = "FP8 products of %d x %d stay with our kernels, since torch._scaled_mm does not take them: %s"
+            logger.warning(message, *weight.shape, str(error).partition("\n")[0])
             return set()
         whole = partial(fp8_linear, x, weight, scales, bias)
         if is_equal and milliseconds(ways[0], whole) < milliseconds(ways[1], whole):

@@ -78,15 +78,6 @@ class Quantization:
         formats = (format for targets, format in self.groups if any(_names(target, module) for target in targets))
         return next(formats, None)
 
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether experts are in MXFP4, and nothing else is quantised."""
-        return not self.groups
-
-    def names(self, module: str) -> bool:
-        """Whether a group names this linear layer."""
-        return any(_names(target, module) for targets, _ in self.groups for target in targets)
-
     def format_of(self, module: str) -> Format:
         """Of a quantised linear layer, by its name in files. Raises ValueError if no group names it."""
         for targets, format in self.groups:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from slipstream.models.files.quantization import FP8Format, Quantization
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.moe import Experts
+from slipstream.models.layers.quantized import GATES
 
-GATE = ".shared_expert_gate"  # routes, and has 16 bits as routers have
 MATRICES = ("gate_up_proj", "down_proj")  # of experts
 
 
@@ -32,7 +32,7 @@ def listed_tensors(network: nn.Module, quantization: Quantization) -> dict[str, 
 
 def _linears(path: str, module: nn.Module) -> Iterator[tuple[str, int]]:
     """Names and numbers of inputs of the linear layers that files have for a module."""
-    if isinstance(module, Linear) and not isinstance(module, Head) and not path.endswith(GATE):
+    if isinstance(module, Linear) and not isinstance(module, Head) and not path.endswith(GATES):
         parent = path.rpartition(".")[0]
         for name in [f"{parent}.{part}" for part in module.parts] or [path]:
             yield name, module.in_features

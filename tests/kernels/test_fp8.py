@@ -11,10 +11,12 @@ from slipstream.kernels.gemm.fp8 import (
     InputScales,
     QuantizedRows,
     fp8_linear,
+    library_linear,
     quantize_rows,
     quantized_rms_norm,
     quantized_silu_mul,
 )
+from slipstream.kernels.gemm.small_m import choose_tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
@@ -119,6 +121,19 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
             own = quantize_rows(x[start : start + count], InputScales(by_block=blocks))
             found = fp8_linear(own, weight, scales, None, gated)
             assert torch.equal(found, whole[start : start + count]), (gated, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LLAMA)
+@torch.inference_mode()
+def test_the_library_adds_like_our_kernels(shape: tuple[int, int]) -> None:
+    """So that it is not left out unnoticed."""
+    weight, scales = layer(*shape, False, "cuda")
+    x = quantize_rows(torch.randn(512, shape[1], device="cuda").bfloat16())
+    own = QuantizedRows(x.codes[:128], x.scales[:128], x.dtype)
+    split = choose_tiling(*shape).split
+    for rows in (x, own):
+        assert torch.equal(library_linear(rows, weight, scales, None, split), fp8_linear(rows, weight, scales))
 
 
 @pytest.mark.gpu
