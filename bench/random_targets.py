@@ -87,6 +87,24 @@ def random_pair(name: str) -> Iterator[Pair]:
             build.load_target = load
 
 
+def published_spec(name: str) -> TargetSpec:
+    with _folder(name) as path:
+        return load_config(path)
+
+
+def published_target(name: str, dtype: torch.dtype, device: torch.device, quantization: str | None = None) -> Target:
+    """Of CONFIGS, with random weights; `quantization`: "fp8", of 16-bit weights on the fly."""
+    with _folder(name) as path:
+        return make_target(path, load_config(path), dtype, device, quantization=quantization)
+
+
+@contextmanager
+def _folder(name: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        yield Path(folder)
+
+
 def save_draft(target: TargetSpec, pair: Pair) -> None:
     size = min(DRAFT_VOCABULARY, target.vocab_size)
     fields = {"aux_layers": default_aux_layers(target.num_layers), "target": pair.target}

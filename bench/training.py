@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.bench.gpu import print_kernels, profile_kernels
-from slipstream.bench.inflate_weights import SHAPES
+from slipstream.bench.inflate_weights import SHAPES, Shape
 from slipstream.bench.lines import Lines, origin
+from slipstream.bench.random_targets import CONFIGS, DRAFT_VOCABULARY, published_spec, published_target
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
@@ -60,8 +61,10 @@ Part = Callable[[], None]
 class StepConfig:
     """Options of this benchmark."""
 
-    shape: Literal["qwen3-8b", "llama31-8b", "mid", "tiny"] = "qwen3-8b"
-    """Sizes of target and draft."""
+    shape: str = "qwen3-8b"
+    """Sizes of target and draft: qwen3-8b, llama31-8b, mid or tiny, or a target of bench/random_targets.py."""
+    quantization: Literal["fp8"] | None = None
+    """Quantise the target's 16-bit weights on the fly; the decoder runs it."""
     drafter: Literal["dflash", "eagle3"] = "dflash"
     """Which training program."""
     sequence: int = 4096
@@ -92,6 +95,23 @@ class StepConfig:
     """List the kernels of a step."""
     output: str | None = None
     """File to append the JSON line to."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES | CONFIGS:
+            raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(SHAPES | CONFIGS)}")
+        if self.quantization is not None and self.shape not in CONFIGS:
+            raise ValueError(f"quantization is {self.quantization}; then shape must be one of {', '.join(CONFIGS)}")
+        if self.is_published and self.reader == "transformers":
+            raise ValueError(f"reader is transformers; for shape {self.shape!r}, or with quantization, give decoder")
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the target is one of bench/random_targets.py."""
+        return self.quantization is not None or self.shape not in SHAPES
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return SHAPES[self.shape].draft_vocab_size if self.shape in SHAPES else DRAFT_VOCABULARY
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,24 +161,14 @@ def clock(device: torch.device) -> float:
 
 def build(config: StepConfig, device: torch.device) -> DraftTraining:
     """Target and draft with random weights, made on the device."""
-    shape = SHAPES[config.shape]
-    names = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
-    hf = Qwen3Config(
-        **{name: getattr(shape, name) for name in names},
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    model = TargetSpec.from_json(hf.to_dict())
+    model, hf = (published_spec(config.shape), None) if config.is_published else spec_of(SHAPES[config.shape])
     torch.manual_seed(0)
     with device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         draft = make_draft(config, model)
         layers = draft.config.aux_layers
         if config.reader == "decoder":
-            frozen: FrozenTarget = DecoderTarget(random_target(model, dtype, device), layers)
+            frozen: FrozenTarget = DecoderTarget(make_decoder(config, model, dtype, device), layers)
         else:
             target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
             frozen = TransformersTarget(target, layers)
@@ -175,7 +185,22 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
     return dflash.DFlashTraining(draft, frozen, rope, block_options, depth=config.block - 1, seed=0)
 
 
-def random_target(spec: TargetSpec, dtype: torch.dtype, device: torch.device) -> Target:
+def spec_of(shape: Shape) -> tuple[TargetSpec, Qwen3Config]:
+    names = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
+    hf = Qwen3Config(
+        **{name: getattr(shape, name) for name in names},
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    return TargetSpec.from_json(hf.to_dict()), hf
+
+
+def make_decoder(config: StepConfig, spec: TargetSpec, dtype: torch.dtype, device: torch.device) -> Target:
+    if config.is_published:
+        return published_target(config.shape, dtype, device, config.quantization)
     with torch.device("meta"):
         target = Target(spec)
     target = target.to(dtype).to_empty(device=device)
@@ -188,7 +213,7 @@ def random_target(spec: TargetSpec, dtype: torch.dtype, device: torch.device) ->
 
 
 def make_draft(config: StepConfig, model: TargetSpec) -> Eagle3 | DFlash:
-    size = SHAPES[config.shape].draft_vocab_size
+    size = config.draft_vocab_size
     if config.drafter == "eagle3":
         layers = default_aux_layers(model.num_layers)
         return Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, aux_layers=layers))
@@ -203,7 +228,7 @@ def make_batch(config: StepConfig) -> Batch:
     prompt = config.document // 4
     rows = []
     for _ in range(config.rows):
-        tokens = torch.randint(4, SHAPES[config.shape].draft_vocab_size, (config.sequence,), generator=generator)
+        tokens = torch.randint(4, config.draft_vocab_size, (config.sequence,), generator=generator)
         pieces = [piece.tolist() for piece in tokens.split(config.document)]
         rows.append([(piece, [i >= prompt for i in range(len(piece))]) for piece in pieces])
     return collate(rows, config.sequence)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.targets.config import TargetSpec
+from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
 from slipstream.train.blocks import draw_anchors, find_blocks
@@ -37,9 +37,25 @@ def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
     pairs = int((lengths * (lengths + 1) // 2).sum())
     width = (config.num_heads if isinstance(config, TargetSpec) else config.num_attention_heads) * config.head_dim
     return {
-        "target": 2 * weights_of(target.layers) * batch.tokens.numel(),
+        "target": 2 * weights_read(target) * batch.tokens.numel(),
         "target attention": 4 * width * pairs * len(target.layers),
     }
+
+
+def weights_read(target: FrozenTarget) -> int:
+    """Entries of the matrices of the target's layers that a token is multiplied by: of experts, those it chooses."""
+    config: Any = target.model.config
+    if not isinstance(config, TargetSpec):
+        return weights_of(target.layers)
+    total, size = 0, config.hidden_size
+    for layer in config.layers:
+        attention, mlp = layer.attention, layer.mlp
+        total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+        if isinstance(mlp, MoESpec):
+            total += size * (3 * (mlp.top_k * mlp.intermediate_size + mlp.shared_size) + mlp.num_experts)
+        else:
+            total += 3 * size * mlp.intermediate_size
+    return total
 
 
 def document_lengths(batch: Batch) -> Tensor:

@@ -70,6 +70,20 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
+PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+
+
+@triton.jit
+def prefetch(rows, start, LENGTH: tl.constexpr):
+    """Asks for LENGTH elements of each of `rows` (n, 1), pointers, from `start` on to be read into the L2 cache, before
+    the kernel waits for its inputs. They must exist, and halves of LENGTH be multiples of 16 bytes."""
+    if LENGTH > 0:
+        HALF: tl.constexpr = LENGTH // 2  # two requests a row: tiles have half as many rows as programs have threads
+        cells = rows + start + tl.arange(0, 2)[None, :] * HALF
+        size = tl.full(cells.shape, HALF * (cells.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [cells.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Lets the next kernel start, then waits until the output of earlier kernels can be read and overwritten."""

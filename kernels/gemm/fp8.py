@@ -25,8 +25,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
-from slipstream.kernels.gemm.small_m import Tiling, choose_tiling, merge_parts, part_inputs, round_silu_mul, scratch
-from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.gemm.small_m import (
+    Tiling,
+    choose_tiling,
+    inputs_ahead,
+    merge_parts,
+    part_inputs,
+    round_silu_mul,
+    scratch,
+)
+from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
 
 E4M3 = torch.float8_e4m3fn
@@ -37,6 +45,7 @@ BLOCK = 128  # inputs and outputs of a block that shares a scale; inputs whose p
 ALIGNMENT = 16  # numbers: rows are loaded 16 bytes at a time
 FEW_ROWS = 128  # of a kernel that reads weights once and shares inputs out
 FEW_GATED_ROWS = 64
+AHEAD_ROWS = 32  # up to here programs prefetch weights
 
 
 class QuantizedRows(NamedTuple):
@@ -320,7 +329,8 @@ def _few_rows(
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), x.scales.stride(-1),
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
-        EVEN=num_inputs % BLOCK == 0, num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(weight.device),
+        EVEN=num_inputs % BLOCK == 0, AHEAD=inputs_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
+        num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(weight.device),
     )  # fmt: skip
     return out
 
@@ -511,7 +521,7 @@ def fp8_few_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     num_rows, num_outputs, num_inputs, part, x_scale_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -520,6 +530,10 @@ def fp8_few_kernel(
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
     if PDL:
+        start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
+        prefetch(weights, start, AHEAD)
+        if GATED:
+            prefetch(weights + num_outputs.to(tl.int64) * num_inputs, start, AHEAD)
         tl.extra.cuda.gdc_wait()
     acc, up = _few_products(
         x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,

@@ -25,7 +25,8 @@ MAX_PARTS = 8
 MAX_EXPERTS = 1024
 PARALLEL_ROWS = 512  # up to here programs share the inputs
 GROUP = 16  # rows whose experts are chosen at a time, for any number of rows
-UNSORTED_PAIRS = 32  # up to here experts are mostly hit once: each pair is a block of its own
+# Up to so many pairs, of at most a quarter of the experts, these are mostly hit once: each pair is a block of its own.
+UNSORTED_PAIRS = 32
 BLOCK_ROWS = ((8, 16), (24, 32), (96, 64))  # mean pairs of an expert, up to which a block has so many rows
 
 
@@ -92,7 +93,7 @@ def route_triton(
 
 
 def choose_block_rows(num_pairs: int, num_experts: int) -> int:
-    if num_pairs <= UNSORTED_PAIRS:
+    if num_pairs <= min(UNSORTED_PAIRS, num_experts // 4):
         return 1
     mean = num_pairs / num_experts
     return next((rows for most, rows in BLOCK_ROWS if mean <= most), 128)

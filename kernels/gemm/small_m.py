@@ -16,13 +16,17 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
 from slipstream.kernels.grid_sync import done_counters, is_last_done
-from slipstream.kernels.launch import pdl_options
+from slipstream.kernels.launch import pdl_options, prefetch
 
 MAX_ROWS = 128
 FAST_ROWS = 64  # up to here faster than the library, or as fast
 MAX_GATED_ROWS = 128  # beyond FAST_ROWS the library's products are as fast, but it needs a kernel for the gate
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles need: sm_90 and sm_100 have them
+# Bytes of each output's weights that a program reads into the L2 cache while the kernel before is at work, the fastest
+# of five numbers: more of them, and for more rows those of 16-bit weights, delay what that kernel still reads.
+AHEAD = 512
+AHEAD_ROWS = 16
 UNIT = 128  # inputs that are never shared out
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
 
@@ -66,6 +70,15 @@ def part_inputs(num_inputs: int, tiling: Tiling) -> int:
     return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
 
 
+def inputs_ahead(weight: Tensor, tiling: Tiling) -> int:
+    """Of a part, those whose weights are prefetched: whole pairs of 16 bytes, as `prefetch` asks for them; none where
+    rows are not aligned."""
+    size, num_inputs = weight.element_size(), weight.shape[1]
+    if num_inputs * size % 16 or weight.stride(0) * size % 16:
+        return 0
+    return min(part_inputs(num_inputs, tiling), num_inputs, AHEAD // size) * size // 32 * 32 // size
+
+
 def linear_few_rows_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling | None = None
 ) -> Tensor:
@@ -107,7 +120,9 @@ def _launch(
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling),
-        ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee", **_options(x, tiling),
+        ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee",
+        AHEAD=inputs_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
+        **_options(x, tiling),
     )  # fmt: skip
     return out
 
@@ -134,7 +149,7 @@ def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     x_stride, weight_stride, num_rows, num_outputs, num_inputs, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    GELU: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    GELU: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
@@ -148,6 +163,10 @@ def linear_kernel(
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     if PDL:
+        start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
+        prefetch(weights, start, AHEAD)
+        if GATED:
+            prefetch(up_weights, start, AHEAD)
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
