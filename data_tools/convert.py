@@ -21,10 +21,10 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.data_tools.options import check_named, show_table
-from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
 from slipstream.models.drafts.dflash import OFF, UNSUPPORTED, DFlash
 from slipstream.models.drafts.eagle import Eagle
-from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
 from slipstream.models.drafts.speculators_layout import (
     AUX_LAYERS,
     DECODER_FIELDS,
@@ -79,6 +79,8 @@ class ConvertConfig:
     """The draft's target (folder or hub id). Default: the one that the draft names."""
     aux_layers: tuple[int, ...] | None = None
     """Target states that an EAGLE3 draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
+    norm_output: bool | None = None
+    """Whether the next step of an EAGLE3 draft reads the state after the final norm; for unclear files."""
 
     def __post_init__(self) -> None:
         check_named(self, input="a draft checkpoint to read", output="the folder to write")
@@ -124,7 +126,7 @@ def convert(config: ConvertConfig) -> None:
     if not name:
         raise ValueError("the draft names no target; add --target with the model it was trained for")
     target = read_target(name)
-    draft = read_draft(form, path, target, config.aux_layers)
+    draft = read_draft(form, path, target, Choices.of(config))
     check_fields(from_speculators(values), form)
     check_fields(draft.values, form)
     written = form.layouts[config.layout](draft, target)
@@ -183,14 +185,18 @@ def read_target(name: str) -> TargetFiles:
     return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
 
 
-def read_draft(form: Form, path: Path, target: TargetFiles, aux_layers: tuple[int, ...] | None) -> Draft:
+def read_draft(form: Form, path: Path, target: TargetFiles, choices: Choices) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
-    module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared, aux_layers)
+    module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared, choices)
     values, tensors = module.config.to_json(), public_tensors(module)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(dtype_of(tensors)).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
     layers = module.config.aux_layers if module.layers_field else ()
     return Draft(values, tensors, layers)
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
@@ -234,7 +240,7 @@ def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
 def _speculators_draft(
     draft: Draft, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], target: TargetFiles
 ) -> Draft:
-    dtype = draft.tensors["fc.weight"].dtype
+    dtype = dtype_of(draft.tensors)
     values = to_speculators(draft.values, draft.values["target"], target.architectures)
     return Draft(values, {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}, draft.layers)
 
@@ -248,7 +254,7 @@ FORMS = {
     "eagle3": Form(
         Eagle3,
         {"sglang": eagle3_to_sglang, "speculators": eagle3_to_speculators},
-        (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", *EAGLE3_FLAGS, *MODELOPT_FIELDS),
+        (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", POST_NORM, *EAGLE3_FLAGS, *MODELOPT_FIELDS),
     ),
     "eagle": Form(Eagle, {"sglang": as_it_is}, ("bias", "qkv_bias")),
 }

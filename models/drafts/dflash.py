@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.base import (
+    Choices,
     DraftConfig,
     DraftNetwork,
+    Evidence,
     Tensors,
     check_target,
     decoder_from_json,
@@ -97,6 +99,13 @@ class DFlashConfig(DraftConfig):
             **shifted,
             "drafter": "dflash",
         }
+
+    @classmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        choices.refuse("block", "sample_from_anchor")
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:

@@ -80,6 +80,8 @@ def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """As above. Writes flags that are off, too, since vLLM takes a missing norm_before_residual as on."""
     if values.get("attention_bias"):
         raise ValueError("this draft has biases for q, k and v alone (attention_bias); speculators has one for o, too")
+    if not (values.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+        raise ValueError("this draft has no fc (use_aux_hidden_state false); in speculators every EAGLE3 draft has one")
     if values["target_hidden_size"] != values["hidden_size"]:
         raise ValueError(
             f"this draft is {values['hidden_size']} wide and its target {values['target_hidden_size']} "

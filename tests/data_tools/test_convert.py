@@ -264,7 +264,7 @@ def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama: Runs
 
 def test_only_eagle3_drafts_have_layers_to_name(llama: Runs) -> None:
     refused = llama.refused(save_eagle_draft(llama), "sglang", "--aux-layers", "[0, 1]")
-    assert "aux_layers is [0, 1]; it is for EAGLE3 drafts, so leave it out" in refused
+    assert "aux_layers is (0, 1); it is not for EAGLE drafts, so leave it out" in refused
 
 
 def test_a_full_vocabulary_has_no_map_there(llama: Runs) -> None:
