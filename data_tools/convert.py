@@ -12,7 +12,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.config import run
 from slipstream.data_tools.options import check_named, show_table
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.block_layouts import (
     ALIASES,
     ANCHOR_FIELDS,
@@ -73,7 +74,7 @@ MODELOPT_FIELDS = (  # of EAGLE3 drafts of NVIDIA's ModelOpt, in eagle_config: t
 BLOCK_FIELDS = (
     *("block_size", "target_layer_ids", "sliding_window_non_causal", "projector_type", *HEAD_FIELDS, *UNSUPPORTED),
     *(*ALIASES, *ANCHOR_FIELDS, *CAUSAL_FIELDS, "use_swa", "swa_window_size", "eagle_aux_hidden_state_layer_ids"),
-    "confidence_head_with_markov",
+    *("lilicorr_enabled", *(f"lilicorr_{field.name}" for field in fields(LiLiCorrConfig))),
     # Of training, or what the tensors show
     *(
         "num_anchors",
@@ -244,7 +245,7 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
         if heads - {"markov", "confidence"} or "markov" not in heads:
             raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))}: use layout slipstream")
         nested = {**own, "projector_type": "dspark", "attention_mode": "gqa"}
-        nested["confidence_head_with_markov"] = "confidence" in heads
+        nested.setdefault("confidence_head_with_markov", "confidence" in heads)
         return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
     if from_anchor:
         raise ValueError(
@@ -283,8 +284,8 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
         "markov_rank": 0,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
-        **own,
         "confidence_head_with_markov": "markov" in heads,
+        **own,
     }
     values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
     dtype = dtype_of(draft.tensors)
