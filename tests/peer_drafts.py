@@ -262,12 +262,13 @@ def save_as_speculators_block(draft: Path, target: Path, folder: Path, kind: str
     """The trainer of speculators; kind "dspark" or "dflash2"."""
     values, tensors = _read(draft)
     own, from_anchor = values["dflash_config"], values["sample_from_anchor"]
-    heads: dict[str, Any] = {
-        name: own[name] for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k") if name in own
-    }
+    names = "markov_rank", "markov_head_type"
+    if kind == "dflash2":
+        names = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+    heads = {name: own[name] for name in names}
     if kind == "dspark":
-        heads = {"markov_rank": own["markov_rank"], "markov_head_type": own["markov_head_type"]}
-        heads |= {"enable_confidence_head": "confidence_head.proj.weight" in tensors, "confidence_head_with_markov": True}
+        heads["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
+        heads["confidence_head_with_markov"] = True
     config = {
         **_speculators(draft, target, kind, "qwen3", values["block_size"] - (0 if from_anchor else 1)),
         "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}[kind]],

@@ -156,7 +156,7 @@ def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if (kind := str(own.get("projector_type") or "")) not in PROJECTORS:
         raise ValueError(f"draft config: projector_type is {kind!r}; supported: {', '.join(PROJECTORS[1:])}")
     if own.get("lilicorr_enabled") is False and own.get("lilicorr_candidate_topk"):
-        raise ValueError("draft config: lilicorr_enabled is false, but the sizes of its network are given; delete either")
+        raise ValueError("draft config: lilicorr_enabled is false, but lilicorr_candidate_topk is set; delete either")
     if own.get("dspark_block_size") or own.get("dspark_noise_token_id"):
         raise ValueError("this is DeepSeek-V4's draft, which is part of the target's checkpoint; it is not supported")
     for name, neutral in UNSUPPORTED.items():
@@ -164,8 +164,12 @@ def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise ValueError(f"draft config sets {name} to {own[name]!r}, which is not supported")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
-    if own.get("enable_confidence_head") and own.get("confidence_head_with_markov") and not own.get("markov_rank"):
-        raise ValueError("draft config: confidence_head_with_markov is true and markov_rank 0; delete the wrong one")
+    is_joined = own.get("confidence_head_with_markov")
+    if own.get("enable_confidence_head") and is_joined is not None and bool(is_joined) != bool(own.get("markov_rank")):
+        raise ValueError(
+            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {own.get('markov_rank', 0)}; a "
+            "confidence head here reads the Markov embedding wherever there is one"
+        )
 
 
 def _layers(own: Mapping[str, Any]) -> list[int]:

@@ -54,7 +54,8 @@ def test_states_and_scores_equal_those_of_the_library(
     if "windowed_layers" in fields and not fields["windowed_layers"]:
         fields |= {"sliding_window": None, "sliding_window_non_causal": False}
     draft = load(runs, save(runs, heads, **fields)).float()
-    theirs = load_theirs(runs.convert(runs.root / "draft", "speculators")[0], "dflash2" if heads == "dflash2" else "dspark")
+    kind = "dflash2" if heads == "dflash2" else "dspark"
+    theirs = load_theirs(runs.convert(runs.root / "draft", "speculators")[0], kind)
     target = AutoModelForCausalLM.from_pretrained(runs.target, dtype=torch.float32)
     tokens = torch.randint(0, 120, (1, LENGTH), generator=torch.Generator().manual_seed(3))
     states = target.model(tokens, output_hidden_states=True).hidden_states
