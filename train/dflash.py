@@ -51,6 +51,8 @@ class DraftOptions(BaseDraftOptions):
     """positions that the windowed layers see, their own included; default: all"""
     windowed_layers: tuple[int, ...] | None = None
     """layers that have the window; default: all if there is one"""
+    sliding_window_non_causal: bool = False
+    """slots see later ones of their block in these layers, too, as in z-lab's DFlash 2"""
     mask_token_id: int | None = None
     """token of the slots to fill; default: the tokenizer's mask token, an unused embedding, or pad, eos, unk"""
     init_from_target: bool = True
@@ -128,6 +130,7 @@ class DFlashTraining(DraftTraining):
             aux_layers=layers,
             sliding_window=options.sliding_window,
             windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
+            sliding_window_non_causal=options.sliding_window_non_causal,
             mask_token_id=mask_token,
         )
 
