@@ -63,6 +63,7 @@ def save_as_zlab(draft: Path, folder: Path) -> None:
         "max_window_layers": values["num_hidden_layers"],
         "sliding_window": values["sliding_window"],
         "use_sliding_window": values["use_sliding_window"],
+        **({"is_causal": False} if values.get("sliding_window_non_causal") else {}),
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
@@ -109,7 +110,7 @@ def save_as_speculators_dflash(draft: Path, target: Path, folder: Path) -> None:
         "block_size": values["block_size"],
         "mask_token_id": values["dflash_config"]["mask_token_id"],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": bool(values.get("sliding_window_non_causal")),
     }
     config["transformer_layer_config"] |= {
         "layer_types": values["layer_types"],
