@@ -29,8 +29,24 @@ def check(values: Tensor, columns: Tensor, scores: Tensor, k: int) -> None:
     torch.testing.assert_close(values.double(), expected.gather(1, columns), **tolerance)
 
 
-BIG = [(1, 128_256, 4), (4, 32_768, 10), (64, 32_768, 4), (33, 151_936, 16), (512, 32_000, 8)]
-SHAPES = [(3, 30, 1), (1, 16, 16), (4, 2 * TILE + 7, 5), *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG)]
+BIG = [
+    (1, 128_256, 4),
+    (7, 128_256, 64),
+    (224, 32_768, 64),
+    (8, 248_320, 64),
+    (4, 32_768, 10),
+    (64, 32_768, 4),
+    (33, 151_936, 16),
+    (512, 32_000, 8),
+]
+SHAPES = [
+    (3, 30, 1),
+    (1, 16, 16),
+    (2, TILE + 30, 64),
+    (2, 50, 37),
+    (4, 2 * TILE + 7, 5),
+    *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
