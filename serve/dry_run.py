@@ -5,16 +5,17 @@ Bytes of weights, of KV and of request state are counted. What passes and graphs
 measures it when it starts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from slipstream.kernels.kv.fp8 import E4M3
-from slipstream.models.drafts.base import DraftConfig
+from slipstream.models.drafts.base import Choices, DraftConfig
 from slipstream.models.drafts.speculators_layout import from_speculators
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
@@ -66,7 +67,8 @@ class DryRun:
         self.networks = [read_target(name, path, self.model, dtype, own, config.quantization)]
         if is_checkpoint(config.draft):
             own = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
-            self.networks.append(read_draft(config.draft, self.model, dtype, own))
+            choices = Choices.of(SimpleNamespace(**config.drafter))
+            self.networks.append(read_draft(config.draft, self.model, dtype, own, choices))
         self.longest = pick_max_model_len(config.max_model_len, self.model)
         self.windows = find_windows(chain(*(network.layers for network in self.networks)), self.longest)
         self.most_nodes = FORCED_NODES if config.grammar_drafts else USUAL_NODES
@@ -151,10 +153,11 @@ def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
     return E4M3 if option == "fp8" else dtype
 
 
-def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Network:
+def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, choices: Choices) -> Network:
     path = resolve(draft, weights=False)
-    values = from_speculators(read_json(path / "config.json"))
+    values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
     network: Any = getattr(find_drafter(draft), "Network", None)
+    values = network.Config.settle(values, target, choices, None)
     config: DraftConfig = network.Config.from_json(values, target, None)
     with torch.device("meta"):
         module = network(config)

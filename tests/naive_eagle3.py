@@ -79,7 +79,7 @@ class NaiveEagle3(NaiveLayers):
             count = len([name for name in self.weights if name.startswith("fc_norm.")])
             states = aux_states.split(aux_states.shape[-1] // count, dim=-1)
             aux_states = torch.cat([self._norm(state, f"fc_norm.{i}") for i, state in enumerate(states)], dim=-1)
-        return self._project(aux_states, "fc")
+        return self._project(aux_states, "fc") if "fc.weight" in self.weights else aux_states
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H), which the next step reads."""
@@ -87,6 +87,9 @@ class NaiveEagle3(NaiveLayers):
         residual = normed if self.config.get("norm_before_residual") else hidden
         x = residual + self._attention(torch.cat((embeds, normed), dim=-1))
         x = x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
+        for layer in (f"layers.{index}" for index in range(1, self.config["num_hidden_layers"])):
+            x = x + self._attention(self._norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
+            x = x + self._project(self._gated(x, layer), f"{layer}.mlp.down_proj")
         return self._norm(x, "norm") if self.config.get("norm_output") else x
 
     def head_input(self, states: Tensor) -> Tensor:
@@ -147,9 +150,9 @@ class NaiveEagle3(NaiveLayers):
             hidden = torch.cat((hidden, self.states(embeds, hidden)[-1:]))
         return hidden[-1:]
 
-    def _attention(self, x: Tensor) -> Tensor:
-        """Causal attention of every row over all before it, or over its window; x (n, 2H) -> (n, H)."""
-        name, n = self.attention, len(x)
+    def _attention(self, x: Tensor, name: str = "") -> Tensor:
+        """Causal attention of every row over all before it, or over its window; x (n, 2H) or (n, H) -> (n, H)."""
+        name, n = name or self.attention, len(x)
         q, k, v = (
             self._project(x, f"{name}.{part}_proj").view(n, -1, self.config["head_dim"]) for part in ("q", "k", "v")
         )

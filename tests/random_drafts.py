@@ -41,9 +41,12 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
     last = f"layers.{config.num_layers - 1}."
     weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
     module.init_from_target(weights | model.shared)
-    for norm in (module.input_norm, module.fc_norm):
-        if norm is not None:
-            roughen(norm)
+    for part in (module.input_norm, module.fc_norm, module.layers):
+        if part is not None:
+            roughen(part)
+    for parameter in module.layers.parameters():  # else upper layers pass states on
+        if parameter.dim() == 2:
+            parameter.data += 0.1 * torch.randn_like(parameter)
     return module
 
 

@@ -5,8 +5,8 @@ the tokens of a's document before a; slot k of it stands at the position of toke
 nothing. Slot k counts if all of tokens a .. a+k are supervised and of one document.
 
 Slots see the context before their anchor in its document, and their block's slots, both ways. A windowed layer sees the
-last W positions only, its own included, and its own slots up to itself. One rule, `sees`, makes the mask of both
-implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
+last W positions only, its own included, and its own slots both ways or up to itself. One rule, `sees`, makes the mask
+of both implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
 
 Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, K = C + N * S keys, Q/G query and KV
 heads, D head dim, W window.
@@ -144,14 +144,14 @@ class Places:
         return cls(key_block, torch.cat((context, row)), block, row, first, anchor)
 
 
-def sees(places: Places, q: Any, k: Any, window: int | None) -> Tensor:
-    """Whether queries `q` see keys `k`; both index, and broadcast."""
+def sees(places: Places, q: Any, k: Any, window: int | None, mask: Mask) -> Tensor:
+    """Whether queries `q` see keys `k`; both index, and broadcast. mask "causal": no later slots."""
     key_block, key_row = places.key_block[k], places.key_row[k]
     is_context = (key_block < 0) & (key_row >= places.first[q]) & (key_row < places.anchor[q])
     seen = is_context | (key_block == places.block[q])
-    if window is None:
-        return seen
-    return seen & (key_row <= places.row[q]) & (key_row > places.row[q] - window)
+    if mask == "causal":
+        seen = seen & (key_row <= places.row[q])
+    return seen if window is None else seen & (key_row > places.row[q] - window)
 
 
 class BlockAttention(ABC):
@@ -168,7 +168,7 @@ class BlockAttention(ABC):
         """`blocks` on the device."""
         self.blocks = blocks
         self.slot_positions = blocks.positions.flatten()
-        self.masks: dict[int | None, Any] = {}  # by window; layers share them
+        self.masks: dict[tuple[int | None, Mask], Any] = {}  # by window and kind; layers share them
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """k and v (C, G, D)."""
@@ -176,16 +176,16 @@ class BlockAttention(ABC):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
-        window = layer.spec.window
-        assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
+        key = layer.spec.window, mask
+        assert mask == "block" or key[0] is not None, "the kinds of layer that blocks have"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
-        if window not in self.masks:
-            self.masks[window] = self.make_mask(window)
-        return self.compute(q, k, v, *self.context[layer.id], self.masks[window])
+        if key not in self.masks:
+            self.masks[key] = self.make_mask(*key)
+        return self.compute(q, k, v, *self.context[layer.id], self.masks[key])
 
     @abstractmethod
-    def make_mask(self, window: int | None) -> Any: ...
+    def make_mask(self, window: int | None, mask: Mask) -> Any: ...
 
     @abstractmethod
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Any) -> Tensor: ...
@@ -201,7 +201,7 @@ class Group:
 
 
 class SDPABlockAttention(BlockAttention):
-    def make_mask(self, window: int | None) -> list[Group]:
+    def make_mask(self, window: int | None, mask: Mask) -> list[Group]:
         """Reads lengths on the host: for the CPU only."""
         places, num_context = Places.of(self.blocks, len(self.positions)), len(self.positions)
         size, groups = self.blocks.size, []
@@ -214,7 +214,7 @@ class SDPABlockAttention(BlockAttention):
             slots, rows = slice(first * size, last * size), slice(starts[first], anchors[last - 1])
             own = torch.arange(slots.start, slots.stop)
             keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + own))
-            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window)))
+            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window, mask)))
             first = last
         return groups
 
@@ -232,13 +232,13 @@ class SDPABlockAttention(BlockAttention):
 
 
 class FlexBlockAttention(BlockAttention):
-    def make_mask(self, window: int | None) -> BlockMask:
+    def make_mask(self, window: int | None, mask: Mask) -> BlockMask:
         places = Places.of(self.blocks, len(self.positions))
 
-        def mask(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return sees(places, q, k, window)
+        def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return sees(places, q, k, window, mask)
 
-        return visible_tiles(mask, len(places.row), len(places.key_row), self.positions.device)
+        return visible_tiles(visible, len(places.row), len(places.key_row), self.positions.device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: BlockMask) -> Tensor:
         return attend_tiles(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)

@@ -27,6 +27,8 @@ from slipstream.train.ttt import ChainStep, ChainTraining
 class DraftOptions(ChainDraftOptions):
     aux_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
+    num_layers: int = 1
+    """decoder layers of the draft; the first reads embedding and target states, further ones the states below"""
     init_from_target: bool = True
     """start with the target's head, final norm and last MLP, and pass the last aux hidden state through"""
     head: Literal["trained", "frozen"] = "trained"
@@ -52,6 +54,8 @@ class DraftOptions(ChainDraftOptions):
         super().__post_init__()
         if self.head == "frozen" and not self.init_from_target:
             raise ValueError("draft.head is frozen and draft.init_from_target false: a random head; change one of them")
+        if self.num_layers < 1:
+            raise ValueError(f"draft.num_layers is {self.num_layers}; give at least 1")
         if self.state_weight < 0:
             raise ValueError(f"draft.state_weight is {self.state_weight}; give 0 or more")
         steps, weights = self.ttt_steps, self.step_weights
@@ -79,7 +83,7 @@ class Eagle3Training(ChainTraining):
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
-        flags = {flag: getattr(options, flag) for flag in (*FLAGS, "qk_norm")}
+        flags = {name: getattr(options, name) for name in (*FLAGS, "qk_norm", "num_layers")}
         return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
 
     def start(self) -> None:

@@ -7,7 +7,11 @@ of t+1 .. t+2+s are. Rows that ask run through the whole draft; earlier rows of 
 At step s a row sees its document's step-0 keys up to its own, and one key per later step, its own; one softmax over
 all. Every step advances the rotary position by one.
 
-Letters: N asking rows, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G, D head dim.
+With several layers the upper ones read states of earlier rows, too, so these run through the draft as those that ask do
+(`find_rows`, all_run), but no head reads them.
+
+Letters: N asking rows, M of them taught, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G,
+D head dim.
 """
 
 from abc import abstractmethod
@@ -35,13 +39,18 @@ class Rows:
 
     asking: Tensor  # (N,) int64
     context: Tensor  # (C,) int64
-    counts: Tensor  # (steps, N) bool: every token that step s reads or predicts at this row is supervised
+    counts: Tensor  # (steps, M) bool: every token that step s reads or predicts at this row is supervised
     keys: Tensor  # (K,) int64: reading order of the concatenation [context, asking]
     asking_positions: Tensor  # (N,) int64 position in the document
     context_positions: Tensor  # (C,) int64
     num_asking: list[int]  # per document
     num_keys: list[int]  # per document
     runs: list[tuple[int, int, int]]  # neighbouring asking rows: how many, first key and number of keys of the last one
+    taught: Tensor | None = None  # (M,) the places in `asking` of rows that are taught; None: all N, and M = N
+
+    def of_taught(self, x: Tensor) -> Tensor:
+        """x (N, ...) -> (M, ...)."""
+        return x if self.taught is None else x[self.taught]
 
     def to(self, device: torch.device) -> "Rows":
         columns = (getattr(self, field.name) for field in fields(self))
@@ -49,8 +58,9 @@ class Rows:
         return Rows(*moved)
 
 
-def find_rows(batch: Batch, num_steps: int) -> Rows:
-    """`batch` on the host. It must hold at least one asking row, as every batch of PackedRows does."""
+def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
+    """`batch` on the host. It must hold at least one asking row, as every batch of PackedRows does. all_run: context
+    rows run through the draft as if they asked, but are not taught."""
     documents = batch.documents.flatten()  # (B * S,)
     asking = possible_roots(batch) - 1  # a document's first token is never supervised
     names, num_asking = documents[asking].unique_consecutive(return_counts=True)
@@ -59,18 +69,23 @@ def find_rows(batch: Batch, num_steps: int) -> Rows:
     is_key = torch.arange(len(documents)) <= last_asking[documents]
     keys = is_key.nonzero().squeeze(1)
     num_keys = documents[keys].unique_consecutive(return_counts=True)[1]
+    counts, taught = counting_rows(asking, num_steps), None
+    if all_run:
+        taught = torch.searchsorted(keys, asking)
+        asking, num_asking = keys, num_keys
     context = is_key.index_fill(0, asking, False).nonzero().squeeze(1)
     positions = batch.positions.flatten()
     return Rows(
         asking=asking,
         context=context,
-        counts=counting_rows(asking, num_steps),
+        counts=counts,
         keys=torch.cat((context, asking)).argsort(),
         asking_positions=positions[asking],
         context_positions=positions[context],
         num_asking=num_asking.tolist(),
         num_keys=num_keys.tolist(),
         runs=find_runs(asking, keys, asking - positions[asking]),
+        taught=taught,
     )
 
 
@@ -94,7 +109,8 @@ def counting_rows(asking: Tensor, num_steps: int) -> Tensor:
 
 
 class TTTAttention:
-    """Of one pass over `rows`. Call order: write (context rows), then per step attend (asking rows) and next_step.
+    """Of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of every layer
+    (asking rows) and next_step.
 
     One kernel takes all documents at once on a GPU, in bf16 and fp16; elsewhere products take them one by one.
     """
@@ -105,8 +121,8 @@ class TTTAttention:
         self.rope = rope
         self.step = 0
         self.context: KeyValue | None = None  # (C, G, D) each
-        self.shared: KeyValue | None = None  # of step 0 (K, G, D), in reading order
-        self.own: list[KeyValue] = []  # of each later step (N, G, D)
+        self.shared: dict[int, KeyValue] = {}  # by layer, of step 0 (K, G, D), in reading order
+        self.own: dict[int, list[KeyValue]] = {}  # by layer, of each later step (N, G, D)
         self.runs: Runs | None = None
         if rows.asking.is_cuda if is_packed is None else is_packed:
             self.runs = Runs.of(rows.runs, len(rows.keys), rows.keys.device)
@@ -117,26 +133,28 @@ class TTTAttention:
     @torch.compiler.disable  # else a compiled draft would be recompiled for every step
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """k and v (C, G, D) of the context rows."""
-        assert layer.id == 0
+        assert layer.id == 0, "context rows of drafts with several layers run through them"
         self.context = self.turn(k, self.rows.context_positions, v.dtype), v
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
-        assert layer.id == 0
         assert (mask, layer.spec.window) == ("causal", None), "these drafts are trained without a window"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
-        if self.step == 0:
-            assert self.context is not None
-            context_k, context_v = self.context
-            self.shared = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
+        own = self.own.setdefault(layer.id, [])
+        if self.step > 0:
+            own.append((k, v.contiguous()))  # a view would keep the whole projection alive
+        elif self.context is None:
+            assert not len(self.rows.context), "context rows are written first"
+            self.shared[layer.id] = k, v.contiguous()
         else:
-            self.own.append((k, v.contiguous()))  # a view would keep the whole projection alive
-        assert self.shared is not None
+            context_k, context_v = self.context
+            self.shared[layer.id] = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
+        shared = self.shared[layer.id]
         if self.runs is not None and takes(v):
-            return packed_attention(q, *self.shared, self.runs, self.own)
-        return self.by_document(q, *self.shared)
+            return packed_attention(q, *shared, self.runs, own)
+        return self.by_document(q, *shared, own)
 
     def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
@@ -144,20 +162,20 @@ class TTTAttention:
     def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
         return torch.cat((context, asking)).index_select(0, self.rows.keys)
 
-    def by_document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_document(self, q: Tensor, k: Tensor, v: Tensor, own: list[KeyValue]) -> Tensor:
         """q (N, Q, D) over the step-0 keys and values (K, G, D) and `own`: (N, Q, D)."""
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D)
         if self.step == 0:
             self.biases = self.make_biases(q.shape[2], q.dtype)  # per document (N * R, K): 0 where visible, else -inf
         own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, S)
-        if self.own:
-            own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in self.own], dim=-1)
+        if own:
+            own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in own], dim=-1)
         asked = (x.split(self.rows.num_asking) for x in (q, own_scores))
         seen = (x.split(self.rows.num_keys) for x in (k, v))
         documents = zip(*asked, *seen, self.biases, strict=True)
         outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
         output, own_weights = torch.cat(outputs), torch.cat(weights)
-        for index, (_, own_v) in enumerate(self.own):
+        for index, (_, own_v) in enumerate(own):
             output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
         return output.flatten(1, 2)
 
@@ -248,7 +266,7 @@ class ChainTraining(DraftTraining):
         """The draft's chain over the batch, with what it is taught."""
         num_steps = self.options.ttt_steps
         rows, tokens, aux_states, final = self.read(batch, num_steps)
-        taught = final[rows.asking + 1]
+        taught = final[rows.of_taught(rows.asking) + 1]
         teacher, best = self.teach(taught)
         is_known = self.is_known[best]
         for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, aux_states, final), num_steps)):
@@ -259,28 +277,30 @@ class ChainTraining(DraftTraining):
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""
-        rows = find_rows(batch, num_steps).to(self.device)
+        rows = find_rows(batch, num_steps, all_run=len(self.draft.config.layers) > 1).to(self.device)
         aux_states, final = target_states(self.target, batch, self.device)
         return rows, batch.tokens.to(self.device).flatten(), aux_states.flatten(0, 1), final.flatten(0, 1)
 
     def chain(self, rows: Rows, tokens: Tensor, aux_states: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """The draft's states (N, H) of each step; from step 1 on it reads its own."""
+        """The draft's states (M, H) of each step; from step 1 on it reads its own."""
         attention = TTTAttention(rows, self.rope)
-        context = self.target.embed(token_at(tokens, rows.context + 1))
-        self.draft.write_context(context, self.draft.fuse(aux_states[rows.context]), attention)
+        if len(self.draft.config.layers) == 1:
+            context = self.target.embed(token_at(tokens, rows.context + 1))
+            self.draft.write_context(context, self.draft.fuse(aux_states[rows.context]), attention)
         state = self.draft.fuse(aux_states[rows.asking])
         for step in range(num_steps):
             state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
-            yield state
+            yield rows.of_taught(state)
             attention.next_step()
 
     def evaluate(self, batch: Batch) -> Metrics:
         rows, tokens, aux_states, _ = self.read(batch, self.depth)
         chain = self.chain(rows, tokens, aux_states, self.depth)
         predicted = torch.stack([self.predictions(state) for state in chain])  # (depth, N)
-        text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
+        asking = rows.of_taught(rows.asking)
+        text = torch.stack([token_at(tokens, asking + 2 + step) for step in range(self.depth)])
         accepted = count_accepted(predicted, text, rows.counts)
-        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
+        return self.walk(batch, asking.cpu(), accepted.cpu(), self.depth)  # sync
 
 
 def token_at(tokens: Tensor, index: Tensor) -> Tensor:

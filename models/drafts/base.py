@@ -8,15 +8,15 @@ true for target ids that the draft has.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.speculators_layout import from_speculators, speculators_kind
+from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.linear import Embedding
@@ -36,12 +36,51 @@ FOREIGN_ARCHITECTURES = {
     "EagleLlamaForCausalLM": "eagle",
     "Qwen2ForCausalLMEagle": "eagle",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "DSparkDraftModel": "dflash",
     "Qwen3DSparkModel": "dflash",
+    "LiLiCorrDraftModel": "dflash",
+}
+UNSUPPORTED_ARCHITECTURES = {
+    "DominoDraftModel": "Domino's GRU",
+    "XPressDraftModel": "XPress's refiner",
+    "XPressSpeculator": "XPress's refiner",
+    "Eagle3DeepseekV2ForCausalLM": "latent attention (MLA)",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4's bundled draft, which is part of the target's checkpoint,",
 }
 
 DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
 Network = TypeVar("Network", bound="DraftNetwork")
 Tensors = Mapping[str, Tensor]  # by public name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a user says of a draft whose files leave it open; None: what the files say. Programs have options of these
+    names (serve: --drafter.NAME)."""
+
+    aux_layers: Sequence[int] | None = None  # layer outputs that it reads
+    norm_output: bool | None = None  # whether an EAGLE3 draft's next step reads the state after the final norm
+    sample_from_anchor: bool | None = None  # whether slot 0 of a block draft predicts the token after the anchor
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """Those of `options` that have the same name."""
+        return cls(**{field.name: getattr(options, field.name, None) for field in fields(cls)})
+
+    def refuse(self, kind: str, *known: str) -> None:
+        """Raises ValueError for a choice that is not `known`, since drafts of this kind leave nothing of it open."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name not in known:
+                raise ValueError(f"{field.name} is {value}; it is not for {kind} drafts, so leave it out")
+
+
+class Evidence(NamedTuple):
+    """A checkpoint's tensors, and what they are called in its files."""
+
+    tensors: Tensors
+    names: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +130,16 @@ class DraftConfig(DecoderShape, ABC):
         """
 
     @classmethod
-    def with_aux_layers(cls, values: Mapping[str, Any], aux_layers: Sequence[int]) -> Mapping[str, Any]:
-        """`values` of a config.json, which name these states if they named none. Raises ValueError for a kind of draft
-        whose files always say what it reads."""
-        raise ValueError(f"aux_layers is {list(aux_layers)}; it is for EAGLE3 drafts, so leave it out")
+    @abstractmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        """A config.json, ours or another trainer's, as `from_json` reads it: fields by their public names, and what
+        trainers mean differently decided by `choices` or by what the file shows. Without `evidence`, where the tensors
+        have not been read, what they would decide takes its usual meaning.
+
+        Raises ValueError, with the option that decides, for what may be meant one way or another.
+        """
 
 
 class DraftNetwork(nn.Module):
@@ -158,12 +203,16 @@ def drafter_of(config: Mapping[str, Any], draft: str) -> str:
     """
     kind = speculators_kind(config)
     if kind is not None:
-        return kind
+        return drafter_of_kind(kind)
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]
     if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
         return "eagle3" if "draft_vocab_size" in config else "eagle"
+    if architecture in UNSUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"draft {draft} has architecture {architecture}: {UNSUPPORTED_ARCHITECTURES[architecture]} is not supported"
+        )
     if architecture not in FOREIGN_ARCHITECTURES:
         raise ValueError(
             f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
@@ -217,26 +266,28 @@ def _check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def check_llama_layer(values: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the decoder is one plain layer."""
-    if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
-        raise ValueError("draft config: num_hidden_layers must be 1 and hidden_act 'silu'")
+    """Raises ValueError unless the decoder's layers are plain ones."""
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; it must be 'silu'")
     if values.get("mlp_bias"):
         raise ValueError("draft config sets mlp_bias, which is not supported")
 
 
 def window_from_json(values: Mapping[str, Any]) -> int | None:
-    """The window of the one layer of an EAGLE draft."""
+    """The window of an EAGLE draft's layers. Raises ValueError if some have one and others none."""
     types = values.get("layer_types")
+    if types and len(set(types)) > 1:
+        raise ValueError(f"draft config: layer_types is {list(types)}; the layers of an EAGLE draft must be alike")
     is_used = "sliding_attention" in types if types else values.get("use_sliding_window", True)
     return (values.get("sliding_window") or None) if is_used else None
 
 
-def window_to_json(config: DraftConfig) -> dict[str, Any]:
+def window_to_json(config: DraftConfig, num_layers: int = 1) -> dict[str, Any]:
     """The inverse; nothing without a window."""
     if config.sliding_window is None:
         return {}
-    fields = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
-    return {**fields, "sliding_window": config.sliding_window}
+    types = ["sliding_attention"] * num_layers
+    return {"layer_types": types, "use_sliding_window": True, "sliding_window": config.sliding_window}
 
 
 def check_target(values: Mapping[str, Any], **expected: int) -> None:
@@ -268,30 +319,31 @@ def load_draft(
     dtype: torch.dtype | None,
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,
-    aux_layers: Sequence[int] | None = None,
+    choices: Choices | None = None,
 ) -> Network:
     """Reads a draft for `target`, strictly: the ValueError names every missing or unexpected key, and values that are
     not finite.
 
     dtype None keeps the file's. `shared`: the target's EMBEDDING and HEAD (V, H), by which copies of them are known;
     without it, every tensor of these names counts as a copy. Copies are dropped, another embedding becomes the draft's
-    own if `network` allows one, and other tensors in their place are refused. `aux_layers`: output ids of the states
-    that the draft reads, for a file that does not name them; one that names others is refused.
+    own if `network` allows one, and other tensors in their place are refused. `choices` say what the files leave open;
+    those that contradict a file are refused.
     """
+    choices = choices or Choices()
     for name, content in network.unsupported_files.items():
         if (path / name).exists():
             raise ValueError(f"{path} has {content} ({name}), which is not supported")
-    tensors = {_public_name(network, key): tensor for key, tensor in read_draft_tensors(path).items()}
+    files = read_draft_tensors(path)
+    tensors = {_public_name(network, key): tensor for key, tensor in files.items()}
     values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
-    if aux_layers is not None:
-        values = network.Config.with_aux_layers(values, aux_layers)
+    values = network.Config.settle(values, target, choices, Evidence(tensors, files.keys()))
     config: Any = network.Config.from_json(values, target, tensors)
-    if aux_layers is not None and config.aux_layers != tuple(aux_layers):
+    if choices.aux_layers is not None and config.aux_layers != tuple(choices.aux_layers):
         raise ValueError(
-            f"aux_layers is {list(aux_layers)}, but the config.json of {path} names the layer outputs "
+            f"aux_layers is {list(choices.aux_layers)}, but the config.json of {path} names the layer outputs "
             f"{list(config.aux_layers)}; leave the option out"
         )
-    if network.layers_field:
+    if network.layers_field and getattr(config, "has_fc", True):
         check_fc(tensors, target.hidden_size, config.aux_layers, network.layers_field, path)
     if config.draft_vocab_size is not None:
         complete_vocabulary(tensors, config, path)

@@ -4,8 +4,8 @@ Every layer attends to [target's states ; block]: keys and values of committed t
 that passes through no layer, those of the block from its own states. Embedding and head are the target's: callers pass
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
-On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these, DeepSpec's
-and the layout of speculators (models/drafts/speculators_layout.py).
+On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these and what
+other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.base import (
+    Choices,
     DraftConfig,
     DraftNetwork,
+    Evidence,
     Tensors,
     check_target,
     decoder_from_json,
     decoder_to_json,
 )
+from slipstream.models.drafts.block_layouts import HEAD_NAMES, OFF, settle_block
 from slipstream.models.drafts.speculators_layout import without_last_layer
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -33,16 +36,10 @@ from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_la
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
 
-DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
-# Settings of other trainers and servers that change the network or the use of its output -> values that do not.
-# Checkpoints with other values are refused.
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("conv_kernel_size", "selector_rank", "selector_top_k", "shift_label", "causal", "is_causal"), OFF),
-    **dict.fromkeys(("final_logit_softcapping", "attention_sink_bias", "use_swa", "sliding_window_non_causal"), OFF),
-    **dict.fromkeys(("markov_rank", "enable_confidence_head", "mlp_bias", "quantization_config"), OFF),
-    **dict.fromkeys(("output_multiplier", "attention_value_scale", "embedding_scale", "logit_scale"), (None, 1)),
-    "projector_type": (None, "", "dflash"),
+HEADS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("conv_kernel_size", "selector_rank", "selector_top_k", "markov_rank"), OFF),
+    **dict.fromkeys(("enable_confidence_head", "final_logit_softcapping"), OFF),
+    "output_multiplier": (None, 1),
 }
 
 
@@ -55,7 +52,8 @@ class DFlashConfig(DraftConfig):
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
     sample_from_anchor: bool = False  # slot k predicts the next token, as in DeepSpec's drafts; never in ours
-    windowed_layers: tuple[int, ...] = ()  # which layers have the window; inside the block these are causal
+    windowed_layers: tuple[int, ...] = ()  # which layers have the window
+    sliding_window_non_causal: bool = False  # whether slots see later ones of their block in these, too
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -71,6 +69,8 @@ class DFlashConfig(DraftConfig):
             raise ValueError("sliding_window and windowed_layers go together: set both or neither")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1")
+        if self.sliding_window_non_causal and not self.windowed_layers:
+            raise ValueError("sliding_window_non_causal is true, but no layer has a window; leave it out")
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -81,7 +81,8 @@ class DFlashConfig(DraftConfig):
     def to_json(self) -> dict[str, Any]:
         """Layer ids count outputs, which is also the convention of the public field."""
         windowed = [layer in self.windowed_layers for layer in range(self.num_layers)]
-        shifted = {"sample_from_anchor": True} if self.sample_from_anchor else {}
+        public = {"sliding_window_non_causal": True, "is_causal": False}  # speculators' and z-lab's
+        non_causal = public if self.sliding_window_non_causal else {}
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -94,40 +95,44 @@ class DFlashConfig(DraftConfig):
             "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
-            **shifted,
+            **non_causal,
+            "sample_from_anchor": self.sample_from_anchor,
             "drafter": "dflash",
         }
 
     @classmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        choices.refuse("block", "sample_from_anchor")
+        settled = settle_block(values, choices.sample_from_anchor)
+        if layers := settled["dflash_config"].get("target_layer_ids"):
+            tensors = evidence.tensors if evidence is not None else {}
+            layers = without_last_layer(list(layers), target.num_layers - 1, tensors, target.hidden_size)
+            settled["dflash_config"]["target_layer_ids"] = layers
+        return settled
+
+    @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
-        own = {**values, **(values.get("dflash_config") or {})}  # trainers put fields in either place
-        _refuse_unsupported(own)
+        own = values["dflash_config"]
+        for name, neutral in HEADS.items():
+            if own.get(name) not in neutral:
+                raise ValueError(f"draft config sets {name} to {own[name]!r}, which is not supported")
         expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
         check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
         num_layers = values["num_hidden_layers"]
-        is_deepspec = DEEPSPEC_ARCHITECTURE in (values.get("architectures") or [])
-        layers: Sequence[int] = own.get("target_layer_ids") or ()
-        if layers:
-            layers = without_last_layer(list(layers), target.num_layers - 1, tensors or {}, target.hidden_size)
+        layers = tuple(own.get("target_layer_ids") or ())
         return cls(
             **decoder,
             num_layers=num_layers,
-            aux_layers=tuple(layers) or default_block_aux_layers(target.num_layers, num_layers),
+            aux_layers=layers or default_block_aux_layers(target.num_layers, num_layers),
             mask_token_id=_mask_token(own),
             block_size=_block_size(values),
-            sample_from_anchor=bool(own.get("sample_from_anchor", is_deepspec)),
+            sample_from_anchor=bool(values.get("sample_from_anchor")),
             attention_bias=bool(values.get("attention_bias", False)),
             **_windows(values),
         )
-
-
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        if values.get(name) not in neutral:
-            raise ValueError(f"draft config sets {name} to {values[name]!r}, which is not supported")
-    if values.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
 
 
 def _mask_token(values: Mapping[str, Any]) -> int:
@@ -148,7 +153,7 @@ def _block_size(values: Mapping[str, Any]) -> int:
 
 
 def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields `sliding_window` and `windowed_layers` of the config."""
+    """Fields `sliding_window`, `windowed_layers` and `sliding_window_non_causal` of the config."""
     num_layers, window = values["num_hidden_layers"], values.get("sliding_window")
     types, is_used = values.get("layer_types"), values.get("use_sliding_window")
     if types is None:  # transformers' older rule
@@ -166,7 +171,12 @@ def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
             f"draft config: layers {list(windowed)} are sliding_attention; sliding_window must be set and "
             "use_sliding_window not be false"
         )
-    return {"sliding_window": window if windowed else None, "windowed_layers": windowed}
+    non_causal = bool(windowed and values.get("sliding_window_non_causal"))
+    return {
+        "sliding_window": window if windowed else None,
+        "windowed_layers": windowed,
+        "sliding_window_non_causal": non_causal,
+    }
 
 
 def default_block_aux_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -210,10 +220,10 @@ class ContextProjection(NamedTuple):
 
 
 class DFlash(DraftNetwork):
-    """Any leading dims. A layer's attention sees the context and the whole block, or causally a window of both."""
+    """Any leading dims. A layer's attention sees the context and the whole block, or a window of both."""
 
     Config = DFlashConfig
-    other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+    other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", **HEAD_NAMES}
     layers_field = "target_layer_ids"
     unsupported_files = {"mask_embedding.pt": "a mask embedding of its own"}
     config: DFlashConfig
@@ -221,7 +231,8 @@ class DFlash(DraftNetwork):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         size, specs = config.hidden_size, config.layers
-        self.masks: list[Mask] = ["block" if spec.attention.window is None else "causal" for spec in specs]
+        causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
+        self.masks: list[Mask] = ["causal" if one else "block" for one in causal]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         sizes = size, config.rms_norm_eps

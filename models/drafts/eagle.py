@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.base import (
+    Choices,
     DraftConfig,
     DraftNetwork,
+    Evidence,
     Tensors,
     check_llama_layer,
     check_target,
@@ -66,9 +68,19 @@ class EagleConfig(DraftConfig):
         }
 
     @classmethod
+    def settle(
+        cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
+    ) -> Mapping[str, Any]:
+        """Nothing is open: every trainer's file means the same."""
+        choices.refuse("EAGLE")
+        return values
+
+    @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         check_llama_layer(values)
+        if values.get("num_hidden_layers", 1) != 1:
+            raise ValueError(f"draft config: num_hidden_layers is {values['num_hidden_layers']}; EAGLE drafts have 1")
         expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         check_target(values, **expected, num_target_layers=target.num_layers)
         # EAGLE's trainers omit `bias` if it is true, converters also if it is false.

@@ -2,7 +2,8 @@
 
 Their KV at slot t depends on the target's states at t and the token at t + 1, hence lookahead 1. State per request:
 what the draft makes of the target's states at the last committed token. A proposal starts with the draft's layer there,
-so that steps after which nothing is drafted, and most rows of a pass, cost no more than their keys and values.
+so that steps after which nothing is drafted, and most rows of a pass, cost no more than their keys and values; of a
+draft with several layers, also the layers below the last.
 Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R request slots.
 """
 
@@ -90,6 +91,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
         self.kv = tuple(layer.attention for layer in module.config.layers)
+        self.attends_to_context = len(self.kv) > 1
         nodes = options.verified_nodes
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
@@ -101,14 +103,17 @@ class AutoregressiveDrafter(base.NetworkDrafter):
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
-        (self.group,) = attention.kv.groups
+        (self.group,) = set(attention.kv.groups)
         size = self.module.config.hidden_size
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
+        if rows.attention is not None:
+            self.attention.plan(rows.attention)
+        else:
+            self.attention.plan_writes(rows.positions, rows.slots)
         embeds, fused = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
-        self.attention.plan_writes(rows.positions, rows.slots)
         self.module.write_context(embeds, fused, self.attention)
         self.fused[rows.requests] = fused[rows.last]
 

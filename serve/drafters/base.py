@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from slipstream.models.drafts.base import DraftNetwork, load_draft
+from slipstream.models.drafts.base import Choices, DraftNetwork, load_draft
 from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.models.targets.decoder import Target
@@ -28,6 +28,7 @@ class Drafter(ABC):
     kv_cache_dtype: str = "auto"  # of their KV: auto, as the target computes, or fp8
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
+    attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention
     widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
 
     @classmethod
@@ -71,7 +72,7 @@ class NetworkDrafter(Drafter):
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> Self:
         weights = target.config, target.dtype, target.device, target.shared
-        module = load_draft(cls.Network, resolve(draft), *weights, getattr(options, "aux_layers", None))
+        module = load_draft(cls.Network, resolve(draft), *weights, Choices.of(options))
         drafter = cls(module, find_vocabulary(module, target, options), options)
         drafter.kv_cache_dtype = options.kv_cache_dtype
         return drafter

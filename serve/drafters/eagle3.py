@@ -1,4 +1,4 @@
-"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer over the target's aux hidden states, with its own head."""
+"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer or more over the target's aux hidden states, its own head."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,8 @@ class Eagle3Options(TreeOptions):
     """Refused: EAGLE3 drafts have their own vocabulary and head."""
     aux_layers: tuple[int, ...] | None = None
     """Target states that the draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
+    norm_output: bool | None = None
+    """Whether the draft's next step reads the state after the final norm; for files that may mean another thing."""
 
     def __post_init__(self) -> None:
         TreeOptions.__post_init__(self)

@@ -74,6 +74,7 @@ class PassRows(NamedTuple):
     next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
+    attention: AttentionMetadata | None = None  # of these rows as chains, for drafters that attend to context
 
     @classmethod
     def join(cls, parts: "Sequence[PassRows]") -> "PassRows":

@@ -165,15 +165,22 @@ class Runner:
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
-            self._extend(layout, verified, aux_states, later=host is not None and host.extends_later)
+            attention = self._chains(layout, B, numbers, host) if self.drafter.attends_to_context else None
+            later = host is not None and host.extends_later
+            self._extend(layout, verified, aux_states, attention, later=later)
         return results
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Extends the drafter by the rows of earlier passes, in one go."""
-        rows, aux_states = zip(*self.behind, strict=True)
+        """Extends the drafter by the rows of earlier passes: in one go, unless those of a pass read what the one before
+        has written."""
+        passes = list(self.behind)
         self.behind.clear()
-        self.drafter.extend(PassRows.join(rows), torch.cat(aux_states))
+        if not self.drafter.attends_to_context:
+            rows, aux_states = zip(*passes, strict=True)
+            passes = [(PassRows.join(rows), torch.cat(aux_states))]
+        for part in passes:
+            self.drafter.extend(*part)
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool) -> Results:
         zeros, width = partial(torch.zeros, dtype=torch.int32, device=self.state.device), self.state.proposals.shape[2]
@@ -273,12 +280,37 @@ class Runner:
                     sources, destinations = (self.state.slots(requests, lengths + one, group) for one in (nodes, order))
                     move_rows(network.flat(group), sources, destinations)
 
-    def _extend(self, layout: Layout, verified: Verified, aux_states: Tensor, *, later: bool) -> None:
+    def _chains(
+        self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
+    ) -> AttentionMetadata:
+        """Of the pass's rows for the drafter: nodes in the order in which they were accepted are a chain, as prompts'
+        rows are."""
+        lens: tuple[int, ...] = ()
+        bounds: tuple[int, ...] = ()
+        if host is not None:
+            lens = (*counts, *(len(chunk.tokens) for chunk in host.chunks))
+            nodes = (bound + count for bound, count in zip(host.bounds, counts, strict=True))
+            bounds = (*nodes, *(chunk.end for chunk in host.chunks))
+        most = min(self.state.proposals.shape[2], MAX_NODES)
+        rows = layout.starts, layout.segment_slots, layout.segment_lengths
+        segments = Segments(*rows, num_requests, most, self.usual_nodes)
+        where = layout.segment_slots, layout.segment_lengths, layout.places, self._kv_slots(layout)
+        return AttentionMetadata("draft", self.state, *where, lens, bounds, segments=segments)
+
+    def _extend(
+        self,
+        layout: Layout,
+        verified: Verified,
+        aux_states: Tensor,
+        attention: AttentionMetadata | None = None,
+        *,
+        later: bool,
+    ) -> None:
         """Nodes in the order in which they were accepted."""
         if verified.order is not None:
             aux_states = aux_states[verified.order]
         where = layout.places, self._kv_slots(layout), verified.next_tokens
-        rows = PassRows(*where, layout.segment_slots, verified.last)
+        rows = PassRows(*where, layout.segment_slots, verified.last, attention)
         if later:
             self.behind.append((rows, aux_states))
         else:

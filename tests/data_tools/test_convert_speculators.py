@@ -36,17 +36,20 @@ DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of
         *((12, None, 50, ()), (12, None, 120, DEFAULTS), (12, (0, 5, 10), 50, DEFAULTS), (6, (1, 5), 50, ())),
         *((12, None, 50, (flag,)) for flag in (*FLAGS, "qk_norm")),
         (6, (4, 1), 50, ("fc_norm", "norm_output")),
+        *((6, (1, 3), 50, (*flags, "num_layers")) for flags in (("norm_output",), ("qk_norm",))),
     ],
     ids=str,
 )
 def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
-    """A target and a draft that reads the default or these layers, with a vocabulary of that size and these flags."""
+    """A target and a draft that reads the default or these layers, with a vocabulary of that size, these flags and, if
+    they name num_layers, three layers."""
     num_layers, layers, draft_vocab_size, flags = request.param
     shape = SHAPE | {"num_hidden_layers": num_layers}
     save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
     round_to_bf16(tmp_path / "target" / "model.safetensors")
     runs = Runs(tmp_path / "target", tmp_path, capsys)
-    save_eagle3_draft(runs, layers or default_aux_layers(num_layers), draft_vocab_size, **dict.fromkeys(flags, True))
+    fields = dict.fromkeys(flags, True) | ({"num_layers": 3} if "num_layers" in flags else {})
+    save_eagle3_draft(runs, layers or default_aux_layers(num_layers), draft_vocab_size, **fields)
     return runs
 
 
@@ -98,7 +101,8 @@ def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
     assert rows.asking.tolist() == list(range(LENGTH))
     aux_states = frozen.aux_states(batch.tokens, batch.positions)[0][0, :LENGTH]
     attention = TTTAttention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
-    draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
+    if draft.config.num_layers == 1:
+        draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
     state, found, text = draft.fuse(aux_states), [], torch.tensor(tokens)
     for step in range(STEPS):
         state = draft(frozen.embed(text[torch.arange(LENGTH) + 1 + step]), state, attention)

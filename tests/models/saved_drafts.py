@@ -1,7 +1,7 @@
 """A draft on disk, to be changed and loaded, and attention of one sequence for networks alone."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.kv.rope import rotate_halves
 from slipstream.kernels.norm import norm_heads
-from slipstream.models.drafts.base import load_draft, write_draft
+from slipstream.models.drafts.base import Choices, load_draft, write_draft
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
@@ -44,9 +44,9 @@ class SavedDraft:
         self,
         dtype: torch.dtype | None = torch.bfloat16,
         shared: Tensors | None = None,
-        aux_layers: Sequence[int] | None = None,
+        **choices: Any,
     ) -> Any:
-        return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared, aux_layers)
+        return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared, Choices(**choices))
 
     def assert_loads_equal(self) -> None:
         loaded, original = self.load().state_dict(), self.module.state_dict()

@@ -105,7 +105,7 @@ def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; EAGLE drafts have 1"),
         ({"mlp_bias": True}, "sets mlp_bias"),
         ({"vocab_size": 100}, "vocab_size is 100 in the draft and 120 in the target"),
         ({"hidden_size": 64}, "hidden_size is 64 in the draft and 32 in the target"),

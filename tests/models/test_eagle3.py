@@ -25,6 +25,7 @@ FLAGGED: list[dict[str, bool]] = [
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},  # the defaults of speculators
     {"fc_norm": True, "norm_output": True},  # of others' EAGLE-3.1 recipes
 ]
+DEEP: dict[str, Any] = {"num_layers": 3, "norm_output": True}
 LAST_MLP = [f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
@@ -36,7 +37,8 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
     """Every weight random, norms included, and exact in bf16."""
     torch.manual_seed(5)
     config = load_config(target)
-    module = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=50, aux_layers=(0, 2, 4), **fields))
+    fields = {"draft_vocab_size": 50, "aux_layers": (0, 2, 4)} | fields
+    module = Eagle3(Eagle3Config.from_target(config, **fields))
     for parameter in module.parameters():
         parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
     module.set_vocabulary(torch.arange(50) * 2 + 1)
@@ -44,7 +46,7 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}, *FLAGGED]
+    "fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}, DEEP, *FLAGGED]
 )
 def test_the_module_equals_its_formula(
     fields: dict[str, Any], make_target: Callable[[str], Path], tmp_path: Path
@@ -62,9 +64,12 @@ def test_the_module_equals_its_formula(
     torch.testing.assert_close(module.logits(states).double(), naive.logits(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_write_context_stores_what_the_forward_pass_stores(bias: bool, make_target: Callable[[str], Path]) -> None:
-    module = random_module(make_target("llama"), attention_bias=bias)
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": True}, DEEP])
+def test_write_context_stores_what_the_forward_pass_stores(
+    fields: dict[str, Any], make_target: Callable[[str], Path]
+) -> None:
+    """Compared in the last layer."""
+    module = random_module(make_target("llama"), **fields)
     embeds, hidden = torch.randn(LENGTH, 32), torch.randn(LENGTH, 32)
     written, attended = attention_of(module.config), attention_of(module.config)
     module.write_context(embeds, hidden, written)
@@ -101,6 +106,15 @@ def test_it_starts_from_the_targets_weights(intermediate_size: int, make_target:
     torch.testing.assert_close(module.fuse(aux_states), aux_states[:, -32:])
 
 
+def test_upper_layers_pass_states_on_at_first(make_target: Callable[[str], Path]) -> None:
+    module = random_module(make_target("llama"), num_layers=3, intermediate_size=48)
+    shapes = {HEAD: (120, 32), "norm.weight": (32,), **dict(zip(LAST_MLP, [(48, 32), (48, 32), (32, 48)], strict=True))}
+    module.init_from_target({name: torch.randn(shape) for name, shape in shapes.items()})
+    embeds, hidden, attention = torch.randn(LENGTH, 32), torch.randn(LENGTH, 32), attention_of(module.config)
+    first, delta = module.midlayer(embeds, hidden, attention, "causal")
+    torch.testing.assert_close(module(embeds, hidden, attention), first + delta)
+
+
 @pytest.mark.parametrize(
     ("fields", "numbers"),
     [({"intermediate_size": 40}, "intermediate_size 40 against 32 and 48"), ({"hidden_size": 16}, "hidden_size 16")],
@@ -115,7 +129,7 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     assert "switch init_from_target off" in str(caught.value)
 
 
-def save_draft(target: TargetSpec, folder: Path, draft_vocab_size: int, **flags: bool) -> SavedDraft:
+def save_draft(target: TargetSpec, folder: Path, draft_vocab_size: int, **flags: Any) -> SavedDraft:
     torch.manual_seed(4)
     fields = {"draft_vocab_size": draft_vocab_size, "aux_layers": (1, 2, 4), **flags}
     return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder)
@@ -222,19 +236,111 @@ def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
         draft.load()
 
 
-def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft) -> None:
     """Whether the head reads a normed state: a final norm that no step ever used is as it was initialised."""
     draft.change(values={"norm_output": False})
     draft.assert_loads_equal()
     draft.change(values={"drafter": None})
     with pytest.raises(ValueError, match="norm_output is false and norm.weight all ones, as SpecForge"):
         draft.load()
+    assert not draft.load(norm_output=False).config.norm_output
     draft.change(lambda tensors: tensors | {"norm.weight": tensors["norm.weight"] * 1.5})
     assert not draft.load().config.norm_output
-    assert not caplog.text
-    draft.change(values={"norm_output": True})
-    assert draft.load().config.norm_output
-    assert "SpecForge meant another thing until September 2026; set norm_output to false" in caplog.text
+
+
+EVIDENCE: dict[str, tuple[Callable[[Tensors], Tensors], Values]] = {  # that SpecForge did not write a file
+    "AutoModel's names": (lambda tensors: {f"model.{key}": tensors[key] for key in tensors}, {}),
+    "vLLM's names": (lambda tensors: {key.replace("midlayer.", "layers.0."): tensors[key] for key in tensors}, {}),
+    "norm_before_fc": (lambda tensors: tensors | {"input_norm.weight": torch.ones(96)}, {"norm_before_fc": True}),
+    "the tensor alone": (lambda tensors: tensors | {"input_norm.weight": torch.ones(96)}, {}),
+    "nested": (dict, {"norm_output": None, "eagle_config": {AUX_LAYERS: [1, 2, 4], "norm_output": True}}),
+    "NVIDIA's name": (
+        dict,
+        {"norm_output": None, "eagle_config": {AUX_LAYERS: [1, 2, 4], "return_hidden_post_norm": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE)
+def test_norm_output_of_others_is_decided_by_the_file(evidence: str, draft: SavedDraft) -> None:
+    tensors, values = EVIDENCE[evidence]
+    draft.change(tensors, {"drafter": None, "norm_output": True} | values)
+    config = draft.load().config
+    assert config.norm_output
+    assert config.norm_before_fc == (evidence in ("norm_before_fc", "the tensor alone"))
+
+
+def test_norm_output_that_may_mean_two_things_is_the_users_to_decide(draft: SavedDraft) -> None:
+    draft.change(values={"drafter": None, "norm_output": True})
+    with pytest.raises(ValueError, match="nothing in the file says which.* --drafter.norm-output, convert: --norm-out"):
+        draft.load()
+    for choice in (True, False):
+        assert draft.load(norm_output=choice).config.norm_output is choice
+
+
+def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
+    draft.change(lambda tensors: tensors | {f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)})
+    assert draft.load().config.fc_norm
+    draft.change(values={"fc_norm": False})
+    with pytest.raises(ValueError, match=r"unexpected fc_norm\.0\.weight"):
+        draft.load()
+
+
+@pytest.mark.parametrize(
+    ("given", "sinks", "expected"),
+    [
+        ((0, 5, 9), False, (0, 5, 9)),
+        ((1, 5, 8), False, (1, 5, 8)),  # SpecForge's
+        ((2, 6, 9), False, (1, 5, 8)),  # the same three states by the numbers of vLLM
+        ((1, 5, 8), True, (0, 4, 7)),  # NVIDIA's for gpt-oss
+        ((8, 10, 12), False, (7, 9, 11)),  # no layer has output 12
+        ((3, 6, 9), False, None),
+    ],
+)
+def test_ids_in_eagle_config_count_outputs_or_inputs(
+    given: tuple[int, ...], sinks: bool, expected: tuple[int, ...] | None, draft: SavedDraft
+) -> None:
+    (layer,) = draft.target.layers[:1]
+    layer = replace(layer, attention=replace(layer.attention, sinks=sinks))
+    draft.target = replace(draft.target, layers=(layer,) * 12)
+    draft.change(
+        values={"drafter": None, "target_num_layers": None, AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: given}}
+    )
+    if expected is not None:
+        assert draft.load().config.aux_layers == expected
+        return
+    with pytest.raises(ValueError, match=r"is \[3, 6, 9\], which .* so that the outputs are \[2, 5, 8\]; name those"):
+        draft.load()
+    for layers in ((3, 6, 9), (2, 5, 8)):
+        assert draft.load(aux_layers=layers).config.aux_layers == layers
+    with pytest.raises(ValueError, match=r"aux_layers is \[1, 5, 8\], but the config.json of"):
+        draft.load(aux_layers=(1, 5, 8))
+
+
+def test_a_draft_of_the_final_state_alone(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """Short-context drafts of NVIDIA for gpt-oss: no fc."""
+    path = make_target("llama")
+    module = random_module(path, has_fc=False, aux_layers=(4,))
+    draft = SavedDraft(module, load_config(path), tmp_path)
+    assert "fc.weight" not in load_file(tmp_path / "model.safetensors")
+    draft.change(values={"drafter": None})
+    draft.check_round_trip()
+    states = torch.randn(LENGTH, 32)
+    assert module.fuse(states) is states
+    draft.change(lambda tensors: tensors | {"fc.weight": torch.zeros(32, 32)})
+    with pytest.raises(ValueError, match="use_aux_hidden_state is false, but the file has fc.weight; name the states"):
+        draft.load()
+    assert draft.load(aux_layers=(2,)).config.aux_layers == (2,)
+
+
+def test_layers_above_the_first(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **DEEP)
+    shapes = {key: tuple(x.shape) for key, x in load_file(tmp_path / "model.safetensors").items()}
+    assert shapes["midlayer.self_attn.q_proj.weight"] == (32, 64)
+    assert shapes["layers.1.self_attn.q_proj.weight"] == shapes["layers.2.self_attn.q_proj.weight"] == (32, 32)
+    draft.check_round_trip()
+    draft.change(LAYOUTS["both"], {"drafter": None})
+    draft.assert_loads_equal()
 
 
 LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
@@ -327,8 +433,9 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
-        ({"hidden_act": "gelu"}, "hidden_act 'silu'"),
+        ({"num_hidden_layers": 2}, r"missing layers\.1\.input_layernorm\.weight"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "must be alike"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
         ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
@@ -381,7 +488,7 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         (without("fc.weight", "norm.weight"), r"missing fc\.weight; missing norm\.weight"),
         (without("midlayer.self_attn.v_proj.weight"), r"missing midlayer\.self_attn\.v_proj\.weight$"),
         (without("d2t"), "missing d2t"),
-        (lambda tensors: tensors | {"fc_norm.0.weight": torch.ones(32)}, r"unexpected fc_norm\.0\.weight"),
+        (lambda tensors: tensors | {"fc_norm.0.weight": torch.ones(32)}, r"missing fc_norm\.1\.weight"),
         (lambda tensors: tensors | {"layers.1.norm.weight": torch.ones(32)}, r"unexpected layers\.1\.norm\.weight"),
         (lambda tensors: tensors | {"d2t": tensors["d2t"] + 90}, "d2t maps outside the target's 120 tokens or twice"),
         (lambda tensors: without("t2d")(tensors | {"d2t": tensors["d2t"] - 1}), "d2t maps outside"),

@@ -48,6 +48,10 @@ FLAGS: dict[str, tuple[str, ...]] = {  # of EAGLE3 drafts
     "eagle3.1 fc_norm": ("fc_norm", "norm_output"),
     "eagle3 qk_norm": ("qk_norm",),
 }
+DEEP: dict[str, dict[str, Any]] = {  # EAGLE3 drafts of several layers
+    "eagle3.1 deep": {"num_layers": 2, "fc_norm": True, "norm_output": True},
+    "eagle3 deep window": {"num_layers": 3, "sliding_window": 11},
+}
 
 
 WINDOWS = {"eagle3 window": 11, "eagle3 window within trees": 2}
@@ -83,6 +87,8 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
         target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
         if drafter in WINDOWS:
             save_random_draft(target, folder, draft_vocab_size=100, sliding_window=WINDOWS[drafter])
+        elif drafter in DEEP:
+            save_random_draft(target, folder, draft_vocab_size=100, **DEEP[drafter])
         elif drafter in FLAGS:
             save_random_draft(target, folder, draft_vocab_size=100, **dict.fromkeys(FLAGS[drafter], True))
         else:
@@ -111,6 +117,9 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
     "eagle3 tree, window": ("eagle3 window", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 16}),
     "eagle3 tree, small window": ("eagle3 window within trees", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 1}),
     "eagle3.1 tree, fc_norm": ("eagle3.1 fc_norm", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 16}),
+    "eagle3.1 chain, deep": ("eagle3.1 deep", {"depth": 4}, {"page_size": 16, "prefill_budget": 7}),
+    "eagle3.1 tree, deep": ("eagle3.1 deep", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 1}),
+    "eagle3 chain, deep window": ("eagle3 deep window", {"depth": 3}, {"page_size": 1, "prefill_budget": 9}),
 }
 
 
@@ -131,7 +140,9 @@ def test_proposals_of_a_batch_equal_the_oracle(
     assert tokens_of(answers) == tokens_of(run(build_engine(target), sized_requests(temperature=temperature)))
 
 
-@pytest.mark.parametrize(("page_size", "drafter"), [(1, "eagle3"), (16, "eagle3"), (1, "eagle3 window")])
+@pytest.mark.parametrize(
+    ("page_size", "drafter"), [(1, "eagle3"), (16, "eagle3"), (1, "eagle3 window"), (16, "eagle3.1 deep")]
+)
 def test_proposals_after_a_prefix_hit_equal_the_oracle(
     page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
@@ -143,7 +154,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     check_prefix_hits(engine, Oracle(target, draft, TreeOptions()), hits)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"])
 def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,12 +51,17 @@ def save_eagle3(target: Path, folder: Path) -> None:
     save_random_draft(target, folder, draft_vocab_size=100)
 
 
+def save_deep_eagle3(target: Path, folder: Path) -> None:
+    save_random_draft(target, folder, draft_vocab_size=100, num_layers=2, fc_norm=True, norm_output=True)
+
+
 CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "none": None,
     "dflash": save_dflash,
     "eagle": save_eagle,
     "eagle tree": save_eagle,
     "eagle3": save_eagle3,
+    "eagle3 deep": save_deep_eagle3,
     "ngram first": save_eagle3,
     "ngram": None,
 }

@@ -44,7 +44,7 @@ def draft_folder(path: Path) -> str:
     ("draft", "extra"),
     [
         ("none", []),
-        ("eagle3", ["drafter.aux_layers", *TREE]),
+        ("eagle3", ["drafter.aux_layers", "drafter.norm_output", *TREE]),
         ("eagle", [*TREE, "drafter.token_map_dynamic", "drafter.token_map_size"]),
     ],
 )

@@ -45,6 +45,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, optio
     "none": ("none", {}),
     "eagle3": ("eagle3", {"depth": 5}),
     "eagle3 tree": ("eagle3", {"depth": 4, "topk": 2, "nodes": 8}),
+    "eagle3 tree, deep": ("eagle3 deep", {"depth": 3, "topk": 2, "nodes": 6}),
     "eagle tree": ("eagle", {"depth": 3, "topk": 3, "nodes": 7}),
     "mixed": ("eagle3", {"ngram_first": 2, "ngram_nodes": 7}),
     "mixed tree": ("eagle", {"ngram_first": 2, "topk": 2, "nodes": 6}),

@@ -86,9 +86,9 @@ def random_parts(
     return draft, frozen, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 128)
 
 
-def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **flags: bool) -> Eagle3Training:
-    """A random draft in training: 4 steps, depth 3. `flags` of EAGLE-3.1."""
-    parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS, **flags)
+def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **fields: Any) -> Eagle3Training:
+    """A random draft in training: 4 steps, depth 3. `fields` of the config."""
+    parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS, **fields)
     return Eagle3Training(*parts, DraftOptions(ttt_steps=4), depth=3)
 
 
@@ -98,13 +98,19 @@ def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Traini
 
 
 @pytest.fixture(
-    params=[("norm_before_residual", "norm_before_fc", "norm_output"), ("fc_norm", "norm_output"), ("qk_norm",)]
+    params=[
+        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        {"fc_norm": True, "norm_output": True},
+        {"qk_norm": True},
+        {"num_layers": 2, "norm_output": True},
+    ],
+    ids=" ".join,
 )
 def flagged_training(
     request: pytest.FixtureRequest, target_model: PreTrainedModel, token_map: TokenMap
 ) -> Eagle3Training:
-    """With flags of EAGLE-3.1, or norms of queries and keys."""
-    return make_eagle3(target_model, token_map.ids, **dict.fromkeys(request.param, True))
+    """With flags of EAGLE-3.1, norms of queries and keys, or two layers."""
+    return make_eagle3(target_model, token_map.ids, **request.param)
 
 
 def random_document(generator: torch.Generator, vocab_size: int = 120) -> Document:

@@ -30,8 +30,8 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle3": (
         Eagle3Options,
         "draft.aux_layers draft.fc_norm draft.head draft.init_from_target draft.loss draft.norm_before_fc "
-        "draft.norm_before_residual draft.norm_output draft.qk_norm draft.state_weight draft.step_weights "
-        "draft.ttt_decay draft.ttt_steps",
+        "draft.norm_before_residual draft.norm_output draft.num_layers draft.qk_norm draft.state_weight "
+        "draft.step_weights draft.ttt_decay draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,

@@ -1,0 +1,231 @@
+"""config.json of block drafts (DFLASH, DFlash 2, DSpark, LiLiCorr) as other trainers write it, in the fields of ours.
+
+Trainers put a head's fields at the top level or in dflash_config, and call some of them otherwise. What they mean
+differently is whether slot 0, whose input is the anchor, predicts the token after it (`convention_of`), and whether a
+slot sees later ones of its block in layers with a window (`_window_mask`). What cannot be known is refused, and so are
+heads that the network here lacks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+# Fields by which others' files say the same as one of ours: theirs -> ours.
+ALIASES = {
+    "pard_token": "mask_token_id",
+    "dspark_markov_rank": "markov_rank",
+    "use_confidence_head": "enable_confidence_head",
+}
+# What says that slot 0 predicts: field -> whether true means that it does.
+ANCHOR_FIELDS = {
+    "sample_from_anchor": True,
+    "query_zero_predicts_next": True,
+    "shift_label": True,
+    "dspark_bonus_anchor": False,
+}
+ANCHOR_FIRST = {  # of files without any of these, by architecture
+    "DFlashDraftModel": False,
+    "DFlash2DraftModel": False,
+    "LiLiCorrDraftModel": False,
+    "DSparkDraftModel": True,
+    "Qwen3DSparkModel": True,
+}
+HEAD_NAMES = {  # how others' tensors begin -> the beginning of DeepSpec's, which are ours
+    "logit_head.": "markov_head.",  # SpecForge's at first
+    **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj")},  # ModelOpt's
+    "confidence_proj.": "confidence_head.proj.",
+}
+CAUSAL_FIELDS = ("causal", "is_causal", "dflash_query_causal")
+UNSUPPORTED_HEADS = {  # of `projector_type`, `speculators_model_type` and `markov_head_type`
+    "xpress": "XPress's refiner",
+    "domino": "Domino's GRU",
+    "rnn": "DSpark's recurrent Markov head (markov_head_type 'rnn')",
+}
+PROJECTORS = ("", "dflash", "dflash2", "dspark", "lilicorr")
+# Settings of other trainers and servers that change the network or the use of its output -> values that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_sink_bias", "mlp_bias", "quantization_config"), OFF),
+    **dict.fromkeys(("attention_value_scale", "embedding_scale", "logit_scale"), (None, 1)),
+    "attention_mode": (None, "gqa", "mha"),
+    "dspark_fixup_head_type": (None, "", "markov"),
+    "mlp_type": (None, "", "dense"),
+    "use_aux_hidden_state": (None, True),
+}
+
+
+class Convention(NamedTuple):
+    """What slot k of a block predicts: with `from_anchor` the token after it, else the one at its own place."""
+
+    from_anchor: bool
+    reason: str
+
+    def __str__(self) -> str:
+        slots = (
+            "every slot predicts the token after it" if self.from_anchor else "slots 1, 2, ... predict their own token"
+        )
+        return f"{slots}: {self.reason}"
+
+
+def convention_of(values: Mapping[str, Any], choice: bool | None = None) -> Convention:
+    """Of a config.json; `choice` is the user's. Raises ValueError where fields, or field and choice, contradict each
+    other, and where nothing decides."""
+    own = merged(values)
+    said = {name: bool(own[name]) is means for name, means in ANCHOR_FIELDS.items() if own.get(name) is not None}
+    given = ", ".join(f"{name} {str(bool(own[name])).lower()}" for name in said)
+    if len(set(said.values())) > 1:
+        raise ValueError(f"draft config has {given}: these contradict each other; delete the wrong one")
+    if said:
+        (from_anchor,) = set(said.values())
+        if choice is not None and choice != from_anchor:
+            raise ValueError(
+                f"sample_from_anchor is {str(choice).lower()}, but the draft's config.json has {given}; leave the "
+                "option out"
+            )
+        return Convention(from_anchor, f"its config.json has {given}")
+    if choice is not None:
+        return Convention(choice, "as the option sample_from_anchor says")
+    architecture = architecture_of(values)
+    has_markov = bool(own.get("markov_rank"))
+    if architecture not in ANCHOR_FIRST or (has_markov and not ANCHOR_FIRST[architecture]):
+        what = f"{architecture} with a Markov head" if has_markov else architecture
+        raise ValueError(
+            f"draft config lacks sample_from_anchor, and drafts of architecture {what} are trained either way; say by "
+            "the option sample_from_anchor whether slot 0, the anchor, predicts the token after it (serve: "
+            "--drafter.sample-from-anchor true|false, convert: --sample-from-anchor)"
+        )
+    return Convention(ANCHOR_FIRST[architecture], f"its architecture is {architecture}, and sample_from_anchor absent")
+
+
+def architecture_of(values: Mapping[str, Any]) -> str:
+    return str((values.get("architectures") or ["(none)"])[0])
+
+
+def merged(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of both levels under our names. Raises ValueError for one that has two values."""
+    own: dict[str, Any] = {}
+    levels = ("", values), (", in dflash_config", values.get("dflash_config") or {})
+    for where, fields in levels:
+        for name, value in fields.items():
+            ours = ALIASES.get(name, name)
+            if value is None or name == "dflash_config":
+                continue
+            if ours in own and own[ours] != value:
+                other = f"and{where}," if where else "and"
+                raise ValueError(f"draft config: {ours} is {own[ours]} {other} {_as(name, ours)}{value}; delete one")
+            own[ours] = value
+    return own
+
+
+def _as(name: str, ours: str) -> str:
+    return "" if name == ours else f"{name} "
+
+
+def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, Any]:
+    """Another trainer's config.json, or ours, with all of a block draft's own fields in dflash_config and the
+    convention at the top level. Raises ValueError for what the network here cannot run, and for what is uncertain."""
+    own = merged(values)
+    _refuse(values, own)
+    from_anchor = convention_of(values, choice).from_anchor
+    if own.get("lilicorr_candidate_topk") and from_anchor:
+        raise ValueError(
+            "draft config: a LiLiCorr draft that predicts at its anchor is not supported; none is trained so"
+        )
+    nested = dict(values.get("dflash_config") or {})
+    nested |= {name: own[name] for name in HEAD_FIELDS if own.get(name) is not None}
+    if layers := _layers(own):
+        nested["target_layer_ids"] = layers
+    settled = {**values, **_window(values, own), "dflash_config": nested, "sample_from_anchor": from_anchor}
+    dropped = (*ANCHOR_FIELDS, *CAUSAL_FIELDS, *ALIASES, "use_swa", "swa_window_size")
+    for name in dropped:
+        nested.pop(name, None)
+    return {name: value for name, value in settled.items() if name == "sample_from_anchor" or name not in dropped}
+
+
+HEAD_FIELDS = (
+    *("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
+    *("markov_head_type", "enable_confidence_head", "output_multiplier", "final_logit_softcapping"),
+    "input_embedding_scale",
+)
+
+
+def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name in ("projector_type", "markov_head_type"):
+        kind = str(own.get(name) or "").lower()
+        if kind in UNSUPPORTED_HEADS and (name != "markov_head_type" or own.get("markov_rank")):
+            raise ValueError(f"draft config: {UNSUPPORTED_HEADS[kind]} is not supported")
+    if (kind := str(own.get("projector_type") or "")) not in PROJECTORS:
+        raise ValueError(f"draft config: projector_type is {kind!r}; supported: {', '.join(PROJECTORS[1:])}")
+    if own.get("dspark_block_size") or own.get("dspark_noise_token_id"):
+        raise ValueError("this is DeepSeek-V4's draft, which is part of the target's checkpoint; it is not supported")
+    for name, neutral in UNSUPPORTED.items():
+        if own.get(name) not in neutral:
+            raise ValueError(f"draft config sets {name} to {own[name]!r}, which is not supported")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
+    is_joined = own.get("confidence_head_with_markov")
+    if own.get("enable_confidence_head") and is_joined is not None and bool(is_joined) != bool(own.get("markov_rank")):
+        raise ValueError(
+            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {own.get('markov_rank')}; a "
+            "confidence head here reads the Markov embedding wherever there is one"
+        )
+
+
+def _layers(own: Mapping[str, Any]) -> list[int]:
+    """Output ids, from either field. Raises ValueError if these name different states."""
+    outputs, inputs = own.get("target_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
+    if not inputs:
+        return list(outputs or ())
+    found = [layer - 1 for layer in inputs]
+    if outputs and list(outputs) != found:
+        raise ValueError(
+            f"draft config: target_layer_ids is {outputs}, layer outputs, and eagle_aux_hidden_state_layer_ids "
+            f"{inputs}, layer inputs: these are different states; delete the wrong one"
+        )
+    return found
+
+
+def _window(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The window, where ModelOpt's fields have it, and whether slots see later ones there."""
+    fields: dict[str, Any] = {}
+    types, num_layers = values.get("layer_types"), int(own.get("num_hidden_layers") or 0)
+    if own.get("use_swa"):
+        window = own.get("swa_window_size") or values.get("sliding_window")
+        if not window or values.get("sliding_window") not in (None, window):
+            raise ValueError(
+                f"draft config: use_swa is true, swa_window_size {own.get('swa_window_size')} and sliding_window "
+                f"{values.get('sliding_window')}; one must be set, and both equal if they are"
+            )
+        types = types or ["sliding_attention"] * num_layers
+        fields |= {"sliding_window": window, "use_sliding_window": True, "layer_types": types}
+    has_window = "sliding_attention" in types if types else bool(values.get("use_sliding_window"))
+    return fields | {"sliding_window_non_causal": _is_non_causal(values, own, types, has_window=has_window)}
+
+
+def _is_non_causal(
+    values: Mapping[str, Any], own: Mapping[str, Any], types: list[str] | None, *, has_window: bool
+) -> bool:
+    """Whether a slot sees later ones of its block in layers with a window, as it does in the others.
+
+    DFlash 2 says so by is_causal false, and speculators by sliding_window_non_causal, which is true of its DFlash 2
+    drafts if it is absent; other drafts with windows are causal there.
+    """
+    causal = {name: bool(own[name]) for name in CAUSAL_FIELDS if own.get(name) is not None}
+    if len(set(causal.values())) > 1:
+        raise ValueError(f"draft config has {causal}: these contradict each other; delete the wrong one")
+    is_causal = next(iter(causal.values()), None)
+    if is_causal and not (has_window and types and set(types) == {"sliding_attention"}):
+        raise ValueError(
+            f"draft config sets {', '.join(causal)}: layers that see all tokens but no later slot of their "
+            "block are not supported"
+        )
+    if not has_window:
+        return False
+    said = own.get("sliding_window_non_causal")
+    if said is not None and is_causal is not None and bool(said) == is_causal:
+        raise ValueError(
+            f"draft config: sliding_window_non_causal is {said} and {next(iter(causal))} {is_causal}; delete the wrong "
+            "one"
+        )
+    if said is not None:
+        return bool(said)
+    return not is_causal if is_causal is not None else architecture_of(values) == "DFlash2DraftModel"
