@@ -98,13 +98,14 @@ def transition_scores_triton(
 
 @Op
 def walk_lattice(
-    scores: Tensor, tokens: Tensor, roots: Tensor, confidence: Confidence | None = None
+    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, confidence: Confidence | None = None
 ) -> tuple[Tensor, Tensor]:
     """The chain of the best candidate after the one before, left to right from the root; ties go to the first.
 
     scores (B, K, k, k) fp32, tokens (B, K, k) int64 target ids, roots (B,) int64 -> tokens (B, K + 1) int32, the root
-    first, and scores (B, K + 1) fp32: the sum up to each of log-probabilities among the candidates, or, with
-    `confidence`, of its logarithms; 0 of the root.
+    first, and scores (B, K + 1) fp32: the sum up to each of log-probabilities, or, with `confidence`, of its
+    logarithms; 0 of the root. A token's probability is that among the candidates times theirs among all tokens:
+    `values` (B, K, k) fp32 are their log-probabilities by the slot alone.
     """
     (B, K, _, _), device = scores.shape, scores.device
     request, chosen = torch.arange(B, device=device), torch.zeros(B, dtype=torch.int64, device=device)
@@ -113,7 +114,7 @@ def walk_lattice(
         row = scores[request, slot, chosen]  # (B, k)
         best = row.max(dim=1)
         if confidence is None:
-            step = best.values - row.logsumexp(dim=1)
+            step = best.values - row.logsumexp(dim=1) + values[:, slot].logsumexp(dim=1).clamp(max=0.0)
         else:
             step = confidence.of(slot, chain[-1])
         chosen = best.indices
@@ -124,35 +125,39 @@ def walk_lattice(
 
 @walk_lattice.kernel()
 def walk_lattice_triton(
-    scores: Tensor, tokens: Tensor, roots: Tensor, confidence: Confidence | None = None
+    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, confidence: Confidence | None = None
 ) -> tuple[Tensor, Tensor]:
     """One launch, a program per request."""
     B, K, _, k = scores.shape
     assert scores.stride(3) == 1
     assert tokens.is_contiguous()
+    assert values.is_contiguous()
     chain = torch.empty(B, K + 1, dtype=torch.int32, device=scores.device)
     reached = torch.empty(B, K + 1, device=scores.device)
     slots, temperatures, by_token = confidence or (None, None, None)
     slots = None if slots is None else slots.contiguous()
     if B:
         _walk_lattice[(B,)](
-            scores, tokens, roots, slots, temperatures, by_token, chain, reached, *scores.stride()[:3], K, k,
+            scores, tokens, roots, values, slots, temperatures, by_token, chain, reached, *scores.stride()[:3], K, k,
             BLOCK=triton.next_power_of_2(k), num_warps=1, **pdl_options(scores.device),
         )  # fmt: skip
     return chain, reached
 
 
 @Op
-def grow_lattice(scores: Tensor, tokens: Tensor, roots: Tensor, topk: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def grow_lattice(
+    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, topk: int, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tree of the `count` most probable nodes: tokens, parents (B, count) int32 and scores (B, count) fp32.
 
-    A node's score is the sum of log-probabilities among the candidates along its path, as in EAGLE-2 (arXiv 2406.16858,
-    section 4.2); of a node's children the best `topk` are considered. Nodes come in the order of their scores, ties in
+    A node's score is the sum of log-probabilities along its path, as in EAGLE-2 (arXiv 2406.16858, section 4.2); of a
+    node's children the best `topk` are considered. Nodes come in the order of their scores, ties in
     that of their parents, then of the candidates' scores, so a parent always comes first. Unused nodes have token -1,
     parent 0 and score -inf. Otherwise as `walk_lattice`.
     """
     best = scores.log_softmax(dim=-1).clamp(max=0.0).sort(dim=-1, descending=True, stable=True)
-    children = (x[..., :topk].tolist() for x in (best.values, best.indices))  # sync: the CPU's path
+    steps = best.values + values.logsumexp(dim=-1).clamp(max=0.0)[:, :, None, None]
+    children = (x[..., :topk].tolist() for x in (steps, best.indices))  # sync: the CPU's path
     trees = [_grow_one(*own, count) for own in zip(*children, strict=True)]
     slots, candidates, parents, reached = (torch.tensor(x, device=scores.device) for x in zip(*trees, strict=True))
     found = tokens.flatten(1).gather(1, slots * tokens.shape[2] + candidates.clamp(min=0)).where(candidates >= 0, -1)
@@ -184,18 +189,19 @@ def _grow_one(
 
 @grow_lattice.kernel()
 def grow_lattice_triton(
-    scores: Tensor, tokens: Tensor, roots: Tensor, topk: int, count: int
+    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, topk: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, a program per request: it takes the best of the waiting nodes and adds that node's children."""
     B, K, _, k = scores.shape
     assert scores.stride(3) == 1
     assert tokens.is_contiguous()
+    assert values.is_contiguous()
     chosen, parents = torch.empty(2, B, count, dtype=torch.int32, device=scores.device).unbind()
     reached = torch.empty(B, count, device=scores.device)
     if B:
         children = triton.next_power_of_2(min(topk, k))
         _grow_lattice[(B,)](
-            scores, tokens, roots, chosen, parents, reached, *scores.stride()[:3], K, k, min(topk, k), count,
+            scores, tokens, roots, values, chosen, parents, reached, *scores.stride()[:3], K, k, min(topk, k), count,
             BLOCK=triton.next_power_of_2(k), CHILDREN=children, NODES=triton.next_power_of_2(count),
             num_warps=1 if k <= 16 else 4, **pdl_options(scores.device),
         )  # fmt: skip
@@ -228,6 +234,13 @@ def add_noise_triton(scores: Tensor, tokens: Tensor, positions: Tensor, sampling
             BLOCK=triton.next_power_of_2(k), num_warps=1, **pdl_options(scores.device),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _log_sum_exp(scores):
+    """About -1e30 where all are -inf."""
+    top = tl.maximum(tl.max(scores, axis=0), -1e30)
+    return top + tl.log(tl.maximum(tl.sum(tl.exp(scores - top), axis=0), 1e-30))
 
 
 @triton.jit
@@ -273,7 +286,7 @@ def _transition_scores(
 
 @triton.jit(do_not_specialize=["K"])
 def _walk_lattice(
-    scores_ptr, tokens_ptr, roots_ptr, slots_ptr, temperatures_ptr, by_token_ptr, chain_ptr, reached_ptr,
+    scores_ptr, tokens_ptr, roots_ptr, values_ptr, slots_ptr, temperatures_ptr, by_token_ptr, chain_ptr, reached_ptr,
     request_stride, slot_stride, row_stride, K, k, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -289,7 +302,8 @@ def _walk_lattice(
         top = tl.max(scores, axis=0)
         chosen = tl.min(tl.where(scores == top, index, BLOCK - 1), axis=0)
         if slots_ptr is None:
-            step = -tl.log(tl.sum(tl.exp(scores - top), axis=0))
+            own = tl.load(values_ptr + (request * K + slot) * k + index, mask=index < k, other=float("-inf"))
+            step = tl.minimum(_log_sum_exp(own), 0.0) - tl.log(tl.sum(tl.exp(scores - top), axis=0))
         else:
             step = log_confidence(slots_ptr + request * K, temperatures_ptr, by_token_ptr, slot, token)
         reached += tl.minimum(step, 0.0)
@@ -300,8 +314,9 @@ def _walk_lattice(
 
 @triton.jit(do_not_specialize=["K", "count"])
 def _grow_lattice(
-    scores_ptr, tokens_ptr, roots_ptr, chosen_ptr, parents_ptr, reached_ptr, request_stride, slot_stride, row_stride,
-    K, k, topk, count, BLOCK: tl.constexpr, CHILDREN: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+    scores_ptr, tokens_ptr, roots_ptr, values_ptr, chosen_ptr, parents_ptr, reached_ptr,
+    request_stride, slot_stride, row_stride, K, k, topk, count,
+    BLOCK: tl.constexpr, CHILDREN: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Waiting nodes are numbered by their parent's place and their rank among its children."""
     wait_for_inputs(PDL)
@@ -317,11 +332,11 @@ def _grow_lattice(
     tl.store(reached_ptr + out, score)
     for node in range(1, count):
         is_open = (depth < K) & (score > float("-inf"))
+        inside = index < tl.where(is_open, k, 0)
         row = scores_ptr + request * request_stride + depth * slot_stride + candidate * row_stride
-        own = tl.load(row + index, mask=index < tl.where(is_open, k, 0), other=float("-inf"))
-        top = tl.maximum(tl.max(own, axis=0), -1e30)
-        steps = tl.minimum((own - top) - tl.log(tl.maximum(tl.sum(tl.exp(own - top), axis=0), 1e-30)), 0.0)
-        steps = tl.where(own > float("-inf"), steps, float("-inf"))
+        own = tl.load(row + index, mask=inside, other=float("-inf"))
+        alone = tl.load(values_ptr + (request * K + depth) * k + index, mask=inside, other=float("-inf"))
+        steps = tl.minimum(own - _log_sum_exp(own), 0.0) + tl.minimum(_log_sum_exp(alone), 0.0)
         is_better = (steps[None, :] > steps[:, None]) | (
             (steps[None, :] == steps[:, None]) & (index[None, :] < index[:, None])
         )

@@ -23,8 +23,8 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 VOCAB = 97
 
 
-def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """scores (B, K, k, k), tokens (B, K, k), roots (B,)."""
+def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scores (B, K, k, k), tokens (B, K, k), roots (B,), values (B, K, k)."""
     generator = torch.Generator().manual_seed(B + K + k)
     scores = torch.randn(B, K, k, k, generator=generator) * 2
     if kind == "ties":
@@ -35,7 +35,8 @@ def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, 
         scores = scores.masked_fill(torch.rand(B, K, k, k, generator=generator) < 0.6, -torch.inf)
         scores[..., 0] = 0.5
     tokens = torch.stack([torch.randperm(VOCAB, generator=generator)[:k] for _ in range(B * K)]).view(B, K, k)
-    return scores.to(device), tokens.to(device), torch.arange(5, 5 + B).to(device)
+    values = torch.randn(B, K, 40, generator=generator).log_softmax(-1).sort(descending=True).values[..., :k]
+    return scores.to(device), tokens.to(device), torch.arange(5, 5 + B).to(device), values.contiguous().to(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,14 +77,14 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
 )
 @pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
 def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, device: str) -> None:
-    scores, tokens, roots = lattice_of(*shape, kind, device)
+    scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
     generator, sure = torch.Generator().manual_seed(1), None
     if confidence != "none":
         by_token = torch.randn(VOCAB, generator=generator).to(device) if confidence == "tokens" else None
         sure = Confidence(torch.randn(B, K, generator=generator).to(device), torch.rand(K).to(device) + 0.5, by_token)
     with poisoned():
-        chain, reached = getattr(walk_lattice, run)(scores, tokens, roots, sure)
+        chain, reached = getattr(walk_lattice, run)(scores, tokens, roots, values, sure)
     for b in range(B):
         token, row, total = int(roots[b]), 0, 0.0
         assert chain[b, 0] == token
@@ -91,7 +92,7 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
         for s in range(K):
             own = scores[b, s, row].double().cpu()
             row = own.tolist().index(max(own.tolist()))
-            step = own.log_softmax(0)[row]
+            step = own.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
             if sure is not None:
                 logit = sure.slots[b, s].double().cpu() + (0 if sure.by_token is None else float(sure.by_token[token]))
                 step = torch.sigmoid(logit / float(sure.temperatures[s])).log()
@@ -109,11 +110,12 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
 def test_the_tree_is_the_best_of_all_paths(
     shape: tuple[int, ...], kind: str, topk: int, count: int, run: str, device: str
 ) -> None:
-    scores, tokens, roots = lattice_of(*shape, kind, device)
+    scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
     with poisoned():
-        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, topk, count)
+        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count)
     steps = scores.double().cpu().log_softmax(-1)
+    mass = values.double().cpu().logsumexp(-1)
     for b in range(B):
         totals = {(): 0.0}  # path of candidates -> sum; a parent comes before its children
         for length in range(1, K + 1):
@@ -122,7 +124,7 @@ def test_the_tree_is_the_best_of_all_paths(
                     own = steps[b, length - 1, path[-2] if length > 1 else 0]
                     best = sorted(range(k), key=lambda one: (-float(own[one]), one))[:topk]
                     if path[-1] in best and own[path[-1]] > -torch.inf:
-                        totals[path] = totals[path[:-1]] + float(own[path[-1]])
+                        totals[path] = totals[path[:-1]] + float(own[path[-1]] + mass[b, length - 1])
         expected = sorted(totals.values(), reverse=True)[:count]
         used = [node for node in range(count) if reached[b, node] > -torch.inf]
         assert used == list(range(len(expected)))
@@ -142,9 +144,11 @@ def test_the_tree_is_the_best_of_all_paths(
 
 
 def test_kernel_and_reference_agree_on_ties() -> None:
-    scores, tokens, roots = lattice_of(3, 4, 6, "ties", "cpu")
+    scores, tokens, roots, values = lattice_of(3, 4, 6, "ties", "cpu")
     for found, expected in zip(
-        grow_lattice.triton(scores, tokens, roots, 3, 20), grow_lattice(scores, tokens, roots, 3, 20), strict=True
+        grow_lattice.triton(scores, tokens, roots, values, 3, 20),
+        grow_lattice(scores, tokens, roots, values, 3, 20),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)
 
@@ -165,8 +169,8 @@ def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
 
 @pytest.mark.gpu
 def test_replays_equal_the_references() -> None:
-    scores, tokens, roots = lattice_of(32, 7, 16, "plain", "cuda")
+    scores, tokens, roots, values = lattice_of(32, 7, 16, "plain", "cuda")
     for op, rest in ((walk_lattice, ()), (grow_lattice, (4, 32))):
-        found = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, *rest))
-        for own, right in zip(found, op.reference(scores, tokens, roots, *rest), strict=True):
+        found = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, values, *rest))
+        for own, right in zip(found, op.reference(scores, tokens, roots, values, *rest), strict=True):
             torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)
