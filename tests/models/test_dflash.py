@@ -195,7 +195,7 @@ def test_deepspecs_drafts_predict_from_the_anchor(draft: SavedDraft) -> None:
     draft.assert_loads_equal()
     assert draft.load().config.sample_from_anchor
     draft.change(values={"enable_confidence_head": True})
-    with pytest.raises(ValueError, match="sets enable_confidence_head to True, which is not supported"):
+    with pytest.raises(ValueError, match="missing confidence_head.proj.bias"):
         draft.load()
 
 
