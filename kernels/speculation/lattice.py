@@ -151,14 +151,14 @@ def grow_lattice(
     """The tree of the `count` most probable nodes: tokens, parents (B, count) int32 and scores (B, count) fp32.
 
     A node's score is the sum of log-probabilities along its path, as in EAGLE-2 (arXiv 2406.16858, section 4.2); of a
-    node's children the best `topk` are considered. Nodes come in the order of their scores, ties in
-    that of their parents, then of the candidates' scores, so a parent always comes first. Unused nodes have token -1,
-    parent 0 and score -inf. Otherwise as `walk_lattice`.
+    node's children the best `topk` are considered. Nodes come in the order of their scores, ties in that of their
+    parents, then of the candidates' scores, so a parent always comes first. Unused nodes have token -1, parent 0 and
+    score -inf. Otherwise as `walk_lattice`.
     """
     best = scores.log_softmax(dim=-1).clamp(max=0.0).sort(dim=-1, descending=True, stable=True)
     steps = best.values + values.logsumexp(dim=-1).clamp(max=0.0)[:, :, None, None]
-    children = (x[..., :topk].tolist() for x in (steps, best.indices))  # sync: the CPU's path
-    trees = [_grow_one(*own, count) for own in zip(*children, strict=True)]
+    children = zip(steps[..., :topk].tolist(), best.indices[..., :topk].tolist(), strict=True)  # sync: the CPU's path
+    trees = [_grow_one(*own, count=count) for own in children]
     slots, candidates, parents, reached = (torch.tensor(x, device=scores.device) for x in zip(*trees, strict=True))
     found = tokens.flatten(1).gather(1, slots * tokens.shape[2] + candidates.clamp(min=0)).where(candidates >= 0, -1)
     found[:, 0] = roots

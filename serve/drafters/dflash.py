@@ -80,7 +80,7 @@ class Drafter(base.NetworkDrafter):
         self.module, self.vocabulary, self.topk = module, vocabulary, options.topk
         self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
         self.layers: dict[int, list[int]] = {}  # by KV group
-        self.first_slot = 0 if config.sample_from_anchor else 1  # block position that drafts the first token
+        self.first_slot = config.first_slot
         self.depth = self._depth(options)
         self.branches = options.topk > 1
         self.walks_vocabulary = module.markov is not None and options.markov_candidates == 0
@@ -96,28 +96,27 @@ class Drafter(base.NetworkDrafter):
         self.kv = module.attention_specs
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
         self.joins: Join = Independent()
+        temperatures = config.confidence_temperatures or (1.0,) * config.num_proposals
+        self.temperatures = torch.tensor(temperatures, device=next(module.parameters()).device)
+        self.trust_by_token = None if module.confidence is None else module.confidence.by_token(module.markov)
 
     def _depth(self, options: DFlashOptions) -> int:
         """Most tokens of a path."""
-        size = self.module.config.block_size
-        trained = size + 1 - self.first_slot
+        config = self.module.config
+        trained = config.num_proposals + 1
         if options.block is not None and options.block > trained:
             raise ValueError(
-                f"drafter.block is {options.block}; this draft was trained on blocks of {size} and offers at most "
-                f"{trained} nodes"
+                f"drafter.block is {options.block}; this draft was trained on blocks of {config.block_size} and offers "
+                f"at most {trained} nodes"
             )
         return (options.block or min(trained, MAX_NODES)) - 1
 
     def _num_candidates(self, options: DFlashOptions) -> int:
         """k."""
-        config, module = self.module.config, self.module
-        if module.scorer is not None:
-            return module.scorer.config.candidate_topk
-        if module.selector is not None:
-            return config.selector_top_k
+        module = self.module
         if module.markov is not None:
             return options.markov_candidates or 1
-        return options.topk
+        return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
 
     def _num_nodes(self, options: DFlashOptions) -> int:
         """The most of a proposal."""
@@ -220,13 +219,13 @@ class Drafter(base.NetworkDrafter):
         slots, positions = self.joins.head.slots(block.hidden), block.positions.view(logits.shape[:2])
         own = replace(sampling, filters=None), self.head.ids, self._confidence(block)
         tokens, reached = markov_walk(logits, block.roots, self.joins.factors, slots, positions, *own)
-        return Proposal(tokens, base.chain_parents(*tokens.shape, tokens.device), reached)
+        return Proposal(tokens, base.chain_parents(len(tokens), tokens.shape[1], tokens.device), reached)
 
     def _confidence(self, block: Block) -> Confidence | None:
         head = self.module.confidence
         if head is None:
             return None
-        return Confidence(head.slots(block.hidden), *self.trust)
+        return Confidence(head.slots(block.hidden), self.temperatures, self.trust_by_token)
 
     def _slots(self, width: int) -> int:
         """Block size needed for `width` nodes."""
