@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
@@ -49,11 +50,15 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
 requests_of = partial(sized_requests, temperature=0.7)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8}
+NON_CAUSAL = {"sliding_window": 12, "windowed_layers": (0, 1), "sliding_window_non_causal": True}
+ANCHOR = {"sample_from_anchor": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"sliding_window": 6, "windowed_layers": (0, 1)},
@@ -64,6 +69,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aux_layers": (2,),
     },
     "from the anchor": {"sample_from_anchor": True},
+    "dflash 2": {**CONVOLVED, "selector_rank": 12, "selector_top_k": 6, "output_multiplier": 0.5, **NON_CAUSAL},
+    "selector, few tokens, capped": {"selector_rank": 8, "draft_vocab_size": 100, "final_logit_softcapping": 5.0},
+    "dspark": {"markov_rank": 12, "confidence_head": True, "confidence_temperatures": (1.5, 0.7, 1.0, 2.0), **ANCHOR},
+    "gated": {"markov_rank": 12, "markov_head_type": "gated", "draft_vocab_size": 100},
+    "lilicorr": {**CONVOLVED, "lilicorr": LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_heads=2, factor_dim=24)},
+    "confidence alone": {"confidence_head": True},
     "bias, three layers": {"attention_bias": True, "num_layers": 3, "aux_layers": (0, 1, 2, 4)},
 }
 
@@ -82,19 +93,26 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
 
 class Oracle:
-    """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed."""
+    """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed.
+    `topk`: children of a node of a tree; 1: a chain."""
 
-    def __init__(self, target: Path, draft: Path, width: int, slots: int = 0) -> None:
+    def __init__(
+        self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-        self.naive = NaiveDFlash(draft, *shared_weights(self.model))
+        self.naive = NaiveDFlash(draft, *shared_weights(self.model), candidates)
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
-        self.width = width
-        self.slots = slots or (width - 1 if self.naive.config.get("sample_from_anchor") else width)
+        self.width, self.topk = width, topk
+        self.depth = min(width - 1, self.naive.config["block_size"] - self.naive.first)
+        self.slots = slots or self.depth + self.naive.first
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
         aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
         key = noise_key(request.seed, request.choice)
+        if self.topk > 1:
+            sizes = self.width, self.depth, self.slots, self.topk
+            return self.naive.tree(aux_states, tokens, sizes, key, request.params.temperature)
         chain, scores = self.naive.chain(aux_states, tokens, self.width, self.slots, key, request.params.temperature)
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
@@ -124,7 +142,71 @@ def test_proposals_of_a_batch_equal_the_oracle(
     assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
     none, _, whole = partial_steps(answers, depth=engine.planner.limits.most_nodes - 1)
     assert none > 0
-    assert whole > 0, "some steps accept, some do not"
+    assert whole > 0 or variant == "lilicorr", "some steps accept, some do not; a random scorer chooses at random"
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "candidates"),
+    [
+        ("plain", {"topk": 3, "nodes": 9}, 3),
+        ("from the anchor", {"topk": 2, "nodes": 8}, 2),
+        ("dflash 2", {"topk": 4, "nodes": 12}, None),
+        ("dspark", {"topk": 3, "markov_candidates": 8}, 8),
+        pytest.param("gated", {"topk": 4, "nodes": 9}, 64, marks=pytest.mark.slow),
+        ("lilicorr", {"topk": 3, "nodes": 9, "block": 3}, None),
+        pytest.param("lilicorr", {"topk": 3}, None, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("attention", ["auto", OURS])
+def test_trees_equal_the_oracle(
+    variant: str, options: dict[str, Any], candidates: int | None, attention: str,
+    make_target: Callable[[str], Path], make_draft: MakeDraft,
+) -> None:  # fmt: skip
+    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    engine = build_engine(target, draft, drafter=options, attention=attention)
+    width = engine.planner.limits.most_nodes
+    assert width == options.get("nodes", 32)
+    oracle = Oracle(target, draft, width, topk=options["topk"], candidates=candidates)
+    oracle.depth = min(oracle.depth, options.get("block", 99) - 1)
+    oracle.slots = oracle.depth + oracle.naive.first
+    answers = run_checked(engine, oracle, requests_of())
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
+    assert acceptance(answers) > 0.02 or variant == "lilicorr"
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "cut"),
+    [
+        ("dspark", {"markov_candidates": 0}, False),
+        ("gated", {"markov_candidates": 0}, False),
+        ("dspark", {"markov_candidates": 0}, True),
+        ("dspark", {"markov_candidates": 9}, True),
+        ("dflash 2", {}, True),
+        ("lilicorr", {}, True),
+    ],
+)
+def test_candidates_may_be_the_whole_vocabulary_or_a_token_map(
+    variant: str,
+    options: dict[str, Any],
+    cut: bool,
+    tmp_path: Path,
+    make_target: Callable[[str], Path],
+    make_draft: MakeDraft,
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    options = options | ({"token_map": save_map(tmp_path)} if cut else {})
+    engine = build_engine(target, draft, drafter=options)
+    oracle = Oracle(target, draft, engine.planner.limits.most_nodes)
+    naive = oracle.naive
+    if cut:
+        ids = engine.runner.drafter.vocabulary.target_ids(torch.arange(60))
+        naive.head, naive.target_ids = naive.head[ids], ids
+        for name in ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight"):
+            if name in naive.weights:
+                naive.weights[name] = naive.weights[name][ids]
+    if "markov_candidates" in options:
+        naive.num_candidates = options["markov_candidates"] or len(naive.head)
+    run_checked(engine, oracle, requests_of())
 
 
 @pytest.mark.parametrize(

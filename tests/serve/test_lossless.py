@@ -42,7 +42,15 @@ from slipstream.tests.serve.engine_runs import (
     serve_traffic,
     tokens_of,
 )
-from slipstream.tests.serve.known_answers import ending_requests, save_dflash, save_eagle, uneven_requests
+from slipstream.tests.serve.known_answers import (
+    ending_requests,
+    save_dflash,
+    save_dflash2,
+    save_dspark,
+    save_eagle,
+    save_lilicorr,
+    uneven_requests,
+)
 from slipstream.tests.serve.test_overlap import OverlappingBuilder
 
 
@@ -58,6 +66,12 @@ def save_deep_eagle3(target: Path, folder: Path) -> None:
 CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "none": None,
     "dflash": save_dflash,
+    "dflash tree": save_dflash,
+    "dflash2": save_dflash2,
+    "dflash2 tree": save_dflash2,
+    "dspark": save_dspark,
+    "dspark, all tokens": save_dspark,
+    "lilicorr": save_lilicorr,
     "eagle": save_eagle,
     "eagle tree": save_eagle,
     "eagle3": save_eagle3,
@@ -67,14 +81,19 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle tree": {"depth": 3, "topk": 3, "nodes": 7},
+    "dflash tree": {"topk": 3, "nodes": 9},
+    "dflash2 tree": {"topk": 3, "nodes": 9},
+    "dspark": {"markov_candidates": 8},
+    "dspark, all tokens": {"markov_candidates": 0},
     "ngram first": {"ngram_first": 2, "ngram_nodes": 7},
     "ngram": {"nodes": 9},
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
-BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
+BY_NETWORK = ("dflash", "dflash2 tree", "dspark", "eagle", "eagle tree", "eagle3")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
-DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
+BLOCKS = ["dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark, all tokens", "lilicorr"]
+DRAFTERS = ["eagle tree", NGRAM, "ngram first", *BLOCKS, *MODULES]
 BuildDrafted = Callable[..., Engine]
 
 
