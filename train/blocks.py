@@ -2,14 +2,15 @@
 
 A block begins at its anchor a, a token of an answer that the next one follows (a possible root of a round). It reads
 the tokens of a's document before a; slot k of it stands at the position of token a + k and predicts that token, slot 0
-nothing. Slot k counts if all of tokens a .. a+k are supervised and of one document.
+nothing. In the anchor-first convention (DSpark) slot k predicts the token after its place, slot 0 too. Either way its
+proposals are tokens a + 1 .. a + K; one counts if all tokens from a up to it are supervised and of one document.
 
 Slots see the context before their anchor in its document, and their block's slots, both ways. A windowed layer sees the
 last W positions only, its own included, and its own slots both ways or up to itself. One rule, `sees`, makes the mask
 of both implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
 
-Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, K = C + N * S keys, Q/G query and KV
-heads, D head dim, W window.
+Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, that propose K tokens, C + N * S
+keys, Q/G query and KV heads, D head dim, W window.
 """
 
 import functools
@@ -45,8 +46,8 @@ class Blocks:
     anchors: Tensor  # (N,) int64 rows, ascending
     starts: Tensor  # (N,) int64 rows: where the anchor's document begins, the first row that the block reads
     positions: Tensor  # (N, S) int64 positions in the document
-    labels: Tensor  # (N, S - 1) int64 target ids of slots 1 .. S - 1, anything where the slot does not count
-    counts: Tensor  # (N, S - 1) bool
+    labels: Tensor  # (N, K) int64 target ids of the proposals, anything where one does not count
+    counts: Tensor  # (N, K) bool
 
     def __len__(self) -> int:
         return len(self.anchors)
@@ -54,6 +55,15 @@ class Blocks:
     @property
     def size(self) -> int:
         return self.positions.shape[1]
+
+    @property
+    def num_proposals(self) -> int:
+        return self.labels.shape[1]
+
+    @property
+    def rows_before(self) -> Tensor:
+        """(N, K) int64 rows of the tokens before the labels; whatever is in reach where one does not count."""
+        return self.anchors.unsqueeze(1) + torch.arange(self.num_proposals, device=self.anchors.device)
 
     def to(self, device: torch.device) -> "Blocks":
         return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
@@ -83,11 +93,12 @@ def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.concatenate(chosen)), torch.from_numpy(np.concatenate(weights))
 
 
-def find_blocks(batch: Batch, anchors: Tensor, size: int) -> Blocks:
-    """Blocks of `size` slots at `anchors` (N,), rows of `batch`, which lies on the host."""
+def find_blocks(batch: Batch, anchors: Tensor, size: int, *, first_slot: int = 1) -> Blocks:
+    """Blocks of `size` slots at `anchors` (N,), rows of `batch`, which lies on the host. `first_slot`: the one that
+    predicts the token after the anchor, 1 or 0 (DFlashConfig.first_slot)."""
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
     supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
-    rows = anchors.unsqueeze(1) + torch.arange(1, size)  # (N, S - 1)
+    rows = anchors.unsqueeze(1) + torch.arange(1, size + 1 - first_slot)  # (N, K)
     inside = rows.clamp(max=len(tokens) - 1)
     goes_on = (rows == inside) & supervised[inside] & (documents[inside] == documents[anchors].unsqueeze(1))
     return Blocks(
@@ -105,15 +116,15 @@ def default_gamma(size: int) -> float:
     return max(1.0, GAMMAS[low] + (size - low) * (GAMMAS[high] - GAMMAS[low]) / (high - low))
 
 
-def decay_weights(size: int, gamma: float) -> Tensor:
-    """(S - 1,) fp32: exp(-(k - 1) / gamma) for slots k = 1 .. S - 1."""
-    return torch.exp(-torch.arange(size - 1) / gamma)
+def decay_weights(num_proposals: int, gamma: float) -> Tensor:
+    """(K,) fp32: exp(-(k - 1) / gamma) for proposals k = 1 .. K."""
+    return torch.exp(-torch.arange(num_proposals) / gamma)
 
 
 def dpace_weights(losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
-    """(N, S - 1) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
+    """(N, K) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
 
-    losses (N, S - 1) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
+    losses (N, K) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
     to fail. w_k = sum over j >= k of P_j, P_j = product over i <= j of (1 - alpha) exp(-loss_i) + alpha.
     """
     confidence = torch.where(known, torch.exp(-losses.detach()), 0.0)

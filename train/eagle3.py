@@ -36,7 +36,7 @@ class DraftOptions(ChainDraftOptions):
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
-    """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+    """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
     state_weight: float = 0.0
     """weight of a smooth L1 loss between the states that the heads of draft and target read, beside `loss`"""
     norm_before_residual: bool = False
@@ -80,13 +80,15 @@ class Eagle3Options(DraftRunOptions):
 class Eagle3Training(ChainTraining):
     """Distance from the target's distribution over the draft vocabulary."""
 
+    Network, drafter = Eagle3, "eagle3"
+
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
         flags = {name: getattr(options, name) for name in (*FLAGS, "qk_norm", "num_layers")}
         return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
 
-    def start(self) -> None:
+    def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target:
             self.draft.init_from_target(self.target.initial_weights(1))
         self.draft.lm_head.requires_grad_(self.options.head == "trained")

@@ -1,9 +1,9 @@
 """The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,8 @@ class DraftTraining(nn.Module, ABC):
     Everything goes through `forward`: there DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
 
+    Network: ClassVar[type[DraftNetwork]]
+    drafter: ClassVar[str]  # its kind, as files name it
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
 
@@ -51,8 +53,9 @@ class DraftTraining(nn.Module, ABC):
     def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
-    def start(self) -> None:
-        """Called once before a run's first step: may take weights over from the target."""
+    def start(self, *, continues: bool = False) -> None:
+        """Called once before a run's first step: may take weights over from the target. `continues`: those of another
+        draft replace what they can."""
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +74,11 @@ class DraftTraining(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, batch: Batch) -> Metrics:
         """Metrics of held-out rows; `accept_length` is among them and chooses the best checkpoint."""
+
+    def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+        """Called by all processes when all held-out rows are done: metrics that are no sums over rows. `gather` joins
+        the processes' lists."""
+        return {}
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
         """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""

@@ -138,7 +138,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
         batch = whole(tokens)
         blocks = find_blocks(batch, torch.tensor([anchor for anchor, _, _ in compared]), BLOCK_SIZE)
         with torch.no_grad():
-            states = training.states(blocks, *training.read(batch))
+            states = training.states(blocks, training.read(batch))
             drafted = training.predictions(states[:, 1:].flatten(0, 1)).view(len(compared), -1)
         for number, (_, expected, proposed) in enumerate(compared):
             torch.testing.assert_close(states[number], expected, rtol=1e-4, atol=1e-4)
