@@ -3,7 +3,6 @@ tests' oracle."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,10 @@ class NaiveDFlash(NaiveLayers):
 
         def convolve(rows: Tensor, side: int) -> Tensor:
             found = torch.zeros_like(rows)
-            for row, tap in product(range(len(rows)), range(2)):
-                if row >= tap:
-                    delta = deltas[row, side, tap].repeat_interleave(self.heads["conv_group_size"])
-                    found[row] += (self.weights[f"{name}.base_kernel"][side, tap] + delta) * rows[row - tap]
+            for tap in range(2):
+                kernel = deltas[:, side, tap].repeat_interleave(self.heads["conv_group_size"], dim=-1)
+                kernel = kernel + self.weights[f"{name}.base_kernel"][side, tap]
+                found[tap:] += kernel[tap:] * rows[: len(rows) - tap]
             return found
 
         return convolve(x, 0), lambda output: convolve(output, 1)

@@ -5,7 +5,7 @@ transformers' hidden states put through tests/naive_dflash.py. Lossless output i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
+from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
@@ -157,12 +159,15 @@ def test_proposals_of_a_batch_equal_the_oracle(
         pytest.param("lilicorr", {"topk": 3}, None, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("attention", ["auto", OURS])
 def test_trees_equal_the_oracle(
-    variant: str, options: dict[str, Any], candidates: int | None, attention: str,
-    make_target: Callable[[str], Path], make_draft: MakeDraft,
-) -> None:  # fmt: skip
+    variant: str,
+    options: dict[str, Any],
+    candidates: int | None,
+    make_target: Callable[[str], Path],
+    make_draft: MakeDraft,
+) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    attention = OURS if options["topk"] == 3 else "auto"
     engine = build_engine(target, draft, drafter=options, attention=attention)
     width = engine.planner.limits.most_nodes
     assert width == options.get("nodes", 32)
@@ -207,6 +212,40 @@ def test_candidates_may_be_the_whole_vocabulary_or_a_token_map(
     if "markov_candidates" in options:
         naive.num_candidates = options["markov_candidates"] or len(naive.head)
     run_checked(engine, oracle, requests_of())
+
+
+@pytest.mark.parametrize("attention", ["auto", OURS])
+def test_a_window_limits_the_context_and_not_the_block(
+    attention: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    engine = build_engine(target, draft, drafter={"window": 2}, attention=attention, page_size=1)
+    oracle = Oracle(target, draft, 4)
+    layers = ["sliding_attention"] * oracle.naive.config["num_hidden_layers"]
+    oracle.naive.config |= {"layer_types": layers, "sliding_window": 2, "sliding_window_non_causal": True}
+    run_checked(engine, oracle, requests_of())
+    with pytest.raises(ValueError, match="window is 9; this draft was trained with one of 6"):
+        build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
+
+
+@pytest.mark.parametrize(
+    "heads", [{"selector_rank": 8, **CONVOLVED}, {"markov_rank": 8}, {"markov_rank": 8, "markov_head_type": "gated"}]
+)
+def test_heads_that_start_as_the_identity_change_no_proposal(
+    heads: dict[str, Any], tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    config = load_config(target)
+    plain = load_draft(DFlash, draft, config, None, torch.device("cpu"))
+    module = DFlash(replace(plain.config, **heads))
+    assert not module.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    (tmp_path / "draft").mkdir()
+    write_draft(module, module.state_dict(), tmp_path / "draft", {})
+    answers = run_checked(build_engine(target, tmp_path / "draft"), Oracle(target, draft, 4), requests_of())
+    assert acceptance(answers) > 0.3
+    if "markov_rank" in heads:
+        engine = build_engine(target, tmp_path / "draft", drafter={"markov_candidates": 0})
+        run_checked(engine, Oracle(target, draft, 4), requests_of())
 
 
 @pytest.mark.parametrize(
@@ -375,6 +414,17 @@ def test_options_are_checked(make_target: Callable[[str], Path], make_draft: Mak
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
             build_options(Drafter.Options, {"block": block})
+    for options, words in {
+        ("topk", 17): "drafter.topk is 17; it must be between 1 and 16",
+        ("nodes", 5): "drafter.nodes is 5; a chain of this draft has between 2 and 4 nodes",
+        ("markov_candidates", 65): "drafter.markov_candidates is 65; it must be between 1 and 64, or 0",
+        ("window", 0): "drafter.window is 0; give at least 1",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=dict([options]))
+    nodes = {"topk": 2, "block": 3, "nodes": 9}
+    with pytest.raises(ValueError, match="drafter.nodes is 9; with topk 2 and 2 slots it must be between 2 and 7"):
+        build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=nodes)
     with pytest.raises(ValueError, match="drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"block": 5})
     with pytest.raises(ValueError, match="width is 3; this drafter offers 1, 2, 4"):
