@@ -76,8 +76,8 @@ BY_TOKEN = {"lm_head", "markov_w1", "markov_w2", "predecessor_codebook", "succes
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Not a matrix of one row or column, whose gradient orthogonalisation would merely scale to length 1; nor one with a
-    row per token, a head or a codebook: rare tokens' rows need AdamW's step per entry."""
+    """Not a matrix of one row or column, whose gradient orthogonalisation would merely scale to length 1; nor one with
+    a row per token, a head or a codebook: rare tokens' rows need AdamW's step per entry."""
     return parameter.ndim == 2 and min(parameter.shape) > 1 and not BY_TOKEN & set(name.split("."))
 
 
