@@ -1,5 +1,5 @@
 # make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub);
-#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash or eagle another draft
+#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash, dflash2, dspark or eagle another draft
 # make test   every test that needs no accelerator, in a few minutes; make lint checks style and types
 # make test-all   the long proofs, too
 PYTHON ?= python3

@@ -54,7 +54,7 @@ class DemoConfig:
     """Options of the demo."""
 
     drafter: str = "eagle3"
-    """Draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
+    """Draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml, or a recipe tiny-DRAFTER.yaml."""
     target: Literal["dense", "moe"] = "dense"
     """Bundled target: dense, or a mixture of experts."""
     output: str = "runs/demo"
@@ -71,12 +71,17 @@ class DemoConfig:
         return TARGETS[self.target]
 
     def __post_init__(self) -> None:
-        found = sorted(path.parent.name for path in (ROOT / "configs").glob("*/tiny.yaml"))
-        if self.drafter not in found:
-            raise ValueError(f"drafter is {self.drafter!r}; recipes exist for {', '.join(found)}")
+        if self.drafter not in recipes():
+            raise ValueError(f"drafter is {self.drafter!r}; recipes exist for {', '.join(sorted(recipes()))}")
         for name in ("train_questions", "heldout_questions", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes for a bundled target, by the draft that they train, in folders that are called as their programs."""
+    paths = sorted((ROOT / "configs").glob("*/tiny*.yaml"))
+    return {path.stem.removeprefix("tiny").removeprefix("-") or path.parent.name: path for path in paths}
 
 
 def demo(config: DemoConfig) -> None:
@@ -175,8 +180,9 @@ def program(script: str, **options: Any) -> None:
 
 def train(config: DemoConfig, output: Path) -> None:
     launcher = Path(sys.executable).parent / "accelerate"
-    call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{config.drafter}.py",
-          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(config.target_path.relative_to(ROOT)),
+    recipe = recipes()[config.drafter].relative_to(ROOT)
+    call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{recipe.parent.name}.py",
+          "--config", str(recipe), "--target", str(config.target_path.relative_to(ROOT)),
           "--data.path", str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"),
           "--output", str(output / "draft")])  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Targets of published sizes with random weights that are made on the device, and EAGLE3 drafts for them.
+"""Targets of published sizes with random weights that are made on the device, and drafts for them.
 
 On the disk are a config.json and the draft. Nothing is learnt about acceptance: simulate it (`simulate_accept_length`).
 The experts of random weights are hit independently, real text hits fewer.
@@ -8,13 +8,16 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from slipstream.kernels.gemm.fp8 import E4M3
-from slipstream.models.drafts.base import write_draft
+from slipstream.models.drafts.base import DraftNetwork, write_draft
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.files.quantization import read_quantization
 from slipstream.models.files.weights import allocate
@@ -59,6 +62,20 @@ INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 CONFIGS["llama31-8b-w4a16"] = CONFIGS["llama31-8b"] | {"quantization_config": INT4}
 CONFIGS["qwen3-30b-a3b-fp8"] = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": BLOCKS}
 
+ANCHOR = {"block_size": 7, "sample_from_anchor": True}  # seven drafted tokens, as the others
+MARKOV = ANCHOR | {"markov_rank": 256, "confidence_head": True}
+DRAFTS: dict[str, dict[str, Any]] = {  # block drafts: fields of their configs
+    "dflash": {"block_size": 8},
+    "dflash2": {"block_size": 8, "conv_kernel_size": 2, "selector_rank": 256},
+    "conv": {"block_size": 8, "conv_kernel_size": 2},
+    "selector": {"block_size": 8, "selector_rank": 256},
+    "dspark": MARKOV,
+    "dspark-gated": MARKOV | {"markov_head_type": "gated"},
+    "dspark-map": MARKOV | {"draft_vocab_size": 32_768},
+    "dflash-map": {"block_size": 8, "draft_vocab_size": 32_768},
+    "lilicorr": {"block_size": 8, "lilicorr": LiLiCorrConfig()},
+}
+
 
 class Pair(NamedTuple):
     target: str
@@ -66,20 +83,22 @@ class Pair(NamedTuple):
 
 
 @contextmanager
-def random_pair(name: str) -> Iterator[Pair]:
-    """Folders of a target and a draft for engines built in this process within the context.
+def random_pair(name: str, draft: str = "eagle3") -> Iterator[Pair]:
+    """Folders of a target and a draft, "eagle3" or one of DRAFTS, for engines built in this process within the context.
 
     Raises ValueError for an unknown name.
     """
+    if draft not in ("eagle3", *DRAFTS):
+        raise ValueError(f"draft is random:{draft}; choose of eagle3, {', '.join(DRAFTS)}")
     if name not in CONFIGS:
         raise ValueError(f"shape is {name!r}; choose of {', '.join(CONFIGS)}")
     load = build.load_target
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(f"{folder}/{name}", f"{folder}/draft")
+        pair = Pair(f"{folder}/{name}", f"{folder}/{draft}-draft")
         for path in map(Path, pair):
             path.mkdir()
         (Path(pair.target) / "config.json").write_text(json.dumps(CONFIGS[name]))
-        save_draft(load_config(Path(pair.target)), pair)
+        save_draft(load_config(Path(pair.target)), pair, draft)
         build.load_target = make_target
         try:
             yield pair
@@ -105,15 +124,30 @@ def _folder(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def save_draft(target: TargetSpec, pair: Pair) -> None:
-    size = min(DRAFT_VOCABULARY, target.vocab_size)
-    fields = {"aux_layers": default_aux_layers(target.num_layers), "target": pair.target}
-    draft = Eagle3(Eagle3Config.from_target(target, draft_vocab_size=size, **fields)).bfloat16()
+def save_draft(target: TargetSpec, pair: Pair, name: str) -> None:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        draft = (new_eagle3 if name == "eagle3" else partial(new_block, name=name))(target, pair.target)
     for parameter in draft.parameters():
         fill(parameter.data)
-    if size < target.vocab_size:
+    size = draft.config.draft_vocab_size
+    if size is not None and size < target.vocab_size:
         draft.set_vocabulary(torch.arange(size))
     write_draft(draft, draft.state_dict(), Path(pair.draft), {})
+
+
+def new_eagle3(target: TargetSpec, path: str) -> DraftNetwork:
+    size = min(DRAFT_VOCABULARY, target.vocab_size)
+    fields = {"aux_layers": default_aux_layers(target.num_layers), "target": path}
+    return Eagle3(Eagle3Config.from_target(target, draft_vocab_size=size, **fields)).bfloat16()
+
+
+def new_block(target: TargetSpec, path: str, name: str) -> DraftNetwork:
+    """Of five layers, which read five states."""
+    own = {"num_layers": 5, "aux_layers": default_block_aux_layers(target.num_layers, 5), "mask_token_id": 0}
+    fields: dict[str, Any] = own | {"target": path} | DRAFTS[name]
+    if (size := fields.get("draft_vocab_size")) is not None:
+        fields["draft_vocab_size"] = min(size, target.vocab_size - 1)
+    return DFlash(DFlashConfig.from_target(target, **fields)).bfloat16()
 
 
 def make_target(

@@ -63,7 +63,8 @@ class RoundConfig:
     shape: str = ""
     """Random weights of these sizes in place of a checkpoint (bench/random_targets.py), made on the device."""
     draft: str = "none"
-    """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft."""
+    """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft, or random:NAME: one of the block
+    drafts of bench/random_targets.py, such as random:dflash2."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter by name, such as depth."""
     width: list[int] = field(default_factory=lambda: [4])
@@ -99,8 +100,9 @@ def measured(config: RoundConfig) -> None:
     if not config.shape:
         rounds(config)
         return
-    with random_pair(config.shape) as pair:
-        draft = pair.draft if config.draft == "random" else config.draft
+    kind, _, name = config.draft.partition(":")
+    with random_pair(config.shape, name or "eagle3") as pair:
+        draft = pair.draft if kind == "random" else config.draft
         rounds(replace(config, target=pair.target, shape="", draft=draft))
 
 

@@ -68,7 +68,8 @@ class DryRun:
         if is_checkpoint(config.draft):
             own = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
             choices = Choices.of(SimpleNamespace(**config.drafter))
-            self.networks.append(read_draft(config.draft, self.model, dtype, own, choices))
+            window = config.drafter.get("window")
+            self.networks.append(read_draft(config.draft, self.model, dtype, own, choices, window))
         self.longest = pick_max_model_len(config.max_model_len, self.model)
         self.windows = find_windows(chain(*(network.layers for network in self.networks)), self.longest)
         self.most_nodes = FORCED_NODES if config.grammar_drafts else USUAL_NODES
@@ -153,7 +154,9 @@ def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
     return E4M3 if option == "fp8" else dtype
 
 
-def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, choices: Choices) -> Network:
+def read_draft(
+    draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, choices: Choices, window: int | None
+) -> Network:
     path = resolve(draft, weights=False)
     values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
     network: Any = getattr(find_drafter(draft), "Network", None)
@@ -161,7 +164,9 @@ def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: tor
     config: DraftConfig = network.Config.from_json(values, target, None)
     with torch.device("meta"):
         module = network(config)
-    layers = tuple(layer.attention for layer in config.layers)
+    if window is not None:
+        module.limit_window(window)
+    layers = module.attention_specs
     weights = weight_bytes(module, dtype)
     return Network(draft, drafter_name(draft), layers, weights, dtype, kv_dtype, read=weights)
 

@@ -1,14 +1,20 @@
-"""A DFLASH draft written out from its public tensors, in fp64, with nothing kept between blocks: the tests' oracle."""
+"""A DFLASH draft and its heads, written out from its public tensors, in fp64, with nothing kept between blocks: the
+tests' oracle."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.sample import gumbel
 from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.drafts.block_heads import LiLiCorr, LiLiCorrConfig
 from slipstream.tests.naive_eagle3 import NaiveLayers, attended
+
+Scores = Callable[[int, int, int], Tensor]  # of a slot's candidates (k,), after one of the slot before with this token
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +29,68 @@ class Block:
 class NaiveDFlash(NaiveLayers):
     """`embeddings` and `head` (V, H) are the target's. Plain rotary embedding only."""
 
-    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(
+        self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor, num_candidates: int | None = None
+    ) -> None:
+        """`num_candidates`: of a slot; default: those that a chain needs."""
         self.target_ids = torch.arange(len(head))
         super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]
+        heads = self.heads
+        usual = heads.get("selector_top_k") or heads.get("lilicorr_candidate_topk")
+        self.num_candidates = usual or num_candidates or (64 if heads.get("markov_rank") else 1)
+        if (sizes := LiLiCorrConfig.from_json(heads)) is not None:
+            own = self.config["hidden_size"], self.config["block_size"], self.config["rms_norm_eps"]
+            self.scorer = LiLiCorr(sizes, *own).double()
+            parts = {name: x for name, x in self.weights.items() if name.startswith("lilicorr.")}
+            self.scorer.load_state_dict({name.removeprefix("lilicorr."): x for name, x in parts.items()})
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return self.config["dflash_config"]
+
+    @property
+    def first(self) -> int:
+        return 0 if self.config.get("sample_from_anchor") else 1
+
+    def fuse(self, aux_states: Tensor) -> Tensor:
+        return self._norm(aux_states.double() @ self.weights["fc.weight"].T, "hidden_norm")
 
     def block(self, aux_states: Tensor, anchor: int, slots: int) -> Block:
         """The block after aux hidden states (a, K * H) of the a tokens before `anchor`, which has position a."""
-        tokens = [anchor] + [self.config["dflash_config"]["mask_token_id"]] * (slots - 1)
-        context = self._norm(aux_states.double() @ self.weights["fc.weight"].T, "hidden_norm")
-        x = self.embeddings[tokens]
+        tokens = [anchor] + [self.heads["mask_token_id"]] * (slots - 1)
+        context = self.fuse(aux_states)
+        x = self.embeddings[tokens] * self.heads.get("input_embedding_scale", 1.0)
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
-            x = x + self._attention(context, self._norm(x, f"{name}.input_layernorm"), layer)
-            residual, activations = x, self._gated(x, name)
-            x = residual + self._project(activations, f"{name}.mlp.down_proj")
+            normed, finish = self._convolved(self._norm(x, f"{name}.input_layernorm"), f"{name}.attention_conv")
+            x = x + finish(self._attention(context, normed, layer))
+            normed, finish = self._convolved(self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp_conv")
+            gate, up = (self._project(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+            residual, activations = x, gate * torch.sigmoid(gate) * up
+            x = residual + finish(self._project(activations, f"{name}.mlp.down_proj"))
         return Block(residual, activations, self._norm(x, "norm"))
 
+    def _convolved(self, x: Tensor, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """x (n, H), a sublayer's input, convolved along the block, and what does that to its output."""
+        if f"{name}.base_kernel" not in self.weights:
+            return x, lambda output: output
+        deltas = self._project(x, f"{name}.kernel_projection").unflatten(-1, (2, 2, -1))  # side, tap, group
+
+        def convolve(rows: Tensor, side: int) -> Tensor:
+            found = torch.zeros_like(rows)
+            for tap in range(2):
+                kernel = deltas[:, side, tap].repeat_interleave(self.heads["conv_group_size"], dim=-1)
+                kernel = kernel + self.weights[f"{name}.base_kernel"][side, tap]
+                found[tap:] += kernel[tap:] * rows[: len(rows) - tap]
+            return found
+
+        return convolve(x, 0), lambda output: convolve(output, 1)
+
     def logits(self, states: Tensor) -> Tensor:
-        return states.double() @ self.head.T
+        logits = states.double() @ self.head.T * self.heads.get("output_multiplier", 1.0)
+        cap = self.heads.get("final_logit_softcapping")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def greedy(self, aux_states: Tensor, tokens: list[int], depth: int) -> list[int]:
         """The `depth` tokens drafted after `tokens` by a block that is no longer than they need."""
@@ -52,16 +101,80 @@ class NaiveDFlash(NaiveLayers):
     ) -> tuple[list[int], list[float]]:
         """The width - 1 tokens that a block of `slots` slots drafts after `tokens`, and the sums of log-probabilities
         up to each; aux hidden states of all tokens but the last."""
-        states = self.block(aux_states, tokens[-1], slots).states
-        drafted, scores = [], [0.0]
-        for index in range(width - 1):
-            state = states[index + (0 if self.config.get("sample_from_anchor") else 1)]
-            position = torch.tensor([len(tokens) + index])
-            noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
-            best = (self.head @ state + temperature * noise).log_softmax(0).max(0)
-            drafted.append(int(self.target_ids[best.indices]))
-            scores.append(scores[-1] + float(best.values))
+        candidates, mass, after, trust = self.lattice(aux_states, tokens, width - 1, slots, key, temperature)
+        drafted, scores, choice = [], [0.0], 0
+        for slot in range(width - 1):
+            before = drafted[-1] if drafted else tokens[-1]
+            own = after(slot, choice, before)
+            choice = int(own.argmax())
+            step = own.log_softmax(0)[choice] + mass[slot] if trust is None else trust(slot, before)
+            drafted.append(candidates[slot][choice])
+            scores.append(scores[-1] + float(step))
         return drafted, scores[1:]
+
+    def tree(
+        self, aux_states: Tensor, tokens: list[int], sizes: tuple[int, int, int, int], key: int, temperature: float
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and scores of the best nodes; sizes: nodes, K, slots of the block, children of a node."""
+        count, depth, slots, topk = sizes
+        candidates, mass, after, _ = self.lattice(aux_states, tokens, depth, slots, key, temperature)
+        nodes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # score, candidates from the root on
+        for _, path in nodes:  # grows while it is read
+            if len(path) < depth:
+                slot = len(path)
+                before = candidates[slot - 1][path[-1]] if path else tokens[-1]
+                steps = after(slot, path[-1] if path else 0, before).log_softmax(0) + mass[slot]
+                score = next(score for score, own in nodes if own == path)
+                best = sorted(range(len(steps)), key=lambda one: -float(steps[one]))[:topk]
+                nodes += [(score + float(steps[one]), (*path, one)) for one in best]
+        chosen = sorted(nodes, key=lambda node: -node[0])[:count]
+        places = {path: place for place, (_, path) in enumerate(chosen)}
+        found = [candidates[len(path) - 1][path[-1]] for _, path in chosen[1:]]
+        return [tokens[-1], *found], [-1, *(places[path[:-1]] for _, path in chosen[1:])], [one for one, _ in chosen]
+
+    def lattice(
+        self, aux_states: Tensor, tokens: list[int], count: int, slots: int, key: int, temperature: float
+    ) -> tuple[list[list[int]], list[float], Scores, Callable[[int, int], Tensor] | None]:
+        """Of `count` slots: candidates' target ids, logarithms of their joint probabilities, scores, and logarithms of
+        the confidence head after a token."""
+        states = self.block(aux_states, tokens[-1], slots).states[self.first :][:count]
+        logits, keys = self.logits(states), torch.tensor([key]).expand(count)
+        noise = temperature * gumbel(keys, torch.arange(count) + len(tokens), self.target_ids).double()
+        is_scored = "lilicorr_candidate_topk" in self.heads
+        best = (logits if is_scored else logits + noise).log_softmax(-1).sort(descending=True, stable=True)
+        values, columns = (x[:, : self.num_candidates] for x in (best.values, best.indices))
+        candidates, weights = self.target_ids[columns], self.weights
+        mass, extra = values.logsumexp(-1).tolist(), noise.gather(1, columns)
+        if is_scored:
+            start, edges = self.scorer(
+                self.embeddings[candidates][None], values[None], states[None], self.fuse(aux_states)[-1:]
+            )
+
+        def after(slot: int, choice: int, before: int) -> Tensor:
+            if is_scored:
+                return (edges[0, slot - 1, choice] if slot else start[0]) + extra[slot]
+            own = values[slot]
+            if "candidate_selector.predecessor_codebook" in weights:
+                query = self._project(states[slot], "candidate_selector.hidden_projection")
+                query = query * weights["candidate_selector.predecessor_codebook"][before]
+                own = own + weights["candidate_selector.successor_codebook"][columns[slot]] @ query
+            if "markov_head.markov_w1.weight" in weights:
+                query = embedded = weights["markov_head.markov_w1.weight"][before]
+                if "markov_head.gate_proj.weight" in weights:
+                    query = (
+                        self._project(torch.cat((states[slot], embedded)), "markov_head.gate_proj").sigmoid() * query
+                    )
+                own = own + weights["markov_head.markov_w2.weight"][columns[slot]] @ query
+            return own
+
+        def trust(slot: int, before: int) -> Tensor:
+            embedded = weights.get("markov_head.markov_w1.weight")
+            read = states[slot] if embedded is None else torch.cat((states[slot], embedded[before]))
+            temperatures = self.heads.get("confidence_temperatures") or [1.0] * count
+            return (self._project(read, "confidence_head.proj")[0] / temperatures[slot]).sigmoid().log()
+
+        has_trust = "confidence_head.proj.weight" in weights
+        return candidates.tolist(), mass, after, trust if has_trust else None
 
     def _attention(self, context: Tensor, x: Tensor, layer: int) -> Tensor:
         """x (n, H), normed -> (n, H): every slot sees the context and the block, or causally a window of both."""

@@ -108,9 +108,20 @@ def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
     defaults = {"num_layers": 2, "block_size": 4, "mask_token_id": 0, "aux_layers": (0, 1, 3)}
     module = DFlash(DFlashConfig.from_target(config, **defaults | {"intermediate_size": 512} | fields))
     roughen(module)
+    roughen_heads(module)
     module.norm.load_state_dict(model.norm.state_dict())
     choose_vocabulary(module)
     return module
+
+
+def roughen_heads(module: DFlash) -> None:
+    """Those that start as the identity, or at zero, count; little enough that a fitted draft is right now and then."""
+    for name, parameter in module.named_parameters():
+        place = name.split(".")[0]
+        if place in ("candidate_selector", "markov_head"):
+            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+        elif "_conv." in name or place in ("lilicorr", "confidence_head"):
+            parameter.data += 0.05 * torch.randn_like(parameter)
 
 
 def save_random_dflash(

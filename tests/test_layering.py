@@ -52,6 +52,7 @@ NOT_LOADED = {
 
 # Who reads the weights of a module. Everyone else asks the module, which knows how it stores them.
 OWNERS = {
+    "models/drafts/block_heads.py",
     "models/layers/attention.py",
     "models/layers/linear.py",
     "models/layers/moe.py",

@@ -173,6 +173,8 @@ class DFlashTraining(DraftTraining):
     """The draft with its losses and its held-out walk. C rows of a batch, N blocks of S slots that propose K tokens, Vd
     draft vocabulary."""
 
+    Network, drafter = DFlash, "dflash"
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         config = self.draft.config
@@ -207,8 +209,8 @@ class DFlashTraining(DraftTraining):
             **{name: getattr(options, name) for name in SAME_NAMES},
         )
 
-    def start(self) -> None:
-        if self.options.init_from_target:
+    def start(self, *, continues: bool = False) -> None:
+        if self.options.init_from_target and not continues:
             start_from_target(self.draft, self.target)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

@@ -10,7 +10,7 @@ from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.models.drafts.base import HEAD, Network
+from slipstream.models.drafts.base import HEAD, DraftNetwork, Network
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
@@ -30,6 +30,7 @@ from slipstream.train.plan import plan
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.state_source import open_states, read_states
 from slipstream.train.training import DraftTraining
+from slipstream.train.warm_start import inherit, read_start, token_ids, warm_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class DraftRunOptions(RunOptions):
     """hub revision of the target"""
     trust_remote_code: bool = False
     """run Python code that comes with the target"""
+    init_from: str | None = None
+    """draft of the same kind to start from: folder or hub id; what it does not name, options of `draft` do"""
     target_sharding: Literal["none", "machine", "all"] = "none"
     """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
     target_compile: bool = False
@@ -105,14 +108,18 @@ class TargetFiles:
     config: TargetSpec
     tokenizer: PreTrainedTokenizerBase
     tokenizer_hash: str
+    start: DraftNetwork | None = None  # the draft at init_from
 
     @classmethod
-    def find(cls, options: DraftRunOptions, accelerator: Accelerator) -> "TargetFiles":
+    def find(cls, options: DraftRunOptions, accelerator: Accelerator, kind: type[DraftTraining]) -> "TargetFiles":
         trust = options.trust_remote_code
         path = resolve(options.target, options.revision, trust_remote_code=trust)
         config = load_config(path, trust)
         tokenizer = load_tokenizer(path, trust)
-        return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer))
+        start = None
+        if options.init_from is not None:
+            start = read_start(options.init_from, kind.Network, kind.drafter, config)
+        return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer), start)
 
     def new_draft(self, network: type[Network], options: BaseDraftOptions, **fields: Any) -> Network:
         """A random draft for this target; `fields` of its config."""
@@ -155,10 +162,10 @@ class TargetFiles:
         return target_size(self.path, self.config, dtype)
 
     def read_vocabulary(self, path: str | None) -> Tensor:
-        """(Vd,) int64 ids of the token map at `path`, in any public format; without a map, all of the target's. Raises
-        ValueError for another target's."""
+        """(Vd,) int64 ids of the token map at `path`, in any public format; without a map those of the draft to start
+        from, or all of the target's. Raises ValueError for another target's."""
         if path is None:
-            return torch.arange(self.config.vocab_size)
+            return torch.arange(self.config.vocab_size) if self.start is None else token_ids(self.start)
         token_map = read_token_map(Path(path), self.config.vocab_size)
         check_tokenizer(token_map, self.tokenizer_hash, f"draft.vocabulary {path}")
         return token_map.ids
@@ -168,7 +175,7 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
     if not options.dry_run:
         check_output(options)
     accelerator = start(options)
-    target = TargetFiles.find(options, accelerator)
+    target = TargetFiles.find(options, accelerator, kind)
     splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
     train_rows = PackedRows(splits["train"], options.data.max_length)
     heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
@@ -207,12 +214,16 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
 def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     """The draft, started as the options say, and its target."""
     options = files.options
-    draft: Any = kind.new_draft(options.draft, files)
+    own = options.draft if files.start is None else inherit(options.draft, files.start.config)
+    draft: Any = kind.new_draft(own, files)
     target = files.freeze(draft.config.aux_layers)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
-    training.start()
+    training.start(continues=files.start is not None)
+    if files.start is not None and not options.dry_run:
+        for line in warm_start(draft, files.start).lines(options.init_from):
+            files.accelerator.print(line)
     return training
 
 
@@ -220,6 +231,7 @@ def check_output(options: DraftRunOptions) -> None:
     """Raises ValueError, before anything is read or written, for an output that this run may not write to."""
     data = options.data
     inputs = {"target": (options.target,), "data.path": (data.path,), "data.aux_states": (data.aux_states,)}
+    inputs["init_from"] = (options.init_from,)
     check_working_folder(options.output, inputs)
     check_run_folder(Path(options.output))
 

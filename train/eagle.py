@@ -62,6 +62,8 @@ class EagleOptions(DraftRunOptions):
 class EagleTraining(ChainTraining):
     """Smooth L1 to the target's feature, and a distance of the head's distributions."""
 
+    Network, drafter = Eagle, "eagle"
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.head = TargetHead(self.target, self.target_ids)

@@ -80,13 +80,15 @@ class Eagle3Options(DraftRunOptions):
 class Eagle3Training(ChainTraining):
     """Distance from the target's distribution over the draft vocabulary."""
 
+    Network, drafter = Eagle3, "eagle3"
+
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
         flags = {name: getattr(options, name) for name in (*FLAGS, "qk_norm", "num_layers")}
         return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
 
-    def start(self) -> None:
+    def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target:
             self.draft.init_from_target(self.target.initial_weights(1))
         self.draft.lm_head.requires_grad_(self.options.head == "trained")

@@ -72,10 +72,13 @@ def lr_factor(step: float, num_steps: int, warmup_ratio: float, schedule: str = 
     return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
+BY_TOKEN = {"lm_head", "markov_w1", "markov_w2", "predecessor_codebook", "successor_codebook"}
+
+
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Not a matrix of one row or column, whose gradient orthogonalisation would merely scale to length 1; nor a head,
-    which has one row per token: rare tokens' rows need AdamW's step per entry."""
-    return parameter.ndim == 2 and min(parameter.shape) > 1 and "lm_head" not in name.split(".")
+    """Not a matrix of one row or column, whose gradient orthogonalisation would merely scale to length 1; nor one with
+    a row per token, a head or a codebook: rare tokens' rows need AdamW's step per entry."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and not BY_TOKEN & set(name.split("."))
 
 
 class FullPrecisionMuon(torch.optim.Muon):

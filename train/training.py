@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,8 @@ class DraftTraining(nn.Module, ABC):
     Everything goes through `forward`: there DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
 
+    Network: ClassVar[type[DraftNetwork]]
+    drafter: ClassVar[str]  # its kind, as files name it
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
 
@@ -51,8 +53,9 @@ class DraftTraining(nn.Module, ABC):
     def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
-    def start(self) -> None:
-        """Called once before a run's first step: may take weights over from the target."""
+    def start(self, *, continues: bool = False) -> None:
+        """Called once before a run's first step: may take weights over from the target. `continues`: those of another
+        draft replace what they can."""
 
     @property
     def device(self) -> torch.device:

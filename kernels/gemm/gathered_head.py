@@ -34,6 +34,7 @@ from slipstream.kernels.sampling.sample import (
     score_order,
     score_rank,
 )
+from slipstream.kernels.sampling.softcap import softcap
 
 MOST_ROWS = 64  # per program
 FUSED_ROWS = 32  # with more, the fused kernels' epilogue takes too many registers
@@ -47,6 +48,7 @@ class DraftHead:
     weight: Tensor  # (Vd, H); if gathered (V, H), of which row ids[j] gives logit j
     ids: Tensor | None = None  # (Vd,) int64; None: logit j belongs to id j. Gathered only: -1 marks an unused place
     gathered: bool = False
+    softcap: float | None = None  # of the logits (kernels/sampling/softcap.py)
 
     def __post_init__(self) -> None:
         assert self.ids is not None or not self.gathered
@@ -72,19 +74,28 @@ def _fits_kernel(hidden: Tensor, weight: Tensor, _ids: Tensor | None) -> bool:
     return few_on_gpu(hidden[:1], weight)
 
 
-def _fits_fused(head: DraftHead, hidden: Tensor, sampling: Sampling) -> bool:
+def _fits_fused(head: DraftHead, hidden: Tensor, k: int, sampling: Sampling) -> bool:
     plain = sampling.temperature is None or sampling.filters is None
     pays = head.gathered or head.size >= FUSED_OUTPUTS
-    return plain and pays and len(hidden) <= FUSED_ROWS and _fits_kernel(hidden, head.weight, head.ids)
+    return (
+        plain
+        and pays
+        and k <= MAX_K
+        and head.softcap is None
+        and len(hidden) <= FUSED_ROWS
+        and _fits_kernel(hidden, head.weight, head.ids)
+    )
 
 
 def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
     """(R, H) -> (R, Vd). A gathered head gives -inf at unused places, sums in fp32 and rounds once; on the GPU it reads
     only the named rows of 16-bit weights."""
-    if not head.gathered:
-        return linear(hidden, head.weight)
-    assert head.ids is not None
-    return gathered_linear(hidden, head.weight, head.ids)
+    if head.gathered:
+        assert head.ids is not None
+        logits = gathered_linear(hidden, head.weight, head.ids)
+    else:
+        logits = linear(hidden, head.weight)
+    return logits if head.softcap is None else softcap(logits, head.softcap)
 
 
 @Op
@@ -109,12 +120,12 @@ def head_topk(head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampli
     """hidden (R, H), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, places (R, k) int64.
 
     Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place; the first place is
-    the sample. Needs at least k used places, 1 <= k <= MAX_K.
+    the sample. Needs at least k used places, 1 <= k <= MOST_SORTED; the fused kernel takes up to MAX_K and no soft cap.
     """
     return perturbed_topk(head_logits(head, hidden), k, positions, sampling, head.ids)
 
 
-@head_topk.kernel(when=lambda head, hidden, _k, _, sampling: _fits_fused(head, hidden, sampling))
+@head_topk.kernel(when=lambda head, hidden, k, _, sampling: _fits_fused(head, hidden, k, sampling))
 def head_topk_triton(
     head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,11 @@ from slipstream.kernels.sampling.processors import (
 
 MASK32 = 0xFFFFFFFF
 MAX_K = 16
+MOST_SORTED = 64  # more than MAX_K are sorted out, not taken one by one
 TILE = 2048  # columns of one program
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no device library
+FEW = tl.constexpr(MAX_K)
+SORTED = tl.constexpr(MOST_SORTED)
 NO_SCORE = tl.constexpr(-(2**63))  # below every score's rank
 NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
 NAN_ORDER = tl.constexpr(2**31 - 1)  # above every score's order, and a NaN
@@ -164,7 +167,7 @@ def perturbed_topk(
     """logits (R, V), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, columns (R, k) int64.
 
     Ties go to the lower column. Columns that a row's filters cut have value -inf; a greedy row has no filters.
-    `ids` (V,): the target id of each column (default: the column itself). k: 1 to MAX_K, not above V.
+    `ids` (V,): the target id of each column (default: the column itself). k: 1 to MOST_SORTED, not above V.
     """
     scores = perturbed(logits, positions, sampling, ids).float()
     # Sorting all for the best one alone would cost a CPU much of a round.
@@ -180,7 +183,7 @@ def perturbed_topk_triton(
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    assert 1 <= k <= min(MAX_K, V)
+    assert 1 <= k <= min(MOST_SORTED, V)
     thresholds, tiles, device = filter_thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
     held = sampling.processors and sampling.processors.for_kernels()
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
@@ -205,7 +208,11 @@ def empty_topk(rows: int, tiles: int, k: int, device: torch.device) -> tuple[Ten
 
 
 def merge_blocks(tiles: int, k: int) -> dict[str, int]:
-    return {"TILES": triton.next_power_of_2(tiles), "CANDIDATES": triton.next_power_of_2(tiles * k)}
+    candidates = triton.next_power_of_2(tiles * k)
+    return {
+        "TILES": triton.next_power_of_2(tiles),
+        "CANDIDATES": max(candidates, MOST_SORTED) if k > MAX_K else candidates,
+    }
 
 
 def filter_thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor | None:
@@ -360,10 +367,14 @@ def _perturbed_topk(
     tl.store(sums_ptr + place * 2, peak)
     tl.store(sums_ptr + place * 2 + 1, tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)), axis=0))
     ranks = score_rank(score_order(scores), columns)  # columns beyond the last one rank lowest
-    for choice in range(K):
-        best = tl.max(ranks, axis=0)
-        ranks = tl.where(ranks == best, NO_SCORE, ranks)
-        tl.store(candidates_ptr + place * K + choice, best)
+    if K > FEW:
+        choice = tl.arange(0, SORTED)
+        tl.store(candidates_ptr + place * K + choice, tl.topk(ranks, SORTED), mask=choice < K)
+    else:
+        for choice in range(K):
+            best = tl.max(ranks, axis=0)
+            ranks = tl.where(ranks == best, NO_SCORE, ranks)
+            tl.store(candidates_ptr + place * K + choice, best)
     if is_last_done(counters_ptr + row, tiles):
         merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles, K, TILES, CANDIDATES)
 
@@ -382,8 +393,14 @@ def merge_topk(
     ranks = tl.load(found, mask=candidate < tiles * K, other=NO_SCORE, cache_modifier=".cg")
     peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
     log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
-    for choice in range(K):
-        best = tl.max(ranks, axis=0)
-        ranks = tl.where(ranks == best, NO_SCORE, ranks)
-        tl.store(values_ptr + row * K + choice, (rank_score(best) - peak) - log_total)
-        tl.store(columns_ptr + row * K + choice, rank_column(best))
+    if K > FEW:
+        choice = tl.arange(0, SORTED)
+        chosen = tl.topk(ranks, SORTED)
+        tl.store(values_ptr + row * K + choice, (rank_score(chosen) - peak) - log_total, mask=choice < K)
+        tl.store(columns_ptr + row * K + choice, rank_column(chosen), mask=choice < K)
+    else:
+        for choice in range(K):
+            best = tl.max(ranks, axis=0)
+            ranks = tl.where(ranks == best, NO_SCORE, ranks)
+            tl.store(values_ptr + row * K + choice, (rank_score(best) - peak) - log_total)
+            tl.store(columns_ptr + row * K + choice, rank_column(best))

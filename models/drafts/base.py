@@ -9,7 +9,7 @@ true for target ids that the draft has.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
+from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.linear import Embedding
-from slipstream.models.targets.config import ROPE_TYPES, DecoderShape, LayerSpec, TargetSpec
+from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
@@ -182,6 +183,22 @@ class DraftNetwork(nn.Module):
             raise ValueError(f"draft vocabulary: id {int(ids[-1])} is outside the target's {len(t2d)} tokens")
         d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         t2d.zero_()[ids.to(t2d.device)] = True
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Of its layers, in their order."""
+        found = [one for one in self.modules() if isinstance(one, SelfAttention)]
+        return tuple(one.spec for one in sorted(found, key=lambda one: one.id))
+
+    def limit_window(self, window: int) -> None:
+        """Layers that were trained to see all of a text see its last `window` tokens. What a block's slots or a tree's
+        nodes see of each other stays as it is. Raises ValueError for a draft whose layers have windows."""
+        for one in (one for one in self.modules() if isinstance(one, SelfAttention)):
+            if one.spec.window is not None:
+                raise ValueError(
+                    f"window is {window}; this draft was trained with one of {one.spec.window}: leave the option out"
+                )
+            one.spec = replace(one.spec, window=window)
 
     @property
     def target_ids(self) -> Tensor | None:

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.kernels.block_conv import block_conv
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.speculation.lattice import Factors
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
-from slipstream.models.layers.linear import Embedding, Linear
+from slipstream.models.layers.linear import Embedding, Linear, derive
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec
 
@@ -55,20 +58,11 @@ class BlockConvolution(nn.Module):
         """Normed input (..., H), whole blocks of `block_size` rows one after another -> the convolved input (..., H),
         and the deltas (..., taps, H / group) for `finish`."""
         delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
-        return self.convolve(x, delta[..., 0, :, :], self.base_kernel[0], block_size), delta[..., 1, :, :]
+        return block_conv(x, delta[..., 0, :, :], self.base_kernel[0], block_size), delta[..., 1, :, :]
 
     def finish(self, y: Tensor, delta: Tensor, block_size: int) -> Tensor:
         """The sublayer's output (..., H), convolved."""
-        return self.convolve(y, delta, self.base_kernel[1], block_size)
-
-    def convolve(self, x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tensor:
-        kernel = (base.unflatten(-1, (self.groups, -1)) + delta.unsqueeze(-1)).to(x.dtype)  # (..., taps, groups, size)
-        rows = x.reshape(-1, block_size, self.groups, x.shape[-1] // self.groups)
-        kernel = kernel.view(-1, block_size, *kernel.shape[-3:])
-        total = kernel[:, :, 0] * rows
-        for tap in range(1, min(self.taps, block_size)):
-            total = total + kernel[:, :, tap] * F.pad(rows[:, :-tap], (0, 0, 0, 0, tap, 0))
-        return total.view(x.shape)
+        return block_conv(y, delta, self.base_kernel[1], block_size)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -112,6 +106,18 @@ class CandidateSelector(nn.Module):
         keys = F.embedding(successors, self.successor_codebook)
         return unary.unsqueeze(-2) + query.to(keys.dtype) @ keys.mT
 
+    def factors(self) -> Factors:
+        """For kernels: what scores pairs of tokens, with `slots`."""
+        return Factors(self.predecessor_codebook, self.successor_codebook)
+
+    def slots(self, hidden: Tensor) -> Tensor:
+        """hidden (..., H) -> (..., r)."""
+        return self.hidden_projection(hidden)
+
+    def keep_successors(self, ids: Tensor) -> None:
+        """Drops all successors but ids (Vd,), in this order. Any token may be a predecessor."""
+        self.successor_codebook = nn.Parameter(self.successor_codebook[ids], requires_grad=False)
+
 
 class MarkovHead(nn.Module):
     """A bias on a slot's logits by the token x before it (DSpark, arXiv 2607.05147, section 3):
@@ -151,6 +157,27 @@ class MarkovHead(nn.Module):
         rows = F.embedding(successors, self.markov_w2.weight)  # (..., k, r)
         return unary.unsqueeze(-2) + self.features(wide, previous).to(rows.dtype) @ rows.mT
 
+    def factors(self) -> Factors:
+        """For kernels: what scores pairs of tokens, with `slots`. A gate's share of the token before it is computed for
+        all tokens."""
+        gates = None
+        if (gate := self.gate_proj) is not None:
+            rank = self.markov_w1.embedding_dim
+            gates = derive(self, lambda: linear(self.markov_w1.weight, gate.weight[:, -rank:]))
+        return Factors(self.markov_w1.weight, self.markov_w2.weight, gates)
+
+    def slots(self, hidden: Tensor) -> Tensor | None:
+        """hidden (..., H) -> a gate's share of it (..., r); None: there is no gate."""
+        return (
+            None
+            if self.gate_proj is None
+            else linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
+        )
+
+    def keep_successors(self, ids: Tensor) -> None:
+        """Drops all successors but ids (Vd,), in this order. Any token may be a predecessor."""
+        self.markov_w2.weight = nn.Parameter(self.markov_w2.weight[ids], requires_grad=False)
+
 
 class ConfidenceHead(nn.Module):
     """The logit of the probability that a slot's token is accepted if those before it are: w [h ; W1[x]] + b, with W1
@@ -165,6 +192,17 @@ class ConfidenceHead(nn.Module):
         """hidden (..., H), embedded (..., r) where there is a Markov head -> logits (...)."""
         x = hidden if embedded is None else torch.cat((hidden, embedded.to(hidden.dtype)), dim=-1)
         return self.proj(x).squeeze(-1)
+
+    def slots(self, hidden: Tensor) -> Tensor:
+        """hidden (..., H) -> its share of the logits (...)."""
+        return linear(hidden, self.proj.weight[:, : hidden.shape[-1]], self.proj.bias).squeeze(-1)
+
+    def by_token(self, markov: MarkovHead | None) -> Tensor | None:
+        """(V,) fp32 the share of the token before; None: it has none."""
+        if markov is None:
+            return None
+        rank = markov.markov_w1.embedding_dim
+        return derive(self, lambda: linear(markov.markov_w1.weight, self.proj.weight[:, -rank:]).squeeze(-1).float())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,11 +41,14 @@ class TreeOptions:
     """Continuations drafted for each token; 1: a chain."""
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
+    window: int | None = None
+    """Tokens that the draft's layers see at most, of a draft that was trained to see all."""
     kv_cache_dtype: str = "auto"
     """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 
     def __post_init__(self) -> None:
         check_draft_cache(self.kv_cache_dtype)
+        base.check_window(self.window)
         if not 1 <= self.depth <= MAX_NODES - 1:
             raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
         if not 1 <= self.topk <= MAX_K:
@@ -90,7 +93,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.shape = options.shape
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
-        self.kv = tuple(layer.attention for layer in module.config.layers)
+        self.kv = module.attention_specs
         self.attends_to_context = len(self.kv) > 1
         nodes = options.verified_nodes
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)

@@ -73,6 +73,8 @@ class NetworkDrafter(Drafter):
     def load(cls, draft: str, options: Any, target: Target) -> Self:
         weights = target.config, target.dtype, target.device, target.shared
         module = load_draft(cls.Network, resolve(draft), *weights, Choices.of(options))
+        if getattr(options, "window", None) is not None:
+            module.limit_window(options.window)
         drafter = cls(module, find_vocabulary(module, target, options), options)
         drafter.kv_cache_dtype = options.kv_cache_dtype
         return drafter
@@ -83,6 +85,11 @@ class NetworkDrafter(Drafter):
     def forget(self) -> None:
         if self.vocabulary.recent is not None:
             self.vocabulary.recent.forget()
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"drafter.window is {window}; give at least 1 token, or leave it out to see all")
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

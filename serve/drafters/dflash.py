@@ -1,34 +1,52 @@
-"""DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a whole chain.
+"""DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a chain or a tree.
 
+The pass gives each slot's best tokens. What joins the slots (block_joins.py) scores each after those of the slot
+before; a chain is a walk over these scores, a tree grows by them. A Markov head may walk the whole vocabulary instead.
 Its KV of a committed token depends on the target's states of that token alone, hence lookahead 0. The block's KV
-follows the committed tokens until the next step overwrites it. The drafter keeps no state per request.
+follows the committed tokens until the next step overwrites it.
+Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of a slot, H hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.gathered_head import head_topk
+from slipstream.kernels.gemm.gathered_head import head_logits, head_topk
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import store_context
+from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED, Sampling
+from slipstream.kernels.speculation.lattice import Confidence, grow_lattice, walk_lattice
+from slipstream.kernels.speculation.markov import markov_walk
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
+from slipstream.serve.drafters.block_joins import Block, Candidates, Correlated, Factored, Independent, Join
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
 from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
+DEFAULT_NODES = 32  # of a tree
+
 
 @dataclass(frozen=True, slots=True)
 class DFlashOptions(TokenMapOptions):
     block: int | None = None
-    """Most nodes that the target verifies: tokens drafted per step + 1. Default: what the draft was trained on."""
+    """Depth of a proposal + 1: of a chain the most nodes that the target verifies. Default: what the draft was trained
+    on."""
     full_block: bool = False
     """Draft the whole block even where a step verifies fewer nodes."""
+    topk: int = 1
+    """Continuations considered after each token; 1: a chain."""
+    nodes: int | None = None
+    """Most nodes that the target verifies, root included. Default: block for a chain, up to 32 for a tree."""
+    markov_candidates: int = MOST_SORTED
+    """Tokens of each slot among which a draft's Markov head chooses; 0: all, for chains only."""
+    window: int | None = None
+    """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
     sample_from_anchor: bool | None = None
     """Whether slot 0, the anchor, predicts the token after it; for files that do not say it."""
     kv_cache_dtype: str = "auto"
@@ -37,8 +55,21 @@ class DFlashOptions(TokenMapOptions):
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)
         check_draft_cache(self.kv_cache_dtype)
+        base.check_window(self.window)
         if self.block is not None and not 2 <= self.block <= MAX_NODES:
             raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
+        if not 1 <= self.topk <= MAX_K:
+            raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
+        if not 0 <= self.markov_candidates <= MOST_SORTED:
+            raise ValueError(
+                f"drafter.markov_candidates is {self.markov_candidates}; it must be between 1 and {MOST_SORTED}, or 0 "
+                "for the whole vocabulary"
+            )
+        if self.topk > max(self.markov_candidates, 1) and self.markov_candidates < MOST_SORTED:
+            raise ValueError(
+                f"drafter.topk is {self.topk} and drafter.markov_candidates {self.markov_candidates}: a tree needs at "
+                "least topk candidates; raise markov_candidates"
+            )
 
 
 class Drafter(base.NetworkDrafter):
@@ -46,20 +77,75 @@ class Drafter(base.NetworkDrafter):
 
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
-        self.module, self.vocabulary = module, vocabulary
+        self.module, self.vocabulary, self.topk = module, vocabulary, options.topk
+        self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
         self.layers: dict[int, list[int]] = {}  # by KV group
-        self.first_slot = 0 if config.sample_from_anchor else 1  # block position that drafts the first token
-        trained = config.block_size + 1 - self.first_slot
+        self.first_slot = config.first_slot
+        self.depth = self._depth(options)
+        self.branches = options.topk > 1
+        self.walks_vocabulary = module.markov is not None and options.markov_candidates == 0
+        self.candidates = min(self._num_candidates(options), vocabulary.num_tokens)
+        if options.topk > self.candidates:
+            raise ValueError(
+                f"drafter.topk is {options.topk}; the draft has {self.candidates} candidates a slot to choose from"
+            )
+        self._cut_heads(options)
+        nodes = self._num_nodes(options)
+        self.full_slots = self.depth + self.first_slot if options.full_block else 0
+        self.aux_layers = config.aux_layers
+        self.kv = module.attention_specs
+        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
+        self.joins: Join = Independent()
+        temperatures = config.confidence_temperatures or (1.0,) * config.num_proposals
+        self.temperatures = torch.tensor(temperatures, device=next(module.parameters()).device)
+        self.trust_by_token = None if module.confidence is None else module.confidence.by_token(module.markov)
+
+    def _depth(self, options: DFlashOptions) -> int:
+        """Most tokens of a path."""
+        config = self.module.config
+        trained = config.num_proposals + 1
         if options.block is not None and options.block > trained:
             raise ValueError(
                 f"drafter.block is {options.block}; this draft was trained on blocks of {config.block_size} and offers "
                 f"at most {trained} nodes"
             )
-        nodes = options.block or min(trained, MAX_NODES)
-        self.full_slots = nodes - 1 + self.first_slot if options.full_block else 0
-        self.aux_layers = config.aux_layers
-        self.kv = tuple(layer.attention for layer in config.layers)
-        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
+        return (options.block or min(trained, MAX_NODES)) - 1
+
+    def _num_candidates(self, options: DFlashOptions) -> int:
+        """k."""
+        module = self.module
+        if module.markov is not None:
+            return options.markov_candidates or 1
+        return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
+
+    def _num_nodes(self, options: DFlashOptions) -> int:
+        """The most of a proposal."""
+        if not self.branches:
+            if options.nodes is not None and not 2 <= options.nodes <= self.depth + 1:
+                raise ValueError(
+                    f"drafter.nodes is {options.nodes}; a chain of this draft has between 2 and {self.depth + 1} nodes"
+                )
+            return options.nodes or self.depth + 1
+        most = min(MAX_NODES, 1 + sum(options.topk**level for level in range(1, self.depth + 1)))
+        if options.nodes is not None and not 2 <= options.nodes <= most:
+            raise ValueError(
+                f"drafter.nodes is {options.nodes}; with topk {options.topk} and {self.depth} slots it must be between "
+                f"2 and {most}"
+            )
+        return options.nodes or min(DEFAULT_NODES, most)
+
+    def _cut_heads(self, options: DFlashOptions) -> None:
+        """Keeps what heads hold of the tokens that a token map names."""
+        head = self.module.selector or self.module.markov
+        if head is None or options.token_map is None:
+            return
+        if self.vocabulary.recent is not None:
+            raise ValueError(
+                f"drafter.token_map_dynamic is {options.token_map_dynamic}; the tokens of a draft with a selector or a "
+                "Markov head are fixed when it is loaded: leave the option out"
+            )
+        assert self.head.ids is not None
+        head.keep_successors(self.head.ids)
 
     def scratch(self, width: int) -> int:
         return self._slots(width) if width > 1 else 0
@@ -70,10 +156,19 @@ class Drafter(base.NetworkDrafter):
         own = {group: [layer for layer, one in enumerate(groups) if one == group] for group in attention.kv.caches}
         if own != self.layers:  # else as at the last call
             self.layers, self.contexts = own, {group: self.module.stack_context(own[group]) for group in own}
+        module, num_slots = self.module, len(state.lengths)
+        if module.scorer is not None:
+            sizes = num_slots, module.config.hidden_size
+            self.joins = Correlated(
+                module.scorer, self.embed, torch.zeros(sizes, dtype=target.dtype, device=target.device)
+            )
+        elif (head := module.selector or module.markov) is not None:
+            self.joins = self.joins if isinstance(self.joins, Factored) else Factored(head)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
         context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
+        self.joins.extend(rows, context)
         rope = self.attention.ropes[0]
         for group, (weight, bias, k_norm) in self.contexts.items():
             where = rows.positions, rows.slots.of(group), self.attention.kv.flat(group)
@@ -83,20 +178,55 @@ class Drafter(base.NetworkDrafter):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
-        roots, B = batch.roots, len(batch.roots)
-        slots = self._slots(width)
-        block = batch.uniform(batch.lengths, slots, spare=slots)
-        self.attention.plan(block)
-        hidden = self.module(self.embed(self.module.block_tokens(roots, slots).flatten()), self.attention)
-        drafting = slice(self.first_slot, self.first_slot + width - 1)
-        hidden, own = (x.unflatten(0, (B, slots))[:, drafting].flatten(0, 1) for x in (hidden, block.positions))
-        positions = own if self.first_slot else own + 1  # of the drafted tokens
-        log_probs, columns = head_topk(self.vocabulary.head, hidden, 1, positions, batch.sampling.repeat(width - 1))
-        drafted = self.vocabulary.target_ids(columns).view(B, width - 1)
-        log_probs = torch.cat((base.root_scores(B, roots.device), log_probs.view(B, width - 1)), dim=1)
-        tokens, parents = torch.cat((roots[:, None], drafted), dim=1), base.chain_parents(B, width, roots.device)
-        return Proposal(tokens, parents, log_probs.cumsum(dim=1))
+        block = self._draft(batch, width)
+        if self.walks_vocabulary:
+            return self._walk_vocabulary(block, batch.sampling)
+        found = self._find(block)
+        scores = self.joins.scores(block, found)
+        if self.branches:
+            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, self.topk, width))
+        tokens, reached = walk_lattice(scores, found.tokens, block.roots, found.values, self._confidence(block))
+        return Proposal(tokens, base.chain_parents(len(tokens), width, tokens.device), reached)
+
+    def _draft(self, batch: DraftBatch, width: int) -> Block:
+        """The network's pass over the slots that `width` nodes need."""
+        roots, B, slots = batch.roots, len(batch.roots), self._slots(width)
+        own = batch.uniform(batch.lengths, slots, spare=slots)
+        self.attention.plan(own)
+        embeds = self.embed(self.module.block_tokens(roots, slots).flatten())
+        hidden = self.module(embeds, self.attention, slots)
+        K = min(width - 1, self.depth)
+        drafting = slice(self.first_slot, self.first_slot + K)
+        hidden, positions = (x.unflatten(0, (B, slots))[:, drafting].contiguous() for x in (hidden, own.positions))
+        positions = positions if self.first_slot else positions + 1  # of the drafted tokens
+        return Block(batch.requests, roots, hidden, positions.flatten(), batch.sampling.repeat(K))
+
+    def _head_input(self, block: Block) -> Tensor:
+        """(B * K, H)."""
+        hidden, factor = block.hidden.flatten(0, 1), self.module.config.output_multiplier
+        return hidden if factor == 1 else hidden * factor
+
+    def _find(self, block: Block) -> Candidates:
+        sampling = self.joins.sampling(block.sampling)
+        found = head_topk(self.head, self._head_input(block), self.candidates, block.positions, sampling)
+        values, columns = (x.unflatten(0, block.hidden.shape[:2]) for x in found)
+        return Candidates(values, columns, self.vocabulary.target_ids(columns))
+
+    def _walk_vocabulary(self, block: Block, sampling: Sampling) -> Proposal:
+        """Filters are left to the target."""
+        assert isinstance(self.joins, Factored)
+        logits = head_logits(self.head, self._head_input(block)).unflatten(0, block.hidden.shape[:2])
+        slots, positions = self.joins.head.slots(block.hidden), block.positions.view(logits.shape[:2])
+        own = replace(sampling, filters=None), self.head.ids, self._confidence(block)
+        tokens, reached = markov_walk(logits, block.roots, self.joins.factors, slots, positions, *own)
+        return Proposal(tokens, base.chain_parents(len(tokens), tokens.shape[1], tokens.device), reached)
+
+    def _confidence(self, block: Block) -> Confidence | None:
+        head = self.module.confidence
+        if head is None:
+            return None
+        return Confidence(head.slots(block.hidden), self.temperatures, self.trust_by_token)
 
     def _slots(self, width: int) -> int:
         """Block size needed for `width` nodes."""
-        return self.full_slots or width - 1 + self.first_slot
+        return self.full_slots or min(width - 1, self.depth) + self.first_slot

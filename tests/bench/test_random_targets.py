@@ -1,6 +1,7 @@
 """Random weights of a published shape serve, with a random draft, without being on the disk."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,19 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
     assert weight_bytes(layers, 1) == whole - 4 * 0.75 * experts
     assert whole - weight_bytes(layers, 100) < 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [("dflash2", {"topk": 4, "nodes": 12}), ("dspark-map", {"markov_candidates": 0}), ("lilicorr", {})],
+)
+def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["llama31-8b"] | SMALL)
+    with random_pair("small", draft) as pair:
+        engine = build_engine(pair.target, pair.draft, drafter=options, simulate_accept_length=2.0)
+        answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+    assert len(answers["1"].tokens) == 9
+    assert engine.planner.limits.most_nodes == options.get("nodes", 8)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b-fp8"])

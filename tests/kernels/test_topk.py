@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import MAX_K, TILE, Sampling, perturbed_topk, sample
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, exact_scores, keys_of, poisoned, replayed
 
 RUNS = [perturbed_topk.reference, perturbed_topk.triton]
 
@@ -29,8 +29,22 @@ def check(values: Tensor, columns: Tensor, scores: Tensor, k: int) -> None:
     torch.testing.assert_close(values.double(), expected.gather(1, columns), **tolerance)
 
 
-BIG = [(1, 128_256, 4), (4, 32_768, 10), (64, 32_768, 4), (33, 151_936, 16), (512, 32_000, 8)]
-SHAPES = [(3, 30, 1), (1, 16, 16), (4, 2 * TILE + 7, 5), *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG)]
+BIG = [
+    (1, 128_256, 4),
+    (7, 128_256, 64),
+    (224, 32_768, 64),
+    (8, 248_320, 64),
+    (4, 32_768, 10),
+    (64, 32_768, 4),
+    (33, 151_936, 16),
+    (512, 32_000, 8),
+]
+SHAPES = [
+    (3, 30, 1),
+    (1, 16, 16),
+    (4, 2 * TILE + 7, 5),
+    *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,6 +75,17 @@ def test_several_k(run, device: str) -> None:
             values, columns = run(logits, k, positions, sampling)
         check(values, columns, scores, k)
     assert torch.equal(columns[:, 0], sample.reference(logits, positions, sampling))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("columns", "k"), [(50, 37), pytest.param(TILE + 70, 64, marks=SLOW)])
+def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
+    logits = torch.randn(1, columns, generator=torch.Generator().manual_seed(k)).to(device)
+    sampling, positions = sampling_of(1, device, [1.0]), torch.tensor([5], device=device)
+    with poisoned():
+        found = run(logits, k, positions, sampling)
+    check(*found, exact_scores(logits, positions, sampling), k)
 
 
 @pytest.mark.parametrize("device", DEVICES)

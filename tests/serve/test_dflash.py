@@ -5,7 +5,7 @@ transformers' hidden states put through tests/naive_dflash.py. Lossless output i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
+from slipstream.models.drafts.base import load_draft, write_draft
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
@@ -49,11 +52,15 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
 requests_of = partial(sized_requests, temperature=0.7)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8}
+NON_CAUSAL = {"sliding_window": 12, "windowed_layers": (0, 1), "sliding_window_non_causal": True}
+ANCHOR = {"sample_from_anchor": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"sliding_window": 6, "windowed_layers": (0, 1)},
@@ -64,6 +71,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aux_layers": (2,),
     },
     "from the anchor": {"sample_from_anchor": True},
+    "dflash 2": {**CONVOLVED, "selector_rank": 12, "selector_top_k": 6, "output_multiplier": 0.5, **NON_CAUSAL},
+    "selector, few tokens, capped": {"selector_rank": 8, "draft_vocab_size": 100, "final_logit_softcapping": 5.0},
+    "dspark": {"markov_rank": 12, "confidence_head": True, "confidence_temperatures": (1.5, 0.7, 1.0, 2.0), **ANCHOR},
+    "gated": {"markov_rank": 12, "markov_head_type": "gated", "draft_vocab_size": 100},
+    "lilicorr": {**CONVOLVED, "lilicorr": LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_heads=2, factor_dim=24)},
+    "confidence alone": {"confidence_head": True},
     "bias, three layers": {"attention_bias": True, "num_layers": 3, "aux_layers": (0, 1, 2, 4)},
 }
 
@@ -82,19 +95,26 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
 
 class Oracle:
-    """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed."""
+    """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed.
+    `topk`: children of a node of a tree; 1: a chain."""
 
-    def __init__(self, target: Path, draft: Path, width: int, slots: int = 0) -> None:
+    def __init__(
+        self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-        self.naive = NaiveDFlash(draft, *shared_weights(self.model))
+        self.naive = NaiveDFlash(draft, *shared_weights(self.model), candidates)
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
-        self.width = width
-        self.slots = slots or (width - 1 if self.naive.config.get("sample_from_anchor") else width)
+        self.width, self.topk = width, topk
+        self.depth = min(width - 1, self.naive.config["block_size"] - self.naive.first)
+        self.slots = slots or self.depth + self.naive.first
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
         aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
         key = noise_key(request.seed, request.choice)
+        if self.topk > 1:
+            sizes = self.width, self.depth, self.slots, self.topk
+            return self.naive.tree(aux_states, tokens, sizes, key, request.params.temperature)
         chain, scores = self.naive.chain(aux_states, tokens, self.width, self.slots, key, request.params.temperature)
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
@@ -124,7 +144,108 @@ def test_proposals_of_a_batch_equal_the_oracle(
     assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
     none, _, whole = partial_steps(answers, depth=engine.planner.limits.most_nodes - 1)
     assert none > 0
-    assert whole > 0, "some steps accept, some do not"
+    assert whole > 0 or variant == "lilicorr", "some steps accept, some do not; a random scorer chooses at random"
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "candidates"),
+    [
+        ("plain", {"topk": 3, "nodes": 9}, 3),
+        ("from the anchor", {"topk": 2, "nodes": 8}, 2),
+        ("dflash 2", {"topk": 4, "nodes": 12}, None),
+        ("dspark", {"topk": 3, "markov_candidates": 8}, 8),
+        pytest.param("gated", {"topk": 4, "nodes": 9}, 64, marks=pytest.mark.slow),
+        ("lilicorr", {"topk": 3, "nodes": 9, "block": 3}, None),
+        pytest.param("lilicorr", {"topk": 3}, None, marks=pytest.mark.slow),
+    ],
+)
+def test_trees_equal_the_oracle(
+    variant: str,
+    options: dict[str, Any],
+    candidates: int | None,
+    make_target: Callable[[str], Path],
+    make_draft: MakeDraft,
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    attention = OURS if options["topk"] == 3 else "auto"
+    engine = build_engine(target, draft, drafter=options, attention=attention)
+    width = engine.planner.limits.most_nodes
+    assert width == options.get("nodes", 32)
+    oracle = Oracle(target, draft, width, topk=options["topk"], candidates=candidates)
+    oracle.depth = min(oracle.depth, options.get("block", 99) - 1)
+    oracle.slots = oracle.depth + oracle.naive.first
+    answers = run_checked(engine, oracle, requests_of())
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
+    assert acceptance(answers) > 0.02 or variant == "lilicorr"
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "cut"),
+    [
+        ("dspark", {"markov_candidates": 0}, False),
+        ("gated", {"markov_candidates": 0}, False),
+        ("dspark", {"markov_candidates": 0}, True),
+        ("dspark", {"markov_candidates": 9}, True),
+        ("dflash 2", {}, True),
+        ("lilicorr", {}, True),
+    ],
+)
+def test_candidates_may_be_the_whole_vocabulary_or_a_token_map(
+    variant: str,
+    options: dict[str, Any],
+    cut: bool,
+    tmp_path: Path,
+    make_target: Callable[[str], Path],
+    make_draft: MakeDraft,
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    options = options | ({"token_map": save_map(tmp_path)} if cut else {})
+    engine = build_engine(target, draft, drafter=options)
+    oracle = Oracle(target, draft, engine.planner.limits.most_nodes)
+    naive = oracle.naive
+    if cut:
+        ids = engine.runner.drafter.vocabulary.target_ids(torch.arange(60))
+        naive.head, naive.target_ids = naive.head[ids], ids
+        for name in ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight"):
+            if name in naive.weights:
+                naive.weights[name] = naive.weights[name][ids]
+    if "markov_candidates" in options:
+        naive.num_candidates = options["markov_candidates"] or len(naive.head)
+    run_checked(engine, oracle, requests_of())
+
+
+@pytest.mark.parametrize("attention", ["auto", OURS])
+def test_a_window_limits_the_context_and_not_the_block(
+    attention: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    engine = build_engine(target, draft, drafter={"window": 2}, attention=attention, page_size=1)
+    oracle = Oracle(target, draft, 4)
+    layers = ["sliding_attention"] * oracle.naive.config["num_hidden_layers"]
+    oracle.naive.config |= {"layer_types": layers, "sliding_window": 2, "sliding_window_non_causal": True}
+    run_checked(engine, oracle, requests_of())
+    with pytest.raises(ValueError, match="window is 9; this draft was trained with one of 6"):
+        build_engine(target, make_draft("qwen3", "windows"), drafter={"window": 9})
+
+
+@pytest.mark.parametrize(
+    "heads", [{"selector_rank": 8, **CONVOLVED}, {"markov_rank": 8}, {"markov_rank": 8, "markov_head_type": "gated"}]
+)
+def test_heads_that_start_as_the_identity_change_no_proposal(
+    heads: dict[str, Any], tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    config = load_config(target)
+    plain = load_draft(DFlash, draft, config, None, torch.device("cpu"))
+    module = DFlash(replace(plain.config, **heads))
+    assert not module.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    (tmp_path / "draft").mkdir()
+    write_draft(module, module.state_dict(), tmp_path / "draft", {})
+    answers = run_checked(build_engine(target, tmp_path / "draft"), Oracle(target, draft, 4), requests_of())
+    assert acceptance(answers) > 0.3
+    if "markov_rank" in heads:
+        engine = build_engine(target, tmp_path / "draft", drafter={"markov_candidates": 0})
+        run_checked(engine, Oracle(target, draft, 4), requests_of())
 
 
 @pytest.mark.parametrize(
@@ -293,6 +414,17 @@ def test_options_are_checked(make_target: Callable[[str], Path], make_draft: Mak
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
             build_options(Drafter.Options, {"block": block})
+    for options, words in {
+        ("topk", 17): "drafter.topk is 17; it must be between 1 and 16",
+        ("nodes", 5): "drafter.nodes is 5; a chain of this draft has between 2 and 4 nodes",
+        ("markov_candidates", 65): "drafter.markov_candidates is 65; it must be between 1 and 64, or 0",
+        ("window", 0): "drafter.window is 0; give at least 1",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=dict([options]))
+    nodes = {"topk": 2, "block": 3, "nodes": 9}
+    with pytest.raises(ValueError, match="drafter.nodes is 9; with topk 2 and 2 slots it must be between 2 and 7"):
+        build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter=nodes)
     with pytest.raises(ValueError, match="drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"block": 5})
     with pytest.raises(ValueError, match="width is 3; this drafter offers 1, 2, 4"):

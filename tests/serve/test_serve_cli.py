@@ -32,6 +32,7 @@ OPTIONS = (
     "simulate_accept_length target tool_parser trust_remote_code unsafe_simulate width"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
+TREE += ["drafter.window"]
 
 
 def draft_folder(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The options of training programs are frozen here: adding one is an edit of this list, and is meant to hurt."""
 
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from slipstream.config import build_parser, option_names, parse
+from slipstream.train.block_losses import LossWeights
 from slipstream.train.dflash import DFlashOptions
 from slipstream.train.eagle import EagleOptions
 from slipstream.train.eagle3 import Eagle3Options
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.max_length
     data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
-    evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr
+    evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.epochs optim.lr
     optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output precision
     resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity tracker.name
     tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
@@ -25,7 +27,7 @@ SHARED_OPTIONS = """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
         EagleOptions,
-        "draft.bias draft.feature_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
+        "draft.bias draft.feature_weight draft.loss draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
     ),
     "eagle3": (
         Eagle3Options,
@@ -36,8 +38,10 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "dflash": (
         DFlashOptions,
         "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
-        "draft.init_from_target draft.num_layers draft.sliding_window draft.sliding_window_non_causal "
-        "draft.windowed_layers",
+        "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers "
+        "draft.sample_from_anchor draft.sliding_window_non_causal draft.conv draft.selector_rank draft.selector_top_k "
+        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head "
+        + " ".join(f"draft.losses.{field.name}" for field in fields(LossWeights)),
     ),
 }
 RECIPES = [
@@ -49,7 +53,7 @@ RECIPES = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_options_are_these(program: str) -> None:
-    groups = {"checkpoint", "data", "draft", "evaluation", "optim", "tracker"}
+    groups = {"checkpoint", "data", "draft", "draft.losses", "evaluation", "optim", "tracker"}
     options, own = PROGRAMS[program]
     names = set(option_names(build_parser(options, prog="", description=""))) - groups
     assert sorted(names) == sorted(SHARED_OPTIONS.split() + own.split())

@@ -57,7 +57,7 @@ def start(
     data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
-    files, splits = TargetFiles.find(run, accelerator), load_from_disk(data.path)
+    files, splits = TargetFiles.find(run, accelerator, kind), load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     store = open_states(data, {**files.origin(), "data_hash": "0123"})
     torch.manual_seed(3)

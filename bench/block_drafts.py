@@ -1,0 +1,220 @@
+"""Trains block drafts of several kinds alike and measures what each is worth, in accepted tokens.
+
+    python bench/block_drafts.py --target assets/tiny-target --data runs/data --output runs/blocks \
+        --methods dflash dflash2 dspark --lrs 3e-3 6e-3 --seeds 0 1 2 --jobs 4 --flags="--optim.epochs 3"
+
+Every method is a set of flags of train/dflash.py (`METHODS`; eagle3: of train/eagle3.py), trained with every learning
+rate and seed, `jobs` at a time on one device. Each best checkpoint is then served alone: greedy and at temperature 1,
+on the held-out rows that chose the checkpoint and on others. The learning rate of a method is to be chosen on the
+former, over seeds, and reported on the latter.
+
+Prints a Markdown table and appends one JSON line per draft to OUTPUT/results.jsonl. What is trained or measured is
+kept: the same command goes on after a stop.
+"""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+import gc
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+
+from slipstream.bench.lines import Lines, origin, table
+from slipstream.bench.peer_training import acceptance, read_prompts
+from slipstream.config import run
+from slipstream.data_tools.options import check_at_least, check_named
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.outputs import check_working_folder
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = "--draft.num_layers 3 --draft.block_size 8 --draft.anchors 96"
+ANCHOR_FIRST = "--draft.num_layers 3 --draft.block_size 7 --draft.anchors 96 --draft.sample_from_anchor true"
+SELECTOR = "--draft.selector_rank 64"
+MARKOV = "--draft.markov_rank 64"
+SCORER = "--draft.lilicorr {candidate_topk:8,hidden_size:256,factor_dim:256}"
+CONV = "--draft.conv true"
+METHODS = {
+    "dflash": BLOCK,
+    "dflash-dpace": f"{BLOCK} --draft.loss dpace",
+    "dflash-lk": f"{BLOCK} --draft.losses.lk_lambda 1",
+    "dflash-first": ANCHOR_FIRST,
+    "conv": f"{BLOCK} {CONV}",
+    "selector": f"{BLOCK} {SELECTOR}",
+    "dflash2": f"{BLOCK} {CONV} {SELECTOR}",
+    "dflash2-ce": f"{BLOCK} {CONV} {SELECTOR} --draft.losses.ce 1 --draft.losses.selector_ce 1",
+    "dflash2-dpace": f"{BLOCK} {CONV} {SELECTOR} --draft.loss dpace",
+    "dflash2-first": f"{ANCHOR_FIRST} {CONV} {SELECTOR}",
+    "markov": f"{BLOCK} {MARKOV}",
+    "dspark": f"{ANCHOR_FIRST} {MARKOV} --draft.confidence_head true",
+    "dspark-gated": f"{ANCHOR_FIRST} {MARKOV} --draft.markov_head_type gated --draft.confidence_head true",
+    "dspark-ce": f"{ANCHOR_FIRST} {MARKOV} --draft.losses.ce 1",
+    "dspark-conv": f"{ANCHOR_FIRST} {MARKOV} {CONV} --draft.confidence_head true",
+    "lilicorr": f"{BLOCK} {SCORER}",
+    "lilicorr-conv": f"{BLOCK} {SCORER} {CONV}",
+    "eagle3": "--draft.ttt_steps 7 --evaluation.depth 7",
+}
+COLUMNS = (  # heading, key of a line, format
+    ("method", "method", "s"),
+    ("lr", "lr", "g"),
+    ("seed", "seed", "d"),
+    ("tokens seen", "tokens", ",d"),
+    ("simulated", "simulated", ".3f"),
+    *((f"T = {t}, {group}", f"accept_{group}_{t}", ".3f") for t, group in product((0, 1), ("choosing", "others"))),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDraftsConfig:
+    """Block drafts trained alike, served alike."""
+
+    target: str = ""
+    """Target model: folder or hub id."""
+    data: str = ""
+    """Prepared dataset (slipstream prepare) with a held-out split."""
+    output: str = ""
+    """Folder for checkpoints and results.jsonl."""
+    methods: tuple[str, ...] = ("dflash", "dflash2", "dspark")
+    """Names of METHODS, in bench/block_drafts.py."""
+    lrs: tuple[float, ...] = (3e-3,)
+    """Learning rates of each method."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of each method and learning rate."""
+    vocabulary: str | None = None
+    """Token map of the drafts. Default: all tokens."""
+    flags: str = ""
+    """More flags of every training, as one text; these win."""
+    jobs: int = 1
+    """Trainings at once."""
+    choosing: int = 64
+    """Held-out rows that choose checkpoints: the first ones."""
+    others: int = 200
+    """Held-out rows after these."""
+    concurrency: int = 8
+    """Requests at once while a draft is measured."""
+
+    def __post_init__(self) -> None:
+        check_named(self, target="a folder or a hub id", data="a folder", output="a folder")
+        check_at_least(self, 1, "jobs", "choosing", "others", "concurrency")
+        unknown = sorted(set(self.methods) - METHODS.keys())
+        if unknown:
+            raise ValueError(f"methods has {', '.join(unknown)}; known are {', '.join(METHODS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    method: str
+    lr: float
+    seed: int
+    words: list[str]  # the command without its output
+    folder: Path
+
+    @classmethod
+    def of(cls, config: BlockDraftsConfig, method: str, lr: float, seed: int) -> "Training":
+        program = "eagle3" if method == "eagle3" else "dflash"
+        words = [sys.executable, str(ROOT / "train" / f"{program}.py"), "--target", config.target]
+        words += ["--data.path", config.data, "--evaluation.documents", str(config.choosing)]
+        words += ["--optim.name", "muon", "--optim.lr", str(lr), "--seed", str(seed)]
+        words += [] if config.vocabulary is None else ["--draft.vocabulary", config.vocabulary]
+        words += shlex.split(METHODS[method]) + shlex.split(config.flags)
+        name = hashlib.sha256(shlex.join(words).encode()).hexdigest()[:8]
+        return cls(method, lr, seed, words, Path(config.output) / f"{method}-{name}")
+
+    def run(self) -> "Training":
+        """Trains, or goes on, unless it is done. Raises ValueError if the program fails."""
+        done = self.folder / "trained"
+        if not done.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "log").open("a") as log:
+                command = [*self.words, "--output", str(self.folder / "run")]
+                ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            if ended.returncode:
+                raise ValueError(f"{shlex.join(command)} failed with status {ended.returncode}; see {log.name}")
+            done.touch()
+        return self
+
+    @property
+    def draft(self) -> Path:
+        return self.folder / "run" / "best"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(compare, BlockDraftsConfig, argv, "bench/block_drafts.py")
+
+
+def compare(config: BlockDraftsConfig) -> None:
+    check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
+    groups = read_groups(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    Path(config.output).mkdir(parents=True, exist_ok=True)
+    results = Path(config.output) / "results.jsonl"
+    lines = Lines(results, origin("block_drafts", device))
+    trainings = [Training.of(config, *one) for one in product(config.methods, config.lrs, config.seeds)]
+    with ThreadPoolExecutor(config.jobs) as pool:
+        for training in pool.map(Training.run, trainings):
+            print(f"{training.method}, lr {training.lr:g}, seed {training.seed}: {training.draft}", flush=True)
+    for training in trainings:
+        lines.add(measured(config, training, groups))
+    print(table(COLUMNS, lines.all))
+    print(f"appended to {results}")
+
+
+def read_groups(config: BlockDraftsConfig) -> dict[str, tuple[list[list[int]], list[int]]]:
+    """Prompts and lengths of answers, by group. Raises ValueError where there are too few held-out rows."""
+    rows = load_from_disk(config.data)["heldout"]
+    count = config.choosing + config.others
+    if len(rows) < count:
+        raise ValueError(f"data has {len(rows)} held-out rows; choosing and others are {count} together: lower them")
+    others = rows.select(range(config.choosing, count))
+    return {"choosing": read_prompts(rows, config.choosing), "others": read_prompts(others, config.others)}
+
+
+def measured(
+    config: BlockDraftsConfig, training: Training, groups: dict[str, tuple[list[list[int]], list[int]]]
+) -> dict[str, Any]:
+    """The line of a draft; measured once."""
+    path = training.folder / "measured.json"
+    if not path.exists():
+        path.write_text(json.dumps(dict(serve(config, training, groups))) + "\n")
+    made = read_json(training.draft / "run.json")
+    line = {"method": training.method, "lr": training.lr, "seed": training.seed, "draft": str(training.draft)}
+    line |= {"flags": shlex.join(training.words[2:]), "tokens": made["tokens"], "step": made["step"]}
+    return line | {"simulated": made["metrics"]["accept_length"], "heldout": made["metrics"]} | read_json(path)
+
+
+def serve(
+    config: BlockDraftsConfig, training: Training, groups: dict[str, tuple[list[list[int]], list[int]]]
+) -> Iterator[tuple[str, Any]]:
+    """Figures of the draft in an engine, by name."""
+    try:
+        llm = LLM(config.target, str(training.draft), max_running=config.concurrency)
+    except ValueError as error:
+        raise ValueError(f"{training.draft} is not served: {error}") from error
+    with llm:
+        for temperature, (group, (prompts, lengths)) in product((0, 1), groups.items()):
+            params = [
+                SamplingParams(max_tokens=length, temperature=float(temperature), seed=number)
+                for number, length in enumerate(lengths)
+            ]
+            found = acceptance(llm.generate(prompts, params, progress=True))
+            yield f"accept_{group}_{temperature}", found["accept_length"]
+            yield f"rates_{group}_{temperature}", found["accept_rates"]
+    del llm  # free the memory before the next engine measures it
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

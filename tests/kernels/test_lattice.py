@@ -1,0 +1,176 @@
+"""Walks and trees over a lattice against loops over all paths; scores of transitions against one pair at a time."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling.sample import Sampling, gumbel
+from slipstream.kernels.speculation.lattice import (
+    Confidence,
+    Factors,
+    add_noise,
+    grow_lattice,
+    transition_scores,
+    walk_lattice,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, keys_of, poisoned, replayed
+
+RUNS = ["reference", "triton"]
+# The interpreter has no product of bfloat16.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+VOCAB = 97
+
+
+def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scores (B, K, k, k), tokens (B, K, k), roots (B,), values (B, K, k)."""
+    generator = torch.Generator().manual_seed(B + K + k)
+    scores = torch.randn(B, K, k, k, generator=generator) * 2
+    if kind == "ties":
+        scores = scores.round()
+    if kind == "alike":  # no head joins slots
+        scores = scores[:, :, :1].expand(-1, -1, k, -1)
+    if kind == "filtered":
+        scores = scores.masked_fill(torch.rand(B, K, k, k, generator=generator) < 0.6, -torch.inf)
+        scores[..., 0] = 0.5
+    tokens = torch.stack([torch.randperm(VOCAB, generator=generator)[:k] for _ in range(B * K)]).view(B, K, k)
+    values = torch.randn(B, K, 40, generator=generator).log_softmax(-1).sort(descending=True).values[..., :k]
+    return scores.to(device), tokens.to(device), torch.arange(5, 5 + B).to(device), values.contiguous().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("shape", "form", "dtype"),
+    cover([(2, 4, 5, 24), (1, 1, 16, 64), (3, 2, 33, 100)], ["plain", "product", "gated"], DTYPES),
+)
+def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run: str, device: str) -> None:
+    B, K, k, rank = shape
+    generator = torch.Generator().manual_seed(rank)
+    predecessors, gates = (torch.randn(VOCAB, rank, generator=generator).to(dtype) for _ in range(2))
+    successors = torch.randn(60, rank, generator=generator).to(dtype)
+    slots = None if form == "plain" else torch.randn(B, K, rank, generator=generator).to(dtype)
+    columns = torch.stack([torch.randperm(60, generator=generator)[:k] for _ in range(B * K)]).view(B, K, k)
+    unary, tokens, roots = torch.randn(B, K, k, generator=generator), columns + 30, torch.arange(B) + 3
+    gates = gates if form == "gated" else None
+    expected = torch.zeros(B, K, k, k, dtype=torch.float64)
+    for b, s, i, j in product(*map(range, expected.shape)):
+        before = int(roots[b]) if s == 0 else int(tokens[b, s - 1, i])
+        own = predecessors[before].double()
+        if slots is not None:
+            factor = slots[b, s].double()
+            own = own * (factor if gates is None else torch.sigmoid(factor + gates[before].double()))
+        expected[b, s, i, j] = unary[b, s, j] + own @ successors[columns[b, s, j]].double()
+    where = [x if x is None else x.to(device) for x in (unary, columns, tokens, roots, slots)]
+    factors = Factors(*(x if x is None else x.to(device) for x in (predecessors, successors, gates)))
+    with poisoned():
+        found = getattr(transition_scores, run)(*where[:4], factors, where[4])
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.double().cpu(), expected, atol=20 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("shape", "kind"), cover([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
+)
+@pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
+def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, device: str) -> None:
+    scores, tokens, roots, values = lattice_of(*shape, kind, device)
+    B, K, k = shape
+    generator, sure = torch.Generator().manual_seed(1), None
+    if confidence != "none":
+        by_token = torch.randn(VOCAB, generator=generator).to(device) if confidence == "tokens" else None
+        sure = Confidence(torch.randn(B, K, generator=generator).to(device), torch.rand(K).to(device) + 0.5, by_token)
+    with poisoned():
+        chain, reached = getattr(walk_lattice, run)(scores, tokens, roots, values, sure)
+    for b in range(B):
+        token, row, total = int(roots[b]), 0, 0.0
+        assert chain[b, 0] == token
+        assert reached[b, 0] == 0
+        for s in range(K):
+            own = scores[b, s, row].double().cpu()
+            row = own.tolist().index(max(own.tolist()))
+            step = own.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
+            if sure is not None:
+                logit = sure.slots[b, s].double().cpu() + (0 if sure.by_token is None else float(sure.by_token[token]))
+                step = torch.sigmoid(logit / float(sure.temperatures[s])).log()
+            token, total = int(tokens[b, s, row]), total + float(step)
+            assert chain[b, s + 1] == token
+            assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("shape", "kind", "topk", "count"),
+    cover([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
+)
+def test_the_tree_is_the_best_of_all_paths(
+    shape: tuple[int, ...], kind: str, topk: int, count: int, run: str, device: str
+) -> None:
+    scores, tokens, roots, values = lattice_of(*shape, kind, device)
+    B, K, k = shape
+    with poisoned():
+        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count)
+    steps = scores.double().cpu().log_softmax(-1)
+    mass = values.double().cpu().logsumexp(-1)
+    for b in range(B):
+        totals = {(): 0.0}  # path of candidates -> sum; a parent comes before its children
+        for length in range(1, K + 1):
+            for path in product(range(k), repeat=length):
+                if path[:-1] in totals:
+                    own = steps[b, length - 1, path[-2] if length > 1 else 0]
+                    best = sorted(range(k), key=lambda one: (-float(own[one]), one))[:topk]
+                    if path[-1] in best and own[path[-1]] > -torch.inf:
+                        totals[path] = totals[path[:-1]] + float(own[path[-1]] + mass[b, length - 1])
+        expected = sorted(totals.values(), reverse=True)[:count]
+        used = [node for node in range(count) if reached[b, node] > -torch.inf]
+        assert used == list(range(len(expected)))
+        torch.testing.assert_close(reached[b, used].double().cpu(), torch.tensor(expected).double(), atol=1e-4, rtol=0)
+        paths = [()]
+        assert (int(chosen[b, 0]), int(parents[b, 0])) == (int(roots[b]), -1)
+        for node in range(1, count):
+            parent = int(parents[b, node])
+            assert 0 <= parent < node
+            if node not in used:
+                assert (int(chosen[b, node]), parent) == (-1, 0)
+                continue
+            slot = len(paths[parent])
+            paths.append((*paths[parent], tokens[b, slot].tolist().index(int(chosen[b, node]))))
+            assert totals[paths[-1]] == pytest.approx(float(reached[b, node]), abs=1e-4)
+        assert len(set(paths)) == len(paths), "nodes are distinct"
+
+
+def test_kernel_and_reference_agree_on_ties() -> None:
+    scores, tokens, roots, values = lattice_of(3, 4, 6, "ties", "cpu")
+    for found, expected in zip(
+        grow_lattice.triton(scores, tokens, roots, values, 3, 20),
+        grow_lattice(scores, tokens, roots, values, 3, 20),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
+    scores, tokens = torch.randn(4, 5, device=device), torch.randint(300_000, (4, 5), device=device)
+    positions, temperature = torch.arange(4, device=device) * 7, torch.tensor([0.0, 0.7], device=device)
+    keys = keys_of(range(2), device)
+    found = getattr(add_noise, run)(scores, tokens, positions, Sampling(keys, temperature, None).repeat(2))
+    for row in range(4):
+        own = gumbel(keys[row // 2 : row // 2 + 1], positions[row : row + 1], tokens[row])[0]
+        torch.testing.assert_close(found[row], scores[row] + temperature[row // 2] * own, atol=1e-5, rtol=1e-5)
+    greedy = Sampling(keys, None, None).repeat(2)
+    assert torch.equal(getattr(add_noise, run)(scores, tokens, positions, greedy), scores)
+
+
+@pytest.mark.gpu
+def test_replays_equal_the_references() -> None:
+    scores, tokens, roots, values = lattice_of(32, 7, 16, "plain", "cuda")
+    for op, rest in ((walk_lattice, ()), (grow_lattice, (4, 32))):
+        found = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, values, *rest))
+        for own, right in zip(found, op.reference(scores, tokens, roots, values, *rest), strict=True):
+            torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)

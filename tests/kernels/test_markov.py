@@ -1,0 +1,74 @@
+"""A walk over the whole vocabulary against a loop in fp64."""
+
+import pytest
+import torch
+
+from slipstream.kernels.sampling.sample import Sampling, gumbel
+from slipstream.kernels.speculation.lattice import Confidence, Factors
+from slipstream.kernels.speculation.markov import markov_walk
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("shape", "form", "has_ids", "has_confidence"),
+    cover([(3, 4, 300, 24), (1, 1, 128, 64), (2, 3, 40, 100)], ["plain", "gated"], [True, False], [False, True]),
+)
+def test_the_walk(
+    shape: tuple[int, ...], form: str, has_ids: bool, has_confidence: bool, run: str, device: str
+) -> None:
+    (B, K, size, rank), vocab = shape, 400
+    generator = torch.Generator().manual_seed(size)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
+
+    factors = Factors(random(vocab, rank), random(size, rank) / 5, random(vocab, rank) if form == "gated" else None)
+    logits, slots = random(B, K, size) * 2, random(B, K, rank) if form == "gated" else None
+    ids = torch.randperm(vocab, generator=generator)[:size].to(device) if has_ids else None
+    roots, positions = torch.arange(B, device=device) + 7, torch.arange(B * K, device=device).view(B, K)
+    temperature = torch.tensor([0.0, 1.0, 0.6], device=device)[:B]
+    sampling = Sampling(keys_of(range(B), device), temperature if B > 1 else None, None)
+    sure = Confidence(random(B, K), torch.rand(K, device=device) + 0.5, random(vocab)) if has_confidence else None
+    with poisoned():
+        tokens, reached = getattr(markov_walk, run)(
+            logits, roots, factors, slots, positions, sampling, ids, confidence=sure
+        )
+    places = torch.arange(size, device=device) if ids is None else ids
+    for b in range(B):
+        token, total = int(roots[b]), 0.0
+        for s in range(K):
+            own = factors.predecessors[token].double()
+            if factors.gates is not None and slots is not None:
+                own = own * torch.sigmoid(slots[b, s].double() + factors.gates[token].double())
+            scores = logits[b, s].double() + factors.successors.double() @ own
+            if sampling.temperature is not None:
+                noise = gumbel(sampling.keys[b : b + 1], positions[b, s : s + 1], places)[0]
+                scores = scores + float(temperature[b]) * noise.double()
+            step = float(scores.log_softmax(0).max())
+            if sure is not None and sure.by_token is not None:
+                logit = (sure.slots[b, s] + sure.by_token[token]) / sure.temperatures[s]
+                step = float(logit.double().sigmoid().log())
+            token, total = int(places[scores.argmax()]), total + step
+            assert tokens[b, s + 1] == token
+            assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-3)
+    assert torch.equal(tokens[:, 0].long(), roots)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 32])
+def test_replays_equal_the_reference(B: int) -> None:
+    K, size, rank = 7, 32_768, 256
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda", generator=generator)
+
+    factors = Factors(random(128_256, rank).bfloat16(), random(size, rank).bfloat16() / 16)
+    logits, roots = random(B, K, size).bfloat16(), torch.arange(B, device="cuda")
+    positions = torch.arange(B * K, device="cuda").view(B, K)
+    sampling = Sampling(keys_of(range(B), "cuda"), torch.full((B,), 0.5, device="cuda"), None)
+    found = replayed(lambda: markov_walk.triton(logits, roots, factors, None, positions, sampling))
+    expected = markov_walk.reference(logits, roots, factors, None, positions, sampling)
+    assert (found.tokens == expected.tokens).float().mean() > 0.95, "of near ties either"

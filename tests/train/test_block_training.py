@@ -1,0 +1,271 @@
+"""Training of block drafts with heads: losses and gradients against plain formulas, evaluation against a server, warm
+starts, calibration, options."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from slipstream.models.drafts.base import load_draft, write_draft
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.targets.decoder import load_config
+from slipstream.tests.naive_dflash import NaiveDFlash
+from slipstream.tests.random_targets import shared_weights
+from slipstream.tests.train.block_cases import BLOCK_SIZE, make_training, packed
+from slipstream.tests.train.conftest import documents
+from slipstream.tests.train.naive_walk import check_walk
+from slipstream.tests.train.runs import assert_same_gradients, records
+from slipstream.train.block_losses import LossWeights
+from slipstream.train.calibration import Confidences, calibration_error, chain_error, fit_temperatures
+from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
+from slipstream.train.warm_start import warm_start
+
+SCORER = LiLiCorrConfig(candidate_topk=16, hidden_size=16, num_heads=2, factor_dim=8)
+CONV = {"conv_kernel_size": 2, "conv_group_size": 8}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "dflash2": {"selector_rank": 6, "selector_top_k": 4, **CONV},
+    "dspark": {"markov_rank": 6, "sample_from_anchor": True, "confidence_head": True},
+    "gated": {"markov_rank": 6, "markov_head_type": "gated", "final_logit_softcapping": 3.0, "output_multiplier": 0.5},
+    "lilicorr": {"lilicorr": SCORER},
+    "trusted": {"selector_rank": 6, "selector_top_k": 4, "confidence_head": True, "final_logit_softcapping": 3.0},
+    "plain": {"confidence_head": True},
+}
+WEIGHTS: dict[str, dict[str, float]] = {
+    "dflash2": {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9},
+    "dspark": {"ce": 0.1, "l1": 0.9, "confidence": 1.0},
+    "gated": {"ce": 0.3, "lk_lambda": 0.7},
+    "lilicorr": {"ce": 1.0, "scorer_ce": 0.25, "scorer_hinge": 0.125, "scorer_regret": 0.25},
+    "trusted": {"ce": 0.5, "kl": 0.5, "selector_tv": 1.0, "confidence": 0.5},
+    "plain": {"ce": 1.0, "lk": 0.5, "confidence": 1.0},
+}
+
+
+def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None, **options: Any) -> DFlashTraining:
+    anchors = 100 if name == "lilicorr" else 6  # few blocks have the text among their candidates
+    chosen = DraftOptions(anchors=anchors, losses=LossWeights(**WEIGHTS[name]), **options)
+    training = make_training(target, ids, chosen, **DRAFTS[name])
+    generator = torch.Generator().manual_seed(1)
+    for parameter in training.draft.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return training
+
+
+def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
+    """Of the M slots (the scorer's: of the B blocks' slots), from whole rows of logits."""
+    draft, head = training.draft, training.head.rows
+    unary = draft.unary(slots.states @ head.T)
+    teacher = slots.read.final[slots.taught_by] @ head.T
+    logits = unary
+    if draft.markov is not None:
+        logits = unary + draft.markov.markov_w2(draft.markov.features(slots.states, slots.previous))
+    log_q, p = logits.log_softmax(-1), teacher.softmax(-1)
+    distance = (log_q.exp() - p).abs().sum(-1)
+    divergence = (p * (p.log() - log_q)).sum(-1)
+    share = torch.exp(-3 * (1 - distance.detach() / 2))
+    found = {
+        "ce": F.nll_loss(log_q, slots.labels, reduction="none"),
+        "kl": divergence,
+        "tv": distance / 2,
+        "l1": distance,
+        "lk": -torch.log(1 - distance / 2),
+        "lk_lambda": share * divergence + (1 - share) * distance / 2,
+    }
+    overlaps = 1 - distance / 2
+    if draft.selector is not None:
+        rows = logits.topk(4).indices
+        for m, label in enumerate(slots.labels.tolist()):
+            if label not in rows[m].tolist():
+                rows[m, -1] = label
+        query = draft.selector.predecessor_codebook[slots.previous] * draft.selector.hidden_projection(slots.states)
+        scores = unary.gather(1, rows) + (draft.selector.successor_codebook[rows] @ query.unsqueeze(2)).squeeze(2)
+        place = (rows == slots.labels.unsqueeze(1)).long().argmax(1)
+        own, wanted = scores.softmax(-1), teacher.gather(1, rows).softmax(-1)
+        found["selector_ce"] = -own.gather(1, place.unsqueeze(1)).squeeze(1).log()
+        found["selector_tv"] = (own - wanted).abs().sum(-1) / 2
+        overlaps = torch.minimum(own, p.gather(1, rows)).sum(-1)
+    if draft.confidence is not None:
+        embedded = None if draft.markov is None else draft.markov.embed(slots.previous)
+        c = torch.sigmoid(draft.confidence(slots.states, embedded))
+        wanted = overlaps.detach() * slots.gather(slots.known)
+        found["confidence"] = -(wanted * c.log() + (1 - wanted) * (1 - c).log())
+    if draft.scorer is not None:
+        found |= plain_scorer_losses(training, slots, unary, teacher)
+    return found
+
+
+def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, teacher: Tensor) -> dict[str, Tensor]:
+    draft, K = training.draft, slots.known.shape[1]
+    names = ("scorer_ce", "scorer_hinge", "scorer_regret")
+    found: dict[str, Tensor] = {name: torch.zeros(len(slots.whole), K) for name in names}
+    places = slots.places.tolist()
+    for b, block in enumerate(slots.whole.tolist()):
+        own = [places.index(block * K + k) for k in range(K)]
+        rows = unary[own].topk(16).indices
+        log_probs = unary[own].log_softmax(-1).gather(1, rows)
+        embedded = training.target.embed(training.head.ids[rows])
+        context = slots.read.context[slots.contexts[block]]
+        start, edges = draft.scorer(embedded[None], log_probs[None], slots.hidden[block][None], context[None])
+        before = 0
+        for k in range(K):
+            label = int(slots.labels[own[k]])
+            if label not in rows[k].tolist():
+                break
+            scores = start[0] if k == 0 else edges[0, k - 1, before]
+            place = before = rows[k].tolist().index(label)
+            found["scorer_ce"][b, k] = -scores.log_softmax(0)[place]
+            rest = torch.cat((scores[:place], scores[place + 1 :]))
+            found["scorer_hinge"][b, k] = (2 + rest.max() - scores[place]).clamp(min=0)
+            z = teacher[own[k]][rows[k]]
+            found["scorer_regret"][b, k] = (scores.softmax(0) * (z[place] - z).clamp(min=0)).sum()
+    return found
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_losses_and_gradients_are_those_of_whole_rows(
+    target_model: PreTrainedModel, token_map: TokenMap, name: str, reduced: bool
+) -> None:
+    training = rough_training(target_model, name, token_map.ids if reduced else None)
+    batch, _ = packed(0)
+    total, _ = training.loss(batch)
+    slots = training.backbone(batch)
+    count = slots.known.shape[1]
+    gamma = {4: 2.5, 5: 3.0}[count]
+    decay = torch.exp(-torch.arange(count) / gamma)
+    fixed = decay / decay.sum() * slots.stands_for.unsqueeze(1)
+    expected = torch.stack([0 * parameter.sum() for parameter in training.draft.parameters()]).sum()
+    losses = plain_losses(training, slots)
+    for loss, weight in WEIGHTS[name].items():
+        if loss == "confidence":
+            own = slots.gather(fixed * slots.counts)
+        elif loss.startswith("scorer"):
+            own = fixed[slots.whole]
+            assert losses[loss].any() != reduced, "no block is whole where every other token is missing"
+        else:
+            own = slots.gather(fixed * slots.known)
+        expected = expected + weight * (own * losses[loss]).sum()
+    assert_same_gradients(total, expected, training.draft)
+
+
+def test_dpace_weighs_mixtures_too(target_model: PreTrainedModel) -> None:
+    """The weights are those that the losses alone would give."""
+    training = rough_training(target_model, "dspark", loss="dpace")
+    batch, _ = packed(0)
+    total, metrics = training.loss(batch)
+    slots = training.backbone(batch)
+    entropies = plain_losses(training, slots)["ce"].detach()
+    weights = training.weights(slots, entropies)
+    torch.testing.assert_close(training.token_losses(slots).weights, weights, rtol=1e-4, atol=1e-5)
+    assert total.isfinite()
+    assert metrics["confidence"][1] == slots.counts.sum()
+
+
+@pytest.mark.parametrize("depth", [4, 2])
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "gated", "lilicorr"])
+def test_the_walk_equals_a_server_that_drafts_blocks(target_model: PreTrainedModel, name: str, depth: int) -> None:
+    training = rough_training(target_model, name)
+    training.depth = depth
+    naive = NaiveDFlash(training.draft, *shared_weights(target_model))
+    slots = depth + training.draft.config.first_slot
+    naive.greedy = lambda aux_states, tokens, count: naive.chain(aux_states, tokens, count + 1, slots, 0, 0.0)[0]
+    check_walk(training, naive, target_model, documents(4), depth)
+
+
+def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel) -> None:
+    """A draft that gets a convolution, a selector or a Markov head is what it was, bit for bit."""
+    plain = make_training(target_model)
+    batch, _ = packed(2)
+    expected = plain.eval()(batch)[1]
+    for fields in (CONV, {"selector_rank": 6, "selector_top_k": 4}, {"markov_rank": 6}, CONV | {"markov_rank": 6}):
+        training = make_training(target_model, **fields)
+        training.draft.load_state_dict(DFlash(training.draft.config).state_dict())
+        report = warm_start(training.draft, plain.draft)
+        assert report.is_exact
+        assert report.new
+        found = training.eval()(batch)[1]
+        assert {name: found[name].tolist() for name in expected} == {n: x.tolist() for n, x in expected.items()}
+
+
+def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+    source = make_training(target_model, token_map.ids, markov_rank=6).draft
+    fields = {"mask_token_id": 9, "aux_layers": (0, 1, 2), "sample_from_anchor": True, "num_layers": 1}
+    draft = make_training(target_model, markov_rank=6, lilicorr=None, **fields).draft
+    before = draft.markov.markov_w2.weight.clone()
+    source.markov.markov_w2.weight.data.normal_()
+    report = warm_start(draft, source)
+    assert not report.is_exact
+    assert {"fc.weight", "markov_head.markov_w2.weight"} == set(report.partly)
+    assert any(name.startswith("layers.1.") for name in report.left)
+    text = "\n".join(report.lines("runs/x"))
+    for words in ("mask_token_id is 7 there, 9 here", "sample_from_anchor is False there, True here"):
+        assert words in text
+    assert "token map has" in text
+    assert "a warm start: its first tokens are not" in text
+    rows = draft.markov.markov_w2.weight
+    assert torch.equal(rows[token_map.ids], source.markov.markov_w2.weight)
+    others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, token_map.ids, False)
+    assert torch.equal(rows[others], before[others])
+    size = draft.config.hidden_size
+    assert torch.equal(draft.fc.weight[:, :size], source.fc.weight[:, size : 2 * size]), "layer 0's columns"
+    assert torch.equal(draft.fc.weight[:, 2 * size :], source.fc.weight[:, :size]), "layer 2's"
+
+
+def test_calibration_finds_what_the_head_should_have_said() -> None:
+    """Logits that are twice too large, in slots that depend on nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(20000, 3, generator=generator) + 0.5
+    hits = torch.rand(truth.shape, generator=generator) < torch.sigmoid(truth)
+    found = Confidences(2 * truth, hits.long().cumprod(1).sum(1), torch.ones(truth.shape, dtype=torch.bool))
+    temperatures = fit_temperatures(found)
+    assert torch.allclose(temperatures, torch.full((3,), 2.0), atol=0.35)
+    assert chain_error(found, temperatures) < 0.01 < chain_error(found, torch.ones(3))
+    halves = torch.tensor([0.5] * 4 + [0.95] * 2)
+    assert calibration_error(halves, torch.tensor([1, 0, 0, 0, 1, 1])) == pytest.approx((4 * 0.25 + 2 * 0.05) / 6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "weights", "message"),
+    [
+        ({}, {"selector_tv": 1.0}, "draft.losses.selector_tv is 1.0, but the draft has no selector_rank"),
+        ({"confidence_head": True}, {"ce": 1.0}, "draft.confidence_head adds a head that no loss trains"),
+        ({"selector_rank": 4}, {"selector_ce": 1.0}, "has no loss of the draft's logits; give one of ce, kl"),
+        ({"lilicorr": SCORER, "confidence_head": True}, {}, "draft.confidence_head is true together with"),
+    ],
+)
+def test_losses_fit_the_heads(
+    target_model: PreTrainedModel, fields: dict[str, Any], weights: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_training(target_model, options=DraftOptions(losses=LossWeights(**weights)), **fields)
+
+
+def test_a_run_continues_a_draft(
+    tmp_path: Path, target_path: Path, target_model: PreTrainedModel, run_flags: Callable[..., list[str]], capsys: Any
+) -> None:
+    """With a confidence head, whose calibration the checkpoint holds."""
+    source = make_training(target_model, sample_from_anchor=True).draft
+    (tmp_path / "draft").mkdir()
+    write_draft(source, source.state_dict(), tmp_path / "draft", {})
+    sizes = {"draft__num_layers": 2, "draft__block_size": BLOCK_SIZE, "draft__anchors": 6, "optim__steps": 2}
+    heads = {"draft__markov_rank": 4, "draft__confidence_head": "true", "draft__sample_from_anchor": "true"}
+    vocabulary = tmp_path / "map.safetensors"
+    TokenMap.build(torch.ones(120, dtype=torch.int64), 120, [], {}).write(vocabulary)
+    flags = run_flags(tmp_path / "run", init_from=tmp_path / "draft", draft__vocabulary=vocabulary, **sizes, **heads)
+    main(flags)
+    said = capsys.readouterr().out
+    assert "exact: its first tokens are those of that draft" in said
+    config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
+    assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
+    assert len(config.confidence_temperatures) == BLOCK_SIZE
+    assert replace(config, confidence_temperatures=()).confidence_head
+    last = records(tmp_path / "run")[-1]
+    assert 0 <= last["eval_confidence_error"] <= 1
+    assert {"eval_candidate_recall", "eval_path_accept_rate", "eval_block_accept_length"} < last.keys()

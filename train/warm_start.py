@@ -1,0 +1,150 @@
+"""`--init-from`: a draft's training starts from another draft, and says what it took over and what differs.
+
+A file of weights does not say when it means something else: a mask token, target states, a window, a token map or the
+convention of its blocks may differ in a draft whose tensors have the same shapes. So all of these are compared, and the
+first tokens are called those of the other draft only if nothing differs but heads that start as the identity.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.drafts.base import HEAD, OWN_FIELDS, DraftConfig, DraftNetwork, drafter_of, load_draft
+from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.config import TargetSpec
+
+FC = "fc.weight"  # whose columns are target states, one after another
+BY_TOKEN = (HEAD, "markov_head.markov_w2.weight", "candidate_selector.successor_codebook")  # rows: the draft's tokens
+MAPS = ("d2t", "t2d")
+INHERITED = ("mask_token_id", "aux_layers")  # options that are those of the other draft unless they are given
+IDENTITIES = ("attention_conv.", "mlp_conv.", "candidate_selector.", "markov_head.", "confidence_head.")
+# Fields that say which heads a draft has, or nothing about its tokens: compared by their tensors, or not at all.
+NOT_COMPARED = (
+    *(*OWN_FIELDS, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
+    *("markov_head_type", "confidence_head", "confidence_temperatures", "lilicorr", "max_position_embeddings"),
+    *("draft_vocab_size", "target_hidden_size", "target_num_layers"),
+)
+
+
+def read_start(name: str, network: type[DraftNetwork], drafter: str, target: TargetSpec) -> DraftNetwork:
+    """The draft at `name`, a folder or hub id, on the host in fp32. Raises ValueError for a draft of another kind, and
+    for one that cannot be read."""
+    path = resolve(name)
+    found = drafter_of(read_json(path / "config.json"), name)
+    if found != drafter:
+        raise ValueError(f"init_from {name} is a draft of kind {found}; train/{drafter}.py starts from {drafter}'s")
+    return load_draft(network, path, target, torch.float32, torch.device("cpu"))
+
+
+def inherit(options: Any, config: DraftConfig) -> Any:
+    """Options of a draft with those that were left out as the other draft has them."""
+    known = {field.name for field in fields(options)}
+    missing = [name for name in INHERITED if name in known and getattr(options, name) is None]
+    return replace(options, **{name: getattr(config, name) for name in missing})
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a draft took over."""
+
+    taken: list[str]  # names of tensors
+    partly: list[str]  # of tensors that took over some rows or columns
+    new: list[str]  # of the draft's, which the other lacks or has in another shape
+    left: list[str]  # of the other's, which the draft lacks or has in another shape
+    differences: list[str]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the draft's first tokens are those of the other."""
+        heads = all(any(part in name for part in IDENTITIES) for name in self.new)
+        return heads and not (self.partly or self.left or self.differences)
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The report."""
+        yield f"init_from {name}: {len(self.taken)} tensors taken over"
+        for what, names in (("partly", self.partly), ("new", self.new), ("left there", self.left)):
+            if names:
+                yield f"  {what}: {', '.join(shortened(names))}"
+        for difference in self.differences:
+            yield f"  differs: {difference}"
+        if self.is_exact:
+            yield "  exact: its first tokens are those of that draft"
+        else:
+            yield "  a warm start: its first tokens are not those of that draft"
+
+
+@torch.no_grad()
+def warm_start(draft: DraftNetwork, source: DraftNetwork) -> WarmStart:
+    """Copies what both drafts have into `draft`. Rows that belong to tokens, and columns that belong to target states,
+    go where they mean the same."""
+    own, theirs = (
+        {name: x for name, x in public_tensors(module).items() if name not in MAPS} for module in (draft, source)
+    )
+    taken, partly = list[str](), list[str]()
+    for name, tensor in own.items():
+        if name not in theirs:
+            continue
+        copied = copy_tensor(name, tensor, theirs[name], draft, source)
+        if copied is not None:
+            (taken if copied else partly).append(name)
+    used = {*taken, *partly}
+    return WarmStart(
+        taken, partly, [x for x in own if x not in used], [x for x in theirs if x not in used],
+        list(differences(draft, source)),
+    )  # fmt: skip
+
+
+def copy_tensor(name: str, own: Tensor, theirs: Tensor, draft: DraftNetwork, source: DraftNetwork) -> bool | None:
+    """Whether all of a tensor was taken over; None: nothing was."""
+    mine, other = token_ids(draft), token_ids(source)
+    if name in BY_TOKEN and own.shape[1:] == theirs.shape[1:] and not torch.equal(mine, other):
+        where = torch.full((draft.config.vocab_size,), -1).index_copy(0, other, torch.arange(len(other)))[mine]
+        known = (where >= 0).to(own.device)
+        own[known] = theirs[where[where >= 0]].to(own.device, own.dtype)
+        return False
+    layers, others = (tuple(getattr(module.config, "aux_layers", ())) for module in (draft, source))
+    if name == FC and layers != others and own.shape[0] == theirs.shape[0]:
+        size = draft.config.target_hidden_size
+        shared = [layer for layer in layers if layer in others]
+        for layer in shared:
+            to, start = layers.index(layer) * size, others.index(layer) * size
+            own[:, to : to + size] = theirs[:, start : start + size].to(own.device, own.dtype)
+        return set(layers) == set(others) if shared else None
+    if own.shape != theirs.shape:
+        return None
+    own.copy_(theirs)
+    return True
+
+
+def token_ids(draft: DraftNetwork) -> Tensor:
+    """(Vd,) int64 on the host."""
+    ids = draft.target_ids
+    return torch.arange(draft.config.vocab_size) if ids is None else ids.cpu()
+
+
+def differences(draft: DraftNetwork, source: DraftNetwork) -> Iterator[str]:
+    mine, theirs = (values_of(module.config) for module in (draft, source))
+    for name, value in mine.items():
+        if name not in NOT_COMPARED and value != theirs[name]:
+            yield f"{name} is {theirs[name]} there, {value} here"
+    ids, others = token_ids(draft), token_ids(source)
+    if not torch.equal(ids, others):
+        both = len(set(ids.tolist()) & set(others.tolist()))
+        yield f"the token map has {len(others)} tokens there, {len(ids)} here, {both} in both"
+    fingerprints = source.config.target_fingerprint, draft.config.target_fingerprint
+    if all(fingerprints) and len(set(fingerprints)) > 1:
+        yield f"the target has other weights than the one that draft was trained for, {source.config.target}"
+
+
+def values_of(config: DraftConfig) -> Mapping[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def shortened(names: list[str]) -> list[str]:
+    """layers.0.x, layers.1.x -> layers.*.x, each once."""
+    parts = (name.split(".") for name in names)
+    return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name) for name in parts))
