@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Event
@@ -46,6 +47,11 @@ DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, tho
         eagle3.DraftOptions(aux_layers=(4, 0, 2), ttt_steps=2),
     ),
     "dflash": (dflash.DFlashTraining, dflash.DFlashOptions, BLOCKS),
+    "dspark": (
+        dflash.DFlashTraining,
+        dflash.DFlashOptions,
+        replace(BLOCKS, sample_from_anchor=True, markov_rank=4, confidence_head=True),
+    ),
 }
 
 
@@ -96,6 +102,7 @@ def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor
         ("eagle3 that reads the normed state", "all", MAX_LENGTH),
         ("dflash", "supervised", 17),
         ("dflash", "all", MAX_LENGTH),
+        ("dspark", "supervised", 17),
     ],
 )
 def test_losses_are_those_of_the_target_itself(
