@@ -12,7 +12,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,18 @@ from torch import Tensor
 from slipstream.config import run
 from slipstream.data_tools.options import check_named, show_table
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
-from slipstream.models.drafts.dflash import OFF, UNSUPPORTED, DFlash
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.block_layouts import (
+    ALIASES,
+    ANCHOR_FIELDS,
+    CAUSAL_FIELDS,
+    HEAD_FIELDS,
+    HEAD_NAMES,
+    OFF,
+    UNSUPPORTED,
+    convention_of,
+)
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
 from slipstream.models.drafts.speculators_layout import (
@@ -60,7 +71,20 @@ MODELOPT_FIELDS = (  # of EAGLE3 drafts of NVIDIA's ModelOpt, in eagle_config: t
     *("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular", "parallel_draft_step"),
     "parallel_draft_heads_num_layers",
 )
-DEEPSPEC_FIELDS = ("num_anchors", "markov_head_type", "confidence_head_with_markov")  # idle where markov_rank is 0
+BLOCK_FIELDS = (
+    *("block_size", "target_layer_ids", "sliding_window_non_causal", "projector_type", *HEAD_FIELDS, *UNSUPPORTED),
+    *(*ALIASES, *ANCHOR_FIELDS, *CAUSAL_FIELDS, "use_swa", "swa_window_size", "eagle_aux_hidden_state_layer_ids"),
+    *("lilicorr_enabled", *(f"lilicorr_{field.name}" for field in fields(LiLiCorrConfig))),
+    # Of training, or what the tensors show
+    *(
+        "num_anchors",
+        "num_aux_layers",
+        "has_embed_tokens",
+        "has_lm_head",
+        "train_embed_tokens",
+        "confidence_head_alpha",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +97,17 @@ class ConvertConfig:
     """Folder to write."""
     overwrite: bool = False
     """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
-    layout: Literal["sglang", "speculators"] = "sglang"
-    """sglang: the public layout, ours too (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load"""
+    layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream"] = "sglang"
+    """sglang: the public layout (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load. deepspec:
+    DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft"""
     target: str = ""
     """The draft's target (folder or hub id). Default: the one that the draft names."""
     aux_layers: tuple[int, ...] | None = None
     """Target states that an EAGLE3 draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
     norm_output: bool | None = None
     """Whether the next step of an EAGLE3 draft reads the state after the final norm; for unclear files."""
+    sample_from_anchor: bool | None = None
+    """Whether slot 0 of a block draft, the anchor, predicts the token after it; for files that do not say it."""
 
     def __post_init__(self) -> None:
         check_named(self, input="a draft checkpoint to read", output="the folder to write")
@@ -138,6 +165,8 @@ def convert(config: ConvertConfig) -> None:
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
     print(f"{config.output}: layout {config.layout}")
+    if form.network is DFlash:
+        print(f"  {convention_of(from_speculators(values), config.sample_from_anchor)}")
     tensors = changes(read_draft_tensors(path), written.tensors)
     show_table({"tensors": tensors, "fields": changes(values, written.values)})
     if max(written.layers, default=0) >= target.config.num_layers - 1:
@@ -203,13 +232,96 @@ def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
     return draft
 
 
-def dflash_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
-    if draft.values.get("sample_from_anchor"):
-        raise ValueError("this draft also predicts at the anchor (sample_from_anchor); SGLang's DFLASH does not")
+def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+    """z-lab's files of DFLASH and DFlash 2, SpecForge's of DSpark, NVIDIA's of LiLiCorr; ours beside their fields."""
+    own, from_anchor = draft.values["dflash_config"], draft.values["sample_from_anchor"]
+    heads = heads_of(own)
+    if "markov" in heads or "confidence" in heads:
+        if not from_anchor:
+            raise ValueError(
+                "this draft has a Markov or a confidence head and does not predict at the anchor (sample_from_anchor); "
+                "SGLang's DSPARK does: use layout speculators"
+            )
+        if heads - {"markov", "confidence"} or "markov" not in heads:
+            raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))}: use layout slipstream")
+        nested = {**own, "projector_type": "dspark", "attention_mode": "gqa"}
+        nested.setdefault("confidence_head_with_markov", "confidence" in heads)
+        return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
+    if from_anchor:
+        raise ValueError(
+            "this draft also predicts at the anchor (sample_from_anchor); SGLang's DFLASH does not: use layout deepspec"
+        )
+    if "scorer" in heads and "selector" in heads or ("conv" in heads and not heads & {"scorer", "selector"}):
+        raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))} alone: use layout slipstream")
     return draft
 
 
-def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
+def heads_of(own: Mapping[str, Any]) -> set[str]:
+    """What a block draft has besides its layers, by the fields of its dflash_config."""
+    fields = {
+        "conv": "conv_kernel_size",
+        "selector": "selector_rank",
+        "markov": "markov_rank",
+        "confidence": "enable_confidence_head",
+        "scorer": "lilicorr_candidate_topk",
+    }
+    return {head for head, field in fields.items() if own.get(field)}
+
+
+def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
+    """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
+    own = dict(draft.values["dflash_config"])
+    heads = heads_of(own)
+    if heads - {"markov", "confidence"}:
+        raise ValueError(f"DeepSpec has no draft with {', '.join(sorted(heads))}: use another layout")
+    if not draft.values["sample_from_anchor"]:
+        raise ValueError("this draft does not predict at the anchor (sample_from_anchor); DeepSpec's drafts all do")
+    if draft.values.get("draft_vocab_size"):
+        raise ValueError(
+            "this draft has a vocabulary of its own (draft_vocab_size); DeepSpec's drafts have the target's"
+        )
+    flat = {
+        "markov_rank": 0,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": "markov" in heads,
+        **own,
+    }
+    values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
+    dtype = dtype_of(draft.tensors)
+    copies = {key: copy.to(dtype) for key, copy in target.shared.items()}
+    return Draft({**values, **flat, "architectures": ["Qwen3DSparkModel"]}, {**copies, **draft.tensors}, draft.layers)
+
+
+def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
+    """ModelOpt's files: heads' tensors without a prefix, and shift_label for the convention."""
+    own, from_anchor = draft.values["dflash_config"], draft.values["sample_from_anchor"]
+    heads = heads_of(own)
+    if heads - {"markov", "confidence"}:
+        raise ValueError(f"ModelOpt's files of {', '.join(sorted(heads))} are those of layout sglang: use it")
+    if draft.values.get("draft_vocab_size"):
+        raise ValueError(
+            "this draft has a vocabulary of its own (draft_vocab_size); ModelOpt's drafts have the target's"
+        )
+    nested = {name: value for name, value in own.items() if name != "enable_confidence_head"}
+    nested |= {
+        "projector_type": "dspark" if heads else "dflash",
+        "causal": False,
+        "shift_label": from_anchor,
+        "use_confidence_head": "confidence" in heads,
+    }
+    theirs = {ours: name for name, ours in HEAD_NAMES.items() if name != "logit_head."}
+    tensors = {_renamed(key, theirs): tensor for key, tensor in draft.tensors.items()}
+    values = {**draft.values, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
+    return Draft(values, tensors, draft.layers)
+
+
+def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
+    begin = next((begin for begin in beginnings if key.startswith(begin)), None)
+    return key if begin is None else beginnings[begin] + key.removeprefix(begin)
+
+
+def block_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     """With copies of the target's embedding and head; the head has the rows of the draft's vocabulary."""
     copies = dict(target.shared)
     if "t2d" in draft.tensors:
@@ -248,15 +360,21 @@ def _speculators_draft(
 FORMS = {
     "dflash": Form(
         DFlash,
-        {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators},
-        ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", *UNSUPPORTED, *DEEPSPEC_FIELDS),
+        {
+            "sglang": block_to_sglang,
+            "speculators": block_to_speculators,
+            "deepspec": block_to_deepspec,
+            "modelopt": block_to_modelopt,
+            "slipstream": as_it_is,
+        },
+        BLOCK_FIELDS,
     ),
     "eagle3": Form(
         Eagle3,
-        {"sglang": eagle3_to_sglang, "speculators": eagle3_to_speculators},
+        {"sglang": eagle3_to_sglang, "speculators": eagle3_to_speculators, "slipstream": as_it_is},
         (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", POST_NORM, *EAGLE3_FLAGS, *MODELOPT_FIELDS),
     ),
-    "eagle": Form(Eagle, {"sglang": as_it_is}, ("bias", "qkv_bias")),
+    "eagle": Form(Eagle, {"sglang": as_it_is, "slipstream": as_it_is}, ("bias", "qkv_bias")),
 }
 
 

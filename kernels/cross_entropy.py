@@ -1,5 +1,5 @@
 """Losses of a draft over its vocabulary, fused, so that no softmax is written: against the target's distribution
-(`soft_cross_entropy`), and against labels (`label_cross_entropy`).
+(`soft_cross_entropy`), against labels (`label_cross_entropy`), and mixtures of both (`mixed_cross_entropy`).
 
 With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
@@ -9,14 +9,18 @@ With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
     tv           1 - sum min(p, q)    the share that rejection sampling rejects; its gradient vanishes where p and q
                                       are far apart, so it suits a trained draft
     lk           -log sum min(p, q)   minus the log of the share accepted ("LK"): tv's direction, but no vanishing
+    lk_lambda    l kl + (1 - l) tv    l = exp(-3 sum min(p, q)), not differentiated: forward_kl while little is
+                                      accepted, later tv (LK, arXiv 2602.23881)
 
 The forward kernel reads each row once (tv and lk twice) with running maxima (Milakov & Gimelshein 2018, arXiv
 1805.02867), one program per row; the backward kernel recomputes both softmaxes from a row's saved maxima and sums and
-can write the gradient over the student's logits. Labels need no backward kernel: a program reads its row twice.
+can write the gradient over the student's logits. Labels and mixtures need no backward kernel: a program reads its row
+two or three times.
 Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 and the teacher's logit is -inf;
 the others treat -inf as probability 0. The references compute float64 logits in float64.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,13 +30,14 @@ from torch import Tensor
 
 from slipstream.kernels.launch import Op, on_gpu
 
-Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk"]
+Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk", "lk_lambda"]
 
 TILE = 2048  # columns per step of a program, at most
 LEAST_TILE = 128
 NUM_WARPS = 8
 NUM_STATS = tl.constexpr(6)  # per row: student's maximum and log of its sum, the teacher's, and two of the loss
 LEAST_OVERLAP = tl.constexpr(1e-30)  # below it lk is flat
+ETA = tl.constexpr(3.0)  # of lk_lambda
 
 
 @Op
@@ -78,6 +83,9 @@ def _row_losses(log_p: Tensor, log_q: Tensor, kind: Kind) -> Tensor:
     if kind == "reverse_kl":
         return _expectation(q, log_q - log_p)
     overlap = torch.minimum(p, q).sum(dim=-1)
+    if kind == "lk_lambda":
+        share = torch.exp(-ETA.value * overlap.detach())
+        return share * _expectation(p, log_p - log_q) + (1 - share) * (1.0 - overlap)
     return 1.0 - overlap if kind == "tv" else -overlap.clamp(min=LEAST_OVERLAP.value).log()
 
 
@@ -151,7 +159,7 @@ def _soft_forward(
         if LOSS == "soft_ce":
             terms = t_exp * tl.where(t_exp > 0.0, s_next - s, 0.0)
             moment = (moment - t_total * s_shift) * t_scale + tl.sum(terms, axis=0)
-        if LOSS == "forward_kl":
+        if LOSS == "forward_kl" or LOSS == "lk_lambda":
             terms = t_exp * tl.where(t_exp > 0.0, (t - t_next) - (s - s_next), 0.0)
             moment = (moment + t_total * (t_shift - s_shift)) * t_scale + tl.sum(terms, axis=0)
         if LOSS == "reverse_kl":
@@ -176,7 +184,13 @@ def _soft_forward(
             p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
             first += tl.sum(tl.minimum(p, q), axis=0)
             second += tl.sum(q * _is_below(q, p), axis=0)
-        loss = 1.0 - first if LOSS == "tv" else -tl.log(tl.maximum(first, LEAST_OVERLAP))
+        if LOSS == "tv":
+            loss = 1.0 - first
+        elif LOSS == "lk":
+            loss = -tl.log(tl.maximum(first, LEAST_OVERLAP))
+        else:
+            share = tl.exp(-(first * ETA))
+            loss = share * (moment / t_total + s_log - t_log) + (1.0 - share) * (1.0 - first)
 
     weight = tl.load(weights_ptr + row)
     tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, loss * weight))
@@ -208,6 +222,9 @@ def _soft_backward(
         gradient = q * (second - _is_below(q, p))
     elif LOSS == "lk":
         gradient = tl.where(first > LEAST_OVERLAP, q * (second - _is_below(q, p)) / first, 0.0)
+    elif LOSS == "lk_lambda":
+        share = tl.exp(-(first * ETA))
+        gradient = share * (q - p) + (1.0 - share) * q * (second - _is_below(q, p))
     else:
         gradient = q - p
     gradient = tl.where(columns < end, scale * gradient, 0.0).to(gradient_ptr.dtype.element_ty)
@@ -296,4 +313,129 @@ def _label_cross_entropy(
             columns = start + lanes
             x = _load_tile(logits_ptr, columns, V)
             gradient = tl.exp(x - peak - log_total) - tl.where(columns == label, 1.0, 0.0)
+            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Weights of a row's losses: `ce` against its label, the others against the teacher, as above."""
+
+    ce: float = 0.0
+    kl: float = 0.0
+    tv: float = 0.0
+    lk: float = 0.0
+    lk_lambda: float = 0.0
+
+    @property
+    def reads_teacher(self) -> bool:
+        return any((self.kl, self.tv, self.lk, self.lk_lambda))
+
+
+@Op
+def mixed_cross_entropy(
+    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, mix: Mix, *, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses (N,), each the mixture times its weight; cross-entropies (N,) against the labels; overlaps sum min(p, q)
+    (N,), all fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
+
+    logits, teacher (N, V) of any float type, rows may be strided; labels (N,) int64 in 0 .. V - 1; weights (N,) fp32.
+    `with_gradient` overwrites the logits with the gradient of their row's loss, computed in fp32 and rounded once; a
+    row of weight 0 gets none. Builds no autograd graph: call it in the forward of an autograd function.
+    """
+    assert not logits.requires_grad
+    label, best = labels.unsqueeze(1), logits.argmax(dim=-1)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_q, log_p = logits.to(dtype).log_softmax(dim=-1), teacher.to(dtype).log_softmax(dim=-1)
+    q, p = log_q.exp(), log_p.exp()
+    entropies, divergence = -log_q.gather(1, label).squeeze(1), _expectation(p, log_p - log_q)
+    overlap = torch.minimum(p, q).sum(dim=-1)
+    share, floor = torch.exp(-ETA.value * overlap), overlap.clamp(min=LEAST_OVERLAP.value)
+    kl, tv = mix.kl + mix.lk_lambda * share, mix.tv + mix.lk_lambda * (1 - share)
+    losses = mix.ce * entropies + kl * divergence + tv * (1 - overlap) - mix.lk * floor.log()
+    if with_gradient:
+        tv = tv + torch.where(overlap > LEAST_OVERLAP.value, mix.lk / floor, 0.0)
+        below = (q < p).to(dtype) + 0.5 * (q == p)
+        slope = q * ((q * below).sum(dim=-1, keepdim=True) - below)
+        gradient = mix.ce * q.scatter_add(1, label, torch.full_like(label, -1, dtype=dtype))
+        gradient = gradient + kl.unsqueeze(1) * (q - p) + tv.unsqueeze(1) * slope
+        logits.copy_((gradient * weights.unsqueeze(1)).masked_fill_((weights == 0).unsqueeze(1), 0.0))
+    return (losses * weights).masked_fill(weights == 0, 0.0).float(), entropies.float(), overlap.float(), best
+
+
+@mixed_cross_entropy.kernel(when=on_gpu)
+def mixed_cross_entropy_triton(
+    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, mix: Mix, *, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, V = logits.shape
+    assert teacher.shape == logits.shape
+    assert labels.shape == weights.shape == (N,)
+    assert not logits.requires_grad
+    assert logits.stride(1) == teacher.stride(1) == labels.stride(0) == weights.stride(0) == 1
+    losses, entropies, overlaps = torch.empty(3, N, dtype=torch.float32, device=logits.device)
+    best = torch.empty(N, dtype=torch.int64, device=logits.device)
+    if N:
+        _mixed_cross_entropy[(N,)](
+            logits, teacher, labels, weights, losses, entropies, overlaps, best, logits.stride(0), teacher.stride(0), V,
+            float(mix.ce), float(mix.kl), float(mix.tv), float(mix.lk), float(mix.lk_lambda),
+            WITH_GRADIENT=with_gradient, TILE=_tile(V), num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return losses, entropies, overlaps, best
+
+
+@triton.jit
+def _mixed_cross_entropy(
+    logits_ptr, teacher_ptr, labels_ptr, weights_ptr, losses_ptr, entropies_ptr, overlaps_ptr, best_ptr,
+    stride, teacher_stride, V, ce, kl, tv, lk, lk_lambda, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    logits_ptr += row * stride
+    teacher_ptr += row * teacher_stride
+    label = tl.load(labels_ptr + row)
+    label_logit = tl.load(logits_ptr + label).to(tl.float32)
+    s_peak, s_total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
+    t_peak, t_total = -1e30, 0.0
+    moment = 0.0  # as in _soft_forward
+    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    for start in range(0, V, TILE):
+        columns = start + lanes
+        s, t = _load_tile(logits_ptr, columns, V), _load_tile(teacher_ptr, columns, V)
+        best_columns = tl.where(s > best_values, columns, best_columns)
+        best_values = tl.maximum(s, best_values)
+        s_next, t_next = tl.maximum(s_peak, tl.max(s, axis=0)), tl.maximum(t_peak, tl.max(t, axis=0))
+        t_scale = tl.exp(t_peak - t_next)
+        t_exp = tl.exp(t - t_next)
+        terms = t_exp * tl.where(t_exp > 0.0, (t - t_next) - (s - s_next), 0.0)
+        moment = (moment + t_total * ((t_peak - t_next) - (s_peak - s_next))) * t_scale + tl.sum(terms, axis=0)
+        s_total = s_total * tl.exp(s_peak - s_next) + tl.sum(tl.exp(s - s_next), axis=0)
+        t_total = t_total * t_scale + tl.sum(t_exp, axis=0)
+        s_peak, t_peak = s_next, t_next
+
+    s_log, t_log = tl.log(s_total), tl.log(t_total)
+    overlap, second = 0.0, 0.0
+    for start in range(0, V, TILE):
+        q = tl.exp(_load_tile(logits_ptr, start + lanes, V) - s_peak - s_log)
+        p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
+        overlap += tl.sum(tl.minimum(p, q), axis=0)
+        second += tl.sum(q * _is_below(q, p), axis=0)
+    entropy = s_peak - label_logit + s_log
+    share, floor = tl.exp(-(overlap * ETA)), tl.maximum(overlap, LEAST_OVERLAP)
+    kl += lk_lambda * share
+    tv += lk_lambda * (1.0 - share)
+    loss = ce * entropy + kl * (moment / t_total + s_log - t_log) + tv * (1.0 - overlap) - lk * tl.log(floor)
+    weight = tl.load(weights_ptr + row)
+    tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, loss * weight))
+    tl.store(entropies_ptr + row, entropy)
+    tl.store(overlaps_ptr + row, overlap)
+    peak = tl.max(best_values, axis=0)
+    tl.store(best_ptr + row, tl.min(tl.where(best_values == peak, best_columns, V - 1), axis=0).to(tl.int64))
+    if WITH_GRADIENT:
+        tv += tl.where(overlap > LEAST_OVERLAP, lk / floor, 0.0)
+        tl.debug_barrier()  # every warp has read the row before one writes over it
+        for start in range(0, V, TILE):
+            columns = start + lanes
+            q = tl.exp(_load_tile(logits_ptr, columns, V) - s_peak - s_log)
+            p = tl.exp(_load_tile(teacher_ptr, columns, V) - t_peak - t_log)
+            gradient = ce * (q - tl.where(columns == label, 1.0, 0.0)) + kl * (q - p)
+            gradient = (gradient + tv * q * (second - _is_below(q, p))) * weight
+            gradient = tl.where(weight == 0.0, 0.0, gradient)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)

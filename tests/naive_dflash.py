@@ -73,6 +73,7 @@ class NaiveDFlash(NaiveLayers):
         keys, queries = torch.arange(a + n)[None], torch.arange(a, a + n)[:, None]
         hidden = torch.zeros(n, a + n, dtype=torch.bool)
         if self.config["layer_types"][layer] == "sliding_attention":
-            hidden = (keys > queries) | (keys <= queries - self.config["sliding_window"])
+            is_later = (keys > queries) & (not self.config.get("sliding_window_non_causal"))
+            hidden = is_later | (keys <= queries - self.config["sliding_window"])
         outputs = attended(self._turn(q, a), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

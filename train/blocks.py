@@ -2,14 +2,15 @@
 
 A block begins at its anchor a, a token of an answer that the next one follows (a possible root of a round). It reads
 the tokens of a's document before a; slot k of it stands at the position of token a + k and predicts that token, slot 0
-nothing. Slot k counts if all of tokens a .. a+k are supervised and of one document.
+nothing. In the anchor-first convention (DSpark) slot k predicts the token after its place, slot 0 too. Either way its
+proposals are tokens a + 1 .. a + K; one counts if all tokens from a up to it are supervised and of one document.
 
 Slots see the context before their anchor in its document, and their block's slots, both ways. A windowed layer sees the
-last W positions only, its own included, and its own slots up to itself. One rule, `sees`, makes the mask of both
-implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
+last W positions only, its own included, and its own slots both ways or up to itself. One rule, `sees`, makes the mask
+of both implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
 
-Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, K = C + N * S keys, Q/G query and KV
-heads, D head dim, W window.
+Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, that propose K tokens, C + N * S
+keys, Q/G query and KV heads, D head dim, W window.
 """
 
 import functools
@@ -45,8 +46,8 @@ class Blocks:
     anchors: Tensor  # (N,) int64 rows, ascending
     starts: Tensor  # (N,) int64 rows: where the anchor's document begins, the first row that the block reads
     positions: Tensor  # (N, S) int64 positions in the document
-    labels: Tensor  # (N, S - 1) int64 target ids of slots 1 .. S - 1, anything where the slot does not count
-    counts: Tensor  # (N, S - 1) bool
+    labels: Tensor  # (N, K) int64 target ids of the proposals, anything where one does not count
+    counts: Tensor  # (N, K) bool
 
     def __len__(self) -> int:
         return len(self.anchors)
@@ -54,6 +55,15 @@ class Blocks:
     @property
     def size(self) -> int:
         return self.positions.shape[1]
+
+    @property
+    def num_proposals(self) -> int:
+        return self.labels.shape[1]
+
+    @property
+    def rows_before(self) -> Tensor:
+        """(N, K) int64 rows of the tokens before the labels; whatever is in reach where one does not count."""
+        return self.anchors.unsqueeze(1) + torch.arange(self.num_proposals, device=self.anchors.device)
 
     def to(self, device: torch.device) -> "Blocks":
         return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
@@ -83,11 +93,12 @@ def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.concatenate(chosen)), torch.from_numpy(np.concatenate(weights))
 
 
-def find_blocks(batch: Batch, anchors: Tensor, size: int) -> Blocks:
-    """Blocks of `size` slots at `anchors` (N,), rows of `batch`, which lies on the host."""
+def find_blocks(batch: Batch, anchors: Tensor, size: int, *, first_slot: int = 1) -> Blocks:
+    """Blocks of `size` slots at `anchors` (N,), rows of `batch`, which lies on the host. `first_slot`: the one that
+    predicts the token after the anchor, 1 or 0 (DFlashConfig.first_slot)."""
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
     supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
-    rows = anchors.unsqueeze(1) + torch.arange(1, size)  # (N, S - 1)
+    rows = anchors.unsqueeze(1) + torch.arange(1, size + 1 - first_slot)  # (N, K)
     inside = rows.clamp(max=len(tokens) - 1)
     goes_on = (rows == inside) & supervised[inside] & (documents[inside] == documents[anchors].unsqueeze(1))
     return Blocks(
@@ -105,15 +116,15 @@ def default_gamma(size: int) -> float:
     return max(1.0, GAMMAS[low] + (size - low) * (GAMMAS[high] - GAMMAS[low]) / (high - low))
 
 
-def decay_weights(size: int, gamma: float) -> Tensor:
-    """(S - 1,) fp32: exp(-(k - 1) / gamma) for slots k = 1 .. S - 1."""
-    return torch.exp(-torch.arange(size - 1) / gamma)
+def decay_weights(num_proposals: int, gamma: float) -> Tensor:
+    """(K,) fp32: exp(-(k - 1) / gamma) for proposals k = 1 .. K."""
+    return torch.exp(-torch.arange(num_proposals) / gamma)
 
 
 def dpace_weights(losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
-    """(N, S - 1) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
+    """(N, K) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
 
-    losses (N, S - 1) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
+    losses (N, K) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
     to fail. w_k = sum over j >= k of P_j, P_j = product over i <= j of (1 - alpha) exp(-loss_i) + alpha.
     """
     confidence = torch.where(known, torch.exp(-losses.detach()), 0.0)
@@ -144,14 +155,14 @@ class Places:
         return cls(key_block, torch.cat((context, row)), block, row, first, anchor)
 
 
-def sees(places: Places, q: Any, k: Any, window: int | None) -> Tensor:
-    """Whether queries `q` see keys `k`; both index, and broadcast."""
+def sees(places: Places, q: Any, k: Any, window: int | None, mask: Mask) -> Tensor:
+    """Whether queries `q` see keys `k`; both index, and broadcast. mask "causal": no later slots."""
     key_block, key_row = places.key_block[k], places.key_row[k]
     is_context = (key_block < 0) & (key_row >= places.first[q]) & (key_row < places.anchor[q])
     seen = is_context | (key_block == places.block[q])
-    if window is None:
-        return seen
-    return seen & (key_row <= places.row[q]) & (key_row > places.row[q] - window)
+    if mask == "causal":
+        seen = seen & (key_row <= places.row[q])
+    return seen if window is None else seen & (key_row > places.row[q] - window)
 
 
 class BlockAttention(ABC):
@@ -168,7 +179,7 @@ class BlockAttention(ABC):
         """`blocks` on the device."""
         self.blocks = blocks
         self.slot_positions = blocks.positions.flatten()
-        self.masks: dict[int | None, Any] = {}  # by window; layers share them
+        self.masks: dict[tuple[int | None, Mask], Any] = {}  # by window and kind; layers share them
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """k and v (C, G, D)."""
@@ -176,16 +187,16 @@ class BlockAttention(ABC):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
-        window = layer.spec.window
-        assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
+        key = layer.spec.window, mask
+        assert mask == "block" or key[0] is not None, "the kinds of layer that blocks have"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
-        if window not in self.masks:
-            self.masks[window] = self.make_mask(window)
-        return self.compute(q, k, v, *self.context[layer.id], self.masks[window])
+        if key not in self.masks:
+            self.masks[key] = self.make_mask(*key)
+        return self.compute(q, k, v, *self.context[layer.id], self.masks[key])
 
     @abstractmethod
-    def make_mask(self, window: int | None) -> Any: ...
+    def make_mask(self, window: int | None, mask: Mask) -> Any: ...
 
     @abstractmethod
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Any) -> Tensor: ...
@@ -201,7 +212,7 @@ class Group:
 
 
 class SDPABlockAttention(BlockAttention):
-    def make_mask(self, window: int | None) -> list[Group]:
+    def make_mask(self, window: int | None, mask: Mask) -> list[Group]:
         """Reads lengths on the host: for the CPU only."""
         places, num_context = Places.of(self.blocks, len(self.positions)), len(self.positions)
         size, groups = self.blocks.size, []
@@ -214,7 +225,7 @@ class SDPABlockAttention(BlockAttention):
             slots, rows = slice(first * size, last * size), slice(starts[first], anchors[last - 1])
             own = torch.arange(slots.start, slots.stop)
             keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + own))
-            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window)))
+            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window, mask)))
             first = last
         return groups
 
@@ -232,13 +243,13 @@ class SDPABlockAttention(BlockAttention):
 
 
 class FlexBlockAttention(BlockAttention):
-    def make_mask(self, window: int | None) -> BlockMask:
+    def make_mask(self, window: int | None, mask: Mask) -> BlockMask:
         places = Places.of(self.blocks, len(self.positions))
 
-        def mask(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return sees(places, q, k, window)
+        def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return sees(places, q, k, window, mask)
 
-        return visible_tiles(mask, len(places.row), len(places.key_row), self.positions.device)
+        return visible_tiles(visible, len(places.row), len(places.key_row), self.positions.device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: BlockMask) -> Tensor:
         return attend_tiles(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)

@@ -7,19 +7,33 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.config import run
+from slipstream.kernels.cross_entropy import Mix
+from slipstream.models.drafts.block_heads import LiLiCorrConfig, MarkovType
 from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
+from slipstream.models.drafts.lattice import walk
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
+from slipstream.train.block_losses import (
+    LossWeights,
+    mix_of,
+    reads_teacher,
+    scorer_losses,
+    scorer_slots,
+    selector_losses,
+    with_labels,
+)
 from slipstream.train.blocks import (
     BlockAttention,
     Blocks,
@@ -30,13 +44,18 @@ from slipstream.train.blocks import (
     draw_anchors,
     find_blocks,
 )
+from slipstream.train.calibration import Confidences, chain_error, fit_temperatures
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
-from slipstream.train.losses import TargetHead, head_losses
+from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.state_source import target_states
-from slipstream.train.training import DraftTraining, Metrics
+from slipstream.train.training import DraftTraining, Metrics, add
 
 EVALUATED_AT_ONCE = 256  # blocks
+SAME_NAMES = (  # options that are fields of the config
+    *("sample_from_anchor", "sliding_window_non_causal", "selector_rank", "selector_top_k", "markov_rank"),
+    *("markov_head_type", "confidence_head", "lilicorr"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +65,29 @@ class DraftOptions(BaseDraftOptions):
     num_layers: int = 5
     """layers of the draft"""
     block_size: int = 16
-    """tokens of a block, the last emitted one included: it drafts one fewer"""
+    """tokens of a block, the last emitted one included: it drafts one fewer, or as many with sample_from_anchor"""
+    sample_from_anchor: bool = False
+    """a slot predicts the token after its place, the last emitted token's slot too, as in DSpark"""
     sliding_window: int | None = None
     """positions that the windowed layers see, their own included; default: all"""
     windowed_layers: tuple[int, ...] | None = None
     """layers that have the window; default: all if there is one"""
+    sliding_window_non_causal: bool = False
+    """slots see later ones of their block in these layers, too, as in DFlash 2"""
+    conv: bool = False
+    """convolutions of two taps along the block, around attention and MLP of every layer, as in DFlash 2"""
+    selector_rank: int = 0
+    """rank of DFlash 2's candidate selector, such as 256; 0: none"""
+    selector_top_k: int = 16
+    """candidates of a slot that it scores"""
+    markov_rank: int = 0
+    """rank of DSpark's Markov head, such as 256; 0: none"""
+    markov_head_type: MarkovType = "vanilla"
+    """vanilla: its bias depends on the token before; gated: on the slot's state, too"""
+    lilicorr: LiLiCorrConfig | None = None
+    """sizes of LiLiCorr's scorer of candidates, such as {candidate_topk: 8}; default: none"""
+    confidence_head: bool = False
+    """a head that says how likely each proposal is to be accepted; calibrated at every evaluation"""
     mask_token_id: int | None = None
     """token of the slots to fill; default: the tokenizer's mask token, an unused embedding, or pad, eos, unk"""
     init_from_target: bool = True
@@ -59,6 +96,7 @@ class DraftOptions(BaseDraftOptions):
     """most blocks drawn from a packed row in a step"""
     loss: Literal["decay", "dpace"] = "decay"
     """weight of a slot: by its distance (decay), or by what it would add to the accepted length (dpace)"""
+    losses: LossWeights = field(default_factory=LossWeights)
     gamma: float | None = None
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
 
@@ -72,7 +110,7 @@ class DraftOptions(BaseDraftOptions):
             raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"draft.gamma is {self.gamma}; give a positive number such as 7")
-        if self.gamma is not None and self.loss != "decay":
+        if self.gamma is not None and self.loss != "decay" and not self.confidence_head:
             raise ValueError(f"draft.gamma is {self.gamma}, which loss {self.loss} does not use; leave it out")
 
 
@@ -84,33 +122,69 @@ class DFlashOptions(DraftRunOptions):
     evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(depth=63))
 
 
+class Read(NamedTuple):
+    """What a batch of C rows gives its blocks, on the device."""
+
+    tokens: Tensor  # (C,)
+    attention: BlockAttention  # holds the context of every row
+    context: Tensor  # (C, H)
+    final: Tensor  # (C, Ht) the target's states after its final norm
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots of a batch's blocks, M of them with a loss: they count, and the draft's vocabulary has their token."""
+    """The slots of a batch's blocks that propose a token, M of them with a loss: they count, and the draft's vocabulary
+    has their token. A confidence head also learns from those whose token is missing: they are among the M, too."""
 
     states: Tensor  # (M, H) the draft's
-    labels: Tensor  # (M,) rows of the head
-    places: Tensor  # (M,) int64 among all N * (S - 1)
-    known: Tensor  # (N, S - 1) bool: which these are
-    counts: Tensor  # (N, S - 1) bool
+    labels: Tensor  # (M,) rows of the head, 0 where the token is missing
+    previous: Tensor  # (M,) target ids of the tokens before
+    taught_by: Tensor  # (M,) rows of the batch whose final state says the target's distribution
+    places: Tensor  # (M,) int64 among all N * K
+    known: Tensor  # (N, K) bool: which have a token of the draft's vocabulary
+    counts: Tensor  # (N, K) bool
     stands_for: Tensor  # (N,) fp32 how many possible anchors a block represents
+    whole: Tensor  # (B,) blocks whose K tokens are all known
+    hidden: Tensor  # (N, K, H) states of all slots that propose
+    contexts: Tensor  # (N,) rows of the batch before the anchors
+    read: Read
 
     def spread(self, values: Tensor) -> Tensor:
-        """values (M,) -> (N, S - 1), 0 at all other slots."""
+        """values (M,) -> (N, K), 0 at all other slots."""
         return values.new_zeros(self.known.numel()).index_copy(0, self.places, values).view(self.known.shape)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """values (N, K) -> (M,)."""
+        return values.flatten()[self.places]
+
+
+class TokenLosses(NamedTuple):
+    """Of the M slots over the vocabulary."""
+
+    total: Tensor  # weighted, summed
+    entropies: Tensor  # (M,) with a gradient where nothing but `ce` is weighed and there is no Markov head
+    overlaps: Tensor | None  # (M,) sum min(p, q), if it was computed
+    best: Tensor  # (M,) rows of the head
+    candidates: Tensor | None  # (M, k) rows of the head, best first
+    weights: Tensor  # (N, K)
 
 
 class DFlashTraining(DraftTraining):
-    """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
-
-    reads_final_state = False
+    """The draft with its losses and its held-out walk. C rows of a batch, N blocks of S slots that propose K tokens, Vd
+    draft vocabulary."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.depth = min(self.depth, self.draft.config.block_size - 1)
+        config = self.draft.config
+        self.depth = min(self.depth, config.num_proposals)
+        self.losses = self.options.losses.of(config)
+        if config.confidence_head and config.lilicorr is not None:
+            raise ValueError("draft.confidence_head is true together with draft.lilicorr; train one of them")
+        self.reads_final_state = reads_teacher(self.losses)
         self.head = TargetHead(self.target, self.target_ids)
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
+        self.said: list[Confidences] = []  # of the confidence head, in the evaluation at hand
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
@@ -129,6 +203,8 @@ class DFlashTraining(DraftTraining):
             sliding_window=options.sliding_window,
             windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
             mask_token_id=mask_token,
+            conv_kernel_size=2 if options.conv else 0,
+            **{name: getattr(options, name) for name in SAME_NAMES},
         )
 
     def start(self) -> None:
@@ -136,65 +212,262 @@ class DFlashTraining(DraftTraining):
             start_from_target(self.draft, self.target)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Weighted cross-entropy of every counting slot against the text, as if every possible anchor had its block.
+        """Weighted losses of every counting slot, as if every possible anchor had its block.
 
-        A slot whose token is outside the draft vocabulary has no loss; it counts as missed in the metrics
-        `accept_rate_i`, the agreement of slot i + 1 with the text.
+        A slot whose token is outside the draft vocabulary has no loss but the confidence head's; it counts as missed in
+        the metrics `accept_rate_i`, the agreement of proposal i with the text, given the text before it.
         """
         slots = self.backbone(batch)
-        losses, best = head_losses(slots.states, self.head.rows, slots.labels)
-        losses, agrees = slots.spread(losses), slots.spread(best == slots.labels)
-        weights = self.weights(losses, slots.known, slots.counts) * slots.stands_for.unsqueeze(1)
-        rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (S - 1, 2)
-        return (weights * losses).sum(), {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
+        tokens = self.token_losses(slots)
+        agrees = slots.spread((tokens.best == slots.labels) & slots.gather(slots.known))
+        rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (K, 2)
+        metrics = {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
+        total, weights = tokens.total, slots.gather(tokens.weights)
+        parts: dict[str, tuple[Tensor, Tensor]] = {}  # losses, and the weights of their slots
+        overlaps = tokens.overlaps
+        if self.draft.selector is not None:
+            found, overlaps = self.selector_losses(slots, tokens)
+            parts |= {name: (losses, weights) for name, losses in found.items()}
+        if self.draft.scorer is not None:
+            own = tokens.weights[slots.whole]
+            parts |= {name: (losses, own) for name, losses in self.scorer_losses(slots, tokens).items()}
+        if self.draft.confidence is not None:
+            assert overlaps is not None
+            own = self.fixed_weights() * slots.counts * slots.stands_for.unsqueeze(1)
+            parts["confidence"] = self.confidence_losses(slots, overlaps), slots.gather(own)
+        for name, (losses, own) in parts.items():
+            if self.losses[name]:
+                total = total + self.losses[name] * (own * losses).sum()
+            metrics[name] = torch.stack((losses.detach().sum(), (own > 0).sum().to(losses.dtype)))
+        return total, metrics
 
     def backbone(self, batch: Batch) -> Slots:
         """The draft's states at blocks that are drawn from the batch, and what they are to predict."""
+        config = self.draft.config
         anchors, stands_for = draw_anchors(batch, self.options.anchors, self.seed)
-        blocks = find_blocks(batch, anchors, self.draft.config.block_size)
-        labels = self.head_rows[blocks.labels]  # (N, S - 1)
+        blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
+        labels = self.head_rows[blocks.labels]  # (N, K)
         known = blocks.counts & (labels >= 0)
-        places = known.flatten().nonzero().squeeze(1)  # (M,)
-        columns = labels.flatten()[places], places, known, stands_for
-        labels, places, known, stands_for = (x.to(self.device) for x in columns)
-        blocks = blocks.to(self.device)
-        states = self.states(blocks, *self.read(batch))[:, 1:].flatten(0, 1)[places]
-        return Slots(states, labels, places, known, blocks.counts, stands_for)
+        chosen = known if self.draft.confidence is None else blocks.counts
+        places = chosen.flatten().nonzero().squeeze(1)  # (M,)
+        before = blocks.rows_before.clamp(max=batch.tokens.numel() - 1)
+        previous, taught_by = batch.tokens.flatten()[before].flatten()[places], before.flatten()[places]
+        labels = labels.flatten()[places].clamp(min=0)
+        whole = known.all(dim=1).nonzero().squeeze(1)
+        columns = labels, previous, taught_by, places, known, stands_for, whole
+        labels, previous, taught_by, places, known, stands_for, whole = (x.to(self.device) for x in columns)
+        blocks, read = blocks.to(self.device), self.read(batch)
+        hidden = self.states(blocks, read)[:, config.first_slot :]
+        return Slots(
+            states=hidden.flatten(0, 1)[places],
+            labels=labels,
+            previous=previous,
+            taught_by=taught_by,
+            places=places,
+            known=known,
+            counts=blocks.counts,
+            stands_for=stands_for,
+            whole=whole,
+            hidden=hidden,
+            contexts=blocks.anchors - 1,  # an anchor is never a document's first token
+            read=read,
+        )
 
-    def weights(self, losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
-        """(N, S - 1) fp32; a block's weights sum to at most 1, so that the loss stays near that of one token."""
+    def token_losses(self, slots: Slots) -> TokenLosses:
+        """Those over the vocabulary, and the candidates that the other heads score."""
+        draft, config, mix = self.draft, self.draft.config, mix_of(self.losses)
+        shape = len(slots.states), config.num_candidates
+        joins = draft.selector is not None or draft.scorer is not None
+        candidates = torch.empty(shape, dtype=torch.int64, device=self.device) if joins else None
+        cap, states = config.final_logit_softcapping, slots.states
+        states = states if config.output_multiplier == 1 else states * config.output_multiplier
+        needs_overlap = draft.confidence is not None and draft.selector is None
+        if draft.markov is None and not mix.reads_teacher and not needs_overlap:
+            losses, best = head_losses(states, self.head.rows, slots.labels, cap=cap, candidates=candidates)
+            weights = self.weights(slots, losses)
+            total = mix.ce * (slots.gather(weights) * losses).sum()
+            return TokenLosses(total, losses, None, best, candidates, weights)
+        bias = None
+        if draft.markov is not None:
+            bias = LowRankBias(draft.markov.features(slots.states, slots.previous), draft.markov.markov_w2.weight)
+        weights = self.weights(slots, lambda: self.entropies(states, slots, bias))
+        reads = mix.reads_teacher or needs_overlap
+        final = slots.read.final[slots.taught_by] if reads else states[:0]
+        teach = (lambda part: self.head.teach(final[part])) if reads else None
+        own = slots.labels, slots.gather(weights), mix, teach
+        found = mixed_losses(states, self.head.rows, *own, bias=bias, cap=cap, candidates=candidates)
+        overlaps = found.overlaps if reads else None
+        return TokenLosses(found.total, found.entropies, overlaps, found.best, candidates, weights)
+
+    @torch.no_grad()
+    def entropies(self, states: Tensor, slots: Slots, bias: LowRankBias | None) -> Tensor:
+        """(M,) cross-entropies against the text, for weights that depend on them."""
+        ones = torch.ones(len(states), device=states.device)
+        cap = self.draft.config.final_logit_softcapping
+        return mixed_losses(states, self.head.rows, slots.labels, ones, Mix(ce=1.0), bias=bias, cap=cap).entropies
+
+    def selector_losses(self, slots: Slots, tokens: TokenLosses) -> tuple[dict[str, Tensor], Tensor | None]:
+        """By name (M,), and the overlaps (M,) of the selector's choice with the target's, if the confidence head wants
+        them."""
+        draft = self.draft
+        assert tokens.candidates is not None
+        rows, places = with_labels(tokens.candidates, slots.labels)
+        unary = draft.unary(gathered_logits(slots.states, self.head.rows, rows))
+        scores = draft.selector(slots.states, unary, slots.previous.unsqueeze(1), rows).squeeze(1)
+        teacher, overlaps = None, None
+        if self.losses["selector_tv"] or draft.confidence is not None:
+            final = slots.read.final[slots.taught_by]
+            teacher = self.head.teach_candidates(final, rows)
+            if draft.confidence is not None:
+                target = (teacher - self.head.normalisers(final).unsqueeze(1)).exp()
+                overlaps = torch.minimum(target, scores.detach().float().softmax(dim=-1)).sum(dim=-1)
+        return selector_losses(scores, places, teacher), overlaps
+
+    def scorer_losses(self, slots: Slots, tokens: TokenLosses) -> dict[str, Tensor]:
+        """By name (B, K), of the B whole blocks. A candidate's log-probability keeps its gradient: the draft's layers
+        learn from the scorer, too."""
+        draft, shape = self.draft, (len(slots.whole), *slots.known.shape[1:])
+        assert tokens.candidates is not None
+        numbers = torch.empty(slots.known.shape, dtype=torch.int64, device=self.device)
+        numbers.flatten()[slots.places] = torch.arange(len(slots.places), device=self.device)
+        own = numbers[slots.whole].flatten()  # (B * K,) which of the M
+        rows, labels, states = tokens.candidates[own], slots.labels[own], slots.states[own]
+        with_label = torch.cat((rows, labels.unsqueeze(1)), dim=1)
+        logits = draft.unary(gathered_logits(states, self.head.rows, with_label))
+        normalisers = self.row_entropies(slots, tokens)[own] + logits[:, -1]
+        log_probs = (logits[:, :-1] - normalisers.unsqueeze(1)).unflatten(0, shape)
+        embedded = self.target.embed(self.head.ids[rows]).unflatten(0, shape)
+        context = slots.read.context[slots.contexts[slots.whole]]
+        start, edges = draft.scorer(embedded, log_probs, slots.hidden[slots.whole], context)
+        found = scorer_slots(start, edges, rows.unflatten(0, shape), labels.view(shape))
+        teacher = None
+        if self.losses["scorer_regret"]:
+            final = slots.read.final[slots.taught_by[own]]
+            teacher = self.head.teach_candidates(final, rows).unflatten(0, shape)
+        return scorer_losses(found, teacher)
+
+    def row_entropies(self, slots: Slots, tokens: TokenLosses) -> Tensor:
+        """(M,) cross-entropies with a gradient."""
+        if tokens.entropies.requires_grad or not slots.states.requires_grad:
+            return tokens.entropies
+        config = self.draft.config
+        states = slots.states * config.output_multiplier
+        return head_losses(states, self.head.rows, slots.labels, cap=config.final_logit_softcapping)[0]
+
+    def confidence_losses(self, slots: Slots, overlaps: Tensor) -> Tensor:
+        """(M,) of the head after the text's tokens; a slot whose token the draft cannot propose fails."""
+        embedded = None if self.draft.markov is None else self.draft.markov.embed(slots.previous)
+        logits = self.draft.confidence(slots.states, embedded).float()
+        wanted = torch.where(slots.gather(slots.known), overlaps.detach(), 0.0)
+        return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+
+    def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
+        """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
+        times the anchors that it stands for. `losses` (M,): cross-entropies, for those that depend on them."""
+        stands_for, known = slots.stands_for.unsqueeze(1), slots.known
         if self.options.loss == "dpace":
-            return dpace_weights(losses, known, counts) * (2 / (known.shape[1] * (known.shape[1] + 1)))
-        size = self.draft.config.block_size
-        weights = decay_weights(size, self.options.gamma or default_gamma(size)).to(losses.device)
-        return weights / weights.sum() * known
+            found = slots.spread(losses if isinstance(losses, Tensor) else losses())
+            count = known.shape[1]
+            return dpace_weights(found, known, slots.counts) * (2 / (count * (count + 1))) * stands_for
+        return self.fixed_weights() * known * stands_for
+
+    def fixed_weights(self) -> Tensor:
+        """(K,) fp32 that fall with the distance, together 1."""
+        count = self.draft.config.num_proposals
+        weights = decay_weights(count, self.options.gamma or default_gamma(count + 1)).to(self.device)
+        return weights / weights.sum()
 
     def evaluate(self, batch: Batch) -> Metrics:
-        anchors = possible_roots(batch)
-        tokens, attention = self.read(batch)
+        anchors, first = possible_roots(batch), self.draft.config.first_slot
+        read, metrics = self.read(batch), Metrics()
         accepted = []
-        for blocks in find_blocks(batch, anchors, self.depth + 1).parts(EVALUATED_AT_ONCE):
+        blocks_at_once = min(EVALUATED_AT_ONCE, max(1, rows_at_once(self.head.rows) // self.depth))
+        for blocks in find_blocks(batch, anchors, self.depth + first, first_slot=first).parts(blocks_at_once):
             blocks = blocks.to(self.device)
-            states = self.states(blocks, tokens, attention)[:, 1:].flatten(0, 1)
-            predicted = self.predictions(states).view(blocks.labels.shape)
-            accepted.append(count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t()))
-        return self.walk(batch, anchors - 1, torch.cat(accepted).cpu(), self.depth)  # sync
+            hidden = self.states(blocks, read)[:, first:]
+            if self.joins:
+                found, sums = self.follow_lattice(blocks, hidden, read)
+                add(metrics, sums)
+            else:
+                predicted = self.predictions(hidden.flatten(0, 1)).view(blocks.labels.shape)
+                found = count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t())
+                self.collect(blocks, hidden, predicted, found, read)
+            accepted.append(found)
+        joined = torch.cat(accepted).cpu()  # sync
+        return metrics | self.walk(batch, anchors - 1, joined, self.depth)
 
-    def read(self, batch: Batch) -> tuple[Tensor, BlockAttention]:
-        """Tokens (C,) of the flattened batch, and an attention that holds the context of every row."""
-        aux_states, _ = target_states(self.target, batch, self.device)
+    @property
+    def joins(self) -> bool:
+        """Whether a head joins the slots."""
+        return any(head is not None for head in (self.draft.selector, self.draft.markov, self.draft.scorer))
+
+    def follow_lattice(self, blocks: Blocks, hidden: Tensor, read: Read) -> tuple[Tensor, Metrics]:
+        """What the greedy chain through the lattice has right (N,), and sums: `candidate_recall`, the share of slots
+        whose token is a candidate; `path_accept_rate`, of the tokens that some path has right, the share that the chain
+        has; `block_accept_length`, the mean over blocks of the accepted tokens, and `slots_accept_length`, the same of
+        each slot's best token by itself."""
+        with torch.autocast(self.device.type, enabled=False):
+            logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
+        context = read.context[blocks.anchors - 1]
+        lattice = self.draft.lattice(
+            hidden, read.tokens[blocks.anchors], logits, context=context, embed=self.target.embed
+        )
+        chain = lattice.tokens(walk(lattice))
+        matches = (lattice.candidates == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
+        accepted = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
+        self.collect(blocks, hidden, chain, accepted, read)
+        reachable = matches.any(dim=2).long().cumprod(dim=1).sum()
+        alone = matches[:, :, 0].long().cumprod(dim=1).sum()
+        count = accepted.new_tensor(len(blocks))
+        sums = {
+            "candidate_recall": (matches.any(dim=2).sum(), blocks.counts.sum()),
+            "path_accept_rate": (accepted.sum(), reachable),
+            "block_accept_length": (accepted.sum(), count),
+            "slots_accept_length": (alone, count),
+        }
+        return accepted, {name: torch.stack(pair) for name, pair in sums.items()}
+
+    def collect(self, blocks: Blocks, hidden: Tensor, chain: Tensor, accepted: Tensor, read: Read) -> None:
+        """Keeps what the confidence head says of the chains (N, K) of target ids."""
+        if self.draft.confidence is None:
+            return
+        before = torch.cat((read.tokens[blocks.anchors].unsqueeze(1), chain[:, :-1]), dim=1)
+        embedded = None if self.draft.markov is None else self.draft.markov.embed(before)
+        logits = self.draft.confidence(hidden, embedded).float()
+        self.said.append(Confidences(*(x.cpu() for x in (logits, accepted, blocks.counts))))  # sync
+
+    def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+        """Calibrates the confidence head on the first half of the held-out chains, and measures it on the second: the
+        metrics `confidence_error` and `confidence_error_before`."""
+        parts, self.said = gather(self.said), []
+        if not parts:
+            return {}
+        found = Confidences.joined(parts)
+        half = len(found.accepted) // 2
+        fitted, others = found.of(slice(0, half)), found.of(slice(half, None))
+        temperatures = fit_temperatures(fitted)
+        missing = self.draft.config.num_proposals - len(temperatures)
+        chosen = (*temperatures.tolist(), *[temperatures[-1].item()] * missing)
+        self.draft.config = replace(self.draft.config, confidence_temperatures=chosen)
+        before = chain_error(others, torch.ones_like(temperatures))
+        return {"confidence_error": chain_error(others, temperatures), "confidence_error_before": before}
+
+    def read(self, batch: Batch) -> Read:
+        aux_states, final = target_states(self.target, batch, self.device)
         attention = block_attention(batch.positions.to(self.device).flatten(), self.rope)
-        self.draft.write_context(self.draft.fuse(aux_states.flatten(0, 1)), attention)
-        return batch.tokens.to(self.device).flatten(), attention
+        context = self.draft.fuse(aux_states.flatten(0, 1))
+        self.draft.write_context(context, attention)
+        return Read(batch.tokens.to(self.device).flatten(), attention, context, final.flatten(0, 1))
 
-    def states(self, blocks: Blocks, tokens: Tensor, attention: BlockAttention) -> Tensor:
+    def states(self, blocks: Blocks, read: Read) -> Tensor:
         """The draft's final states (N, S, H)."""
-        attention.ask(blocks)
-        asked = self.draft.block_tokens(tokens[blocks.anchors], blocks.size)
-        return self.draft(self.target.embed(asked).flatten(0, 1), attention).view(*asked.shape, -1)
+        read.attention.ask(blocks)
+        asked = self.draft.block_tokens(read.tokens[blocks.anchors], blocks.size)
+        states = self.draft(self.target.embed(asked).flatten(0, 1), read.attention, blocks.size)
+        return states.view(*asked.shape, -1)
 
     def predictions(self, states: Tensor) -> Tensor:
-        """Target id of the best draft token: (M, H) -> (M,)."""
+        """Target id of the best draft token by a slot's own logits: (M, H) -> (M,)."""
         return self.head.predictions(states)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
+from slipstream.kernels.cross_entropy import Kind
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
@@ -33,7 +34,9 @@ class DraftOptions(ChainDraftOptions):
     feature_weight: float = 1.0
     """weight of the smooth L1 loss on features"""
     token_weight: float = 0.1
-    """weight of the cross-entropy between the head's distributions"""
+    """weight of the distance between the head's distributions"""
+    loss: Kind = "soft_ce"
+    """that distance: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
     noise: float = 0.2
     """spread of the uniform noise on features in documents of 512 tokens; shorter ones get more, longer ones less"""
     ttt_steps: int = 1
@@ -57,7 +60,7 @@ class EagleOptions(DraftRunOptions):
 
 
 class EagleTraining(ChainTraining):
-    """Smooth L1 to the target's feature, and cross-entropy of the head's distributions."""
+    """Smooth L1 to the target's feature, and a distance of the head's distributions."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -76,7 +79,7 @@ class EagleTraining(ChainTraining):
 
         options = self.options
         regression = (regression_losses(step.states, step.teacher) * step.counts).sum()
-        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights)
+        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, options.loss)
         own = options.feature_weight * regression + options.token_weight * entropy
         return options.ttt_decay**index * own, self.head.ids[rows], {"feature_loss": regression}
 

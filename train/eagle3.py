@@ -36,7 +36,7 @@ class DraftOptions(ChainDraftOptions):
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
-    """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+    """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
     state_weight: float = 0.0
     """weight of a smooth L1 loss between the states that the heads of draft and target read, beside `loss`"""
     norm_before_residual: bool = False

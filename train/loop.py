@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -102,7 +102,7 @@ def fit(
     identity = {**asdict(options), **identity}
     checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write)
     progress = checkpoints.resume(options.resume)
-    loop = Loop(accelerator, model, optimizers, options, train, heldout, progress)
+    loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)
     is_main = accelerator.is_main_process
     trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
     bar = tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main)
@@ -143,6 +143,7 @@ class Loop:
     train: PackedRows
     heldout: PackedRows
     progress: Progress
+    training: DraftTraining  # what `model` wraps
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -243,6 +244,7 @@ class Loop:
             add(totals, self.model(batch)[1], weight=int(is_new))
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
+        metrics |= self.training.end_evaluation(gather_object)
         self.progress.metrics = metrics
         if metrics["accept_length"] > self.progress.best_accept_length:
             self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]

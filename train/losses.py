@@ -1,19 +1,27 @@
 """Losses of a draft's states against the target: through its frozen head, and aux hidden state by aux hidden state.
 
-Letters: N rows, H hidden, Vd draft vocabulary.
+Letters: N rows, H hidden, Vd draft vocabulary, k candidates of a row, r rank of a bias.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy
+from slipstream.kernels.cross_entropy import (
+    Kind,
+    Mix,
+    label_cross_entropy,
+    mixed_cross_entropy,
+    soft_cross_entropy,
+)
+from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.targets.frozen import FrozenTarget
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
+GATHERED_AT_ONCE = 2**27  # numbers of the head's rows that candidates gather: 256 MiB in bf16
 Teach = Callable[[slice], Tensor]  # rows -> the target's logits (n, Vd) there
 # Rows, and their states (n, H) in the head's dtype -> losses (n,) fp32, best rows of the head (n,), gradient (n, H).
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -26,11 +34,34 @@ class TargetHead:
         """ids (Vd,) int64 ascending: the draft's vocabulary."""
         head = target.head.detach()
         self.ids = ids.to(head.device)  # kept there: a copy in every step would synchronise
-        self.rows = head if len(ids) == len(head) else head[self.ids]  # (Vd, H)
+        is_whole, bias = len(ids) == len(head), target.head_bias
+        self.rows = head if is_whole else head[self.ids]  # (Vd, H)
+        self.bias = bias if bias is None or is_whole else bias[self.ids]  # (Vd,), the target's alone
+        self.cap = target.logit_softcap
 
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best token at each state: (N, H) -> (N,)."""
         return self.ids[best_rows(states, self.rows)]
+
+    @torch.no_grad()
+    def teach(self, final: Tensor) -> Tensor:
+        """The target's logits (N, Vd) at its states after its final norm (N, Ht)."""
+        with torch.autocast(final.device.type, enabled=False):
+            logits = F.linear(final.to(self.rows.dtype), self.rows, self.bias)
+        return logits if self.cap is None else softcap(logits, self.cap)
+
+    @torch.no_grad()
+    def teach_candidates(self, final: Tensor, candidates: Tensor) -> Tensor:
+        """The target's logits of candidates (N, k), rows of the head: (N, k) fp32."""
+        logits = gathered_logits(final, self.rows, candidates)
+        logits = logits if self.bias is None else logits + self.bias[candidates]
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @torch.no_grad()
+    def normalisers(self, final: Tensor) -> Tensor:
+        """(N,) fp32 log of the sum of exp of the target's logits."""
+        chunks = [self.teach(final[part]).float().logsumexp(dim=-1) for part in parts(len(final), self.rows)]
+        return torch.cat(chunks) if chunks else final.new_zeros(0, dtype=torch.float32)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -57,27 +88,175 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradients * upstream[0].unsqueeze(1).to(gradients.dtype), None, None
 
 
-def head_losses(states: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """states (N, H), head (Vd, H) frozen, labels (N,) rows of the head -> cross-entropies (N,) fp32, best rows (N,)."""
+def head_losses(
+    states: Tensor, head: Tensor, labels: Tensor, *, cap: float | None = None, candidates: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """states (N, H), head (Vd, H) frozen, labels (N,) rows of the head -> cross-entropies (N,) fp32, best rows (N,).
+
+    `cap`: logits x become cap * tanh(x / cap). `candidates` (N, k) int64 is filled with each state's best rows, in
+    order.
+    """
     with_gradient = states.requires_grad
 
     def loss_of(part: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        logits = states @ head.t()
+        logits, slope = capped(states @ head.t(), cap, with_slope=with_gradient)
+        if candidates is not None:
+            candidates[part] = logits.topk(candidates.shape[1], dim=-1).indices
         losses, best = label_cross_entropy(logits, labels[part], with_gradient=with_gradient)
-        return losses, best, logits @ head if with_gradient else None  # the gradient lies where the logits were
+        if not with_gradient:
+            return losses, best, None
+        return losses, best, (logits if slope is None else logits * slope) @ head  # the gradient is where logits were
 
     return _FrozenHeadLoss.apply(states, head, loss_of)
 
 
-def distillation_loss(states: Tensor, head: Tensor, teach: Teach, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the head's distribution at `states` (N, H) against the one that `teach` gives, times `weights`
+def capped(logits: Tensor, cap: float | None, *, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """cap * tanh(logits / cap), and its derivative; the logits and None without a cap."""
+    if cap is None:
+        return logits, None
+    ratio = torch.tanh(logits.float() / cap)
+    return (cap * ratio).to(logits.dtype), (1 - ratio.square()).to(logits.dtype) if with_slope else None
+
+
+class LowRankBias(NamedTuple):
+    """A bias of the logits: features @ rows.T."""
+
+    features: Tensor  # (N, r)
+    rows: Tensor  # (Vd, r), trained
+
+
+class MixedLosses(NamedTuple):
+    """Of rows that are read through a frozen head."""
+
+    total: Tensor  # the rows' mixtures times their weights, summed; what has a gradient
+    entropies: Tensor  # (N,) fp32 cross-entropies against the labels
+    overlaps: Tensor  # (N,) fp32 sum min(p, q), by which the target accepts what the draft samples; 0 without a teacher
+    best: Tensor  # (N,) best rows of the head
+
+
+class _MixedLoss(torch.autograd.Function):
+    """As _FrozenHeadLoss, of rows whose weights are known beforehand: so a bias' rows can be trained, too, and their
+    gradient is summed up along with the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, features: Tensor | None, rows: Tensor | None, head: Tensor, loss_of: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        losses, entropies, overlaps = states.new_zeros(3, len(states), dtype=torch.float32)
+        best = torch.empty(len(states), dtype=torch.int64, device=states.device)
+        inputs = states, features, rows
+        gradients = [
+            torch.zeros_like(x) if x is not None and needed else None
+            for x, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+        ]
+        with torch.autocast(states.device.type, enabled=False):
+            wide = None if rows is None else rows.to(head.dtype)
+            for part in parts(len(states), head):
+                own = None if features is None else features[part].to(head.dtype)
+                bias = None if own is None or wide is None else own @ wide.t()
+                found, gradient, slope = loss_of(part, states[part].to(head.dtype) @ head.t(), bias)
+                for column, values in zip((losses, entropies, overlaps, best), found, strict=True):
+                    column[part] = values
+                if gradients[1] is not None and wide is not None:
+                    gradients[1][part] = gradient @ wide
+                if gradients[2] is not None and own is not None:
+                    gradients[2] += gradient.t() @ own
+                if gradients[0] is not None:
+                    gradients[0][part] = (gradient if slope is None else gradient * slope) @ head
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(entropies, overlaps, best)
+        return losses.sum(), entropies, overlaps, best
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if x is None else x * upstream[0].to(x.dtype) for x in ctx.saved_tensors)
+        return *scaled, None, None
+
+
+def mixed_losses(
+    states: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    mix: Mix,
+    teach: Teach | None = None,
+    *,
+    bias: LowRankBias | None = None,
+    cap: float | None = None,
+    candidates: Tensor | None = None,
+) -> MixedLosses:
+    """Losses of logits states @ head.T, capped, plus `bias`, in the mixture `mix`, against labels (N,), rows of the
+    head, and what `teach` gives; `weights` (N,) fp32 of the rows. Without `teach` the mixture is of `ce` alone.
+
+    states (N, H), head (Vd, H) frozen. `candidates` (N, k) int64 is filled with each row's best by the capped logits,
+    without the bias, in order.
+    """
+    features, rows = bias or (None, None)
+    inputs = [x for x in (states, features, rows) if x is not None]
+    with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+    def loss_of(part: slice, logits: Tensor, bias: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        logits, slope = capped(logits, cap, with_slope=with_gradient)
+        if candidates is not None:
+            candidates[part] = logits.topk(candidates.shape[1], dim=-1).indices
+        logits = logits if bias is None else logits + bias
+        own, label = weights[part], labels[part]
+        if teach is not None:
+            found = mixed_cross_entropy(logits, teach(part), label, own, mix, with_gradient=with_gradient)
+            return found, logits, slope
+        entropies, best = label_cross_entropy(logits, label, with_gradient=with_gradient)
+        if with_gradient:
+            logits *= (mix.ce * own).to(logits.dtype).unsqueeze(1)
+        return (mix.ce * own * entropies, entropies, torch.zeros_like(entropies), best), logits, slope
+
+    return MixedLosses(*_MixedLoss.apply(states, features, rows, head, loss_of))
+
+
+class _GatheredLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, candidates: Tensor) -> Tensor:
+        logits = states.new_empty(candidates.shape, dtype=torch.float32)
+        with torch.autocast(states.device.type, enabled=False):
+            for part in gathered_parts(candidates, head):
+                rows = head[candidates[part]]  # (n, k, H)
+                logits[part] = (rows @ states[part].to(head.dtype).unsqueeze(2)).squeeze(2)
+        ctx.save_for_backward(head, candidates)
+        ctx.dtype = states.dtype
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        head, candidates = ctx.saved_tensors
+        gradient = upstream[0].new_empty(len(candidates), head.shape[1], dtype=ctx.dtype)
+        with torch.autocast(head.device.type, enabled=False):
+            for part in gathered_parts(candidates, head):
+                weighted = upstream[0][part].to(head.dtype).unsqueeze(1)
+                gradient[part] = (weighted @ head[candidates[part]]).squeeze(1)
+        return gradient, None, None
+
+
+def gathered_logits(states: Tensor, head: Tensor, candidates: Tensor) -> Tensor:
+    """states (N, H), candidates (N, k) rows of the frozen head (Vd, H) -> their logits (N, k) fp32. Rows are gathered a
+    part at a time, in the backward pass again."""
+    return _GatheredLogits.apply(states, head, candidates)
+
+
+def gathered_parts(candidates: Tensor, head: Tensor) -> list[slice]:
+    size = max(1, GATHERED_AT_ONCE // (candidates.shape[1] * head.shape[1]))
+    return [slice(start, start + size) for start in range(0, len(candidates), size)]
+
+
+def distillation_loss(
+    states: Tensor, head: Tensor, teach: Teach, weights: Tensor, kind: Kind = "soft_ce"
+) -> tuple[Tensor, Tensor]:
+    """Distance `kind` of the head's distribution at `states` (N, H) to the one that `teach` gives, times `weights`
     (N,) fp32, summed; and the best row of the head (Vd, H) at each state (N,)."""
 
     def loss_of(part: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         teacher = teach(part)
         with torch.enable_grad():
             leaf = states.detach().requires_grad_()
-            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], in_place=head.is_cuda)
+            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], kind, in_place=head.is_cuda)
             (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         return losses.detach(), best, gradient
 

@@ -188,11 +188,12 @@ def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, t
     is_block, is_eagle3 = hasattr(config, "block_size"), hasattr(draft, "lm_head")
     layers = getattr(config, "num_layers", 1)
     rows, steps = tokens * share, getattr(options.draft, "ttt_steps", 1)
+    running = tokens if is_eagle3 and layers > 1 else rows  # upper layers read the states of all rows
     if is_block:
-        rows = options.data.batch_size * options.draft.anchors * config.block_size
+        running = options.data.batch_size * options.draft.anchors * config.block_size
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     read = (2 if is_eagle3 else 1) * config.hidden_size
-    numbers = rows * steps * layers * (2 * read + 3 * heads + 4 * config.hidden_size + 3 * config.intermediate_size)
+    numbers = running * steps * layers * (2 * read + 3 * heads + 4 * config.hidden_size + 3 * config.intermediate_size)
     numbers += tokens * config.hidden_size * (len(config.aux_layers) + 1)
     logits = 0.0
     if is_eagle3:

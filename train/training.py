@@ -1,7 +1,7 @@
 """The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,11 @@ class DraftTraining(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, batch: Batch) -> Metrics:
         """Metrics of held-out rows; `accept_length` is among them and chooses the best checkpoint."""
+
+    def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+        """Called by all processes when all held-out rows are done: metrics that are no sums over rows. `gather` joins
+        the processes' lists."""
+        return {}
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
         """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.speculators_layout import from_speculators, speculators_kind
+from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.linear import Embedding
@@ -36,7 +36,17 @@ FOREIGN_ARCHITECTURES = {
     "EagleLlamaForCausalLM": "eagle",
     "Qwen2ForCausalLMEagle": "eagle",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "DSparkDraftModel": "dflash",
     "Qwen3DSparkModel": "dflash",
+    "LiLiCorrDraftModel": "dflash",
+}
+UNSUPPORTED_ARCHITECTURES = {
+    "DominoDraftModel": "Domino's GRU",
+    "XPressDraftModel": "XPress's refiner",
+    "XPressSpeculator": "XPress's refiner",
+    "Eagle3DeepseekV2ForCausalLM": "latent attention (MLA)",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4's bundled draft, which is part of the target's checkpoint,",
 }
 
 DRAFT_ROPES = tuple(kind for kind in ROPE_TYPES if kind != "longrope")
@@ -193,12 +203,16 @@ def drafter_of(config: Mapping[str, Any], draft: str) -> str:
     """
     kind = speculators_kind(config)
     if kind is not None:
-        return kind
+        return drafter_of_kind(kind)
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]
     if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
         return "eagle3" if "draft_vocab_size" in config else "eagle"
+    if architecture in UNSUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"draft {draft} has architecture {architecture}: {UNSUPPORTED_ARCHITECTURES[architecture]} is not supported"
+        )
     if architecture not in FOREIGN_ARCHITECTURES:
         raise ValueError(
             f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"

@@ -1,4 +1,4 @@
-"""config.json of block drafts (DFLASH, DFlash 2, DSpark, LiLiCorr) as other trainers write it, in the fields that ours has.
+"""config.json of block drafts (DFLASH, DFlash 2, DSpark, LiLiCorr) as other trainers write it, in the fields of ours.
 
 Trainers put a head's fields at the top level or in dflash_config, and call some of them otherwise. What they mean
 differently is whether slot 0, whose input is the anchor, predicts the token after it (`convention_of`), and whether a
@@ -30,6 +30,11 @@ ANCHOR_FIRST = {  # of files without any of these, by architecture
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
+HEAD_NAMES = {  # how others' tensors begin -> the beginning of DeepSpec's, which are ours
+    "logit_head.": "markov_head.",  # SpecForge's at first
+    **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj")},  # ModelOpt's
+    "confidence_proj.": "confidence_head.proj.",
+}
 CAUSAL_FIELDS = ("causal", "is_causal", "dflash_query_causal")
 UNSUPPORTED_HEADS = {  # of `projector_type`, `speculators_model_type` and `markov_head_type`
     "xpress": "XPress's refiner",
@@ -55,7 +60,9 @@ class Convention(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        slots = "every slot predicts the token after it" if self.from_anchor else "slots 1, 2, ... predict their own token"
+        slots = (
+            "every slot predicts the token after it" if self.from_anchor else "slots 1, 2, ... predict their own token"
+        )
         return f"{slots}: {self.reason}"
 
 
@@ -96,19 +103,21 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 def merged(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both levels under our names. Raises ValueError for one that has two values."""
     own: dict[str, Any] = {}
-    for place, fields in (("", values), ("dflash_config.", values.get("dflash_config") or {})):
+    levels = ("", values), (", in dflash_config", values.get("dflash_config") or {})
+    for where, fields in levels:
         for name, value in fields.items():
             ours = ALIASES.get(name, name)
             if value is None or name == "dflash_config":
-                own.setdefault(ours, None)
                 continue
-            if own.get(ours) not in (None, value):
-                raise ValueError(
-                    f"draft config: {place}{name} is {value!r}, and {ours} {own[ours]!r} in another place; delete the "
-                    "wrong one"
-                )
+            if ours in own and own[ours] != value:
+                other = f"and{where}," if where else "and"
+                raise ValueError(f"draft config: {ours} is {own[ours]} {other} {_as(name, ours)}{value}; delete one")
             own[ours] = value
     return own
+
+
+def _as(name: str, ours: str) -> str:
+    return "" if name == ours else f"{name} "
 
 
 def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, Any]:
@@ -118,7 +127,9 @@ def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, An
     _refuse(values, own)
     from_anchor = convention_of(values, choice).from_anchor
     if own.get("lilicorr_candidate_topk") and from_anchor:
-        raise ValueError("draft config: a LiLiCorr draft that predicts at its anchor is not supported; none is trained so")
+        raise ValueError(
+            "draft config: a LiLiCorr draft that predicts at its anchor is not supported; none is trained so"
+        )
     nested = dict(values.get("dflash_config") or {})
     nested |= {name: own[name] for name in HEAD_FIELDS if own.get(name) is not None}
     if layers := _layers(own):
@@ -132,8 +143,8 @@ def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, An
 
 HEAD_FIELDS = (
     *("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
-    *("markov_head_type", "enable_confidence_head", "output_multiplier", "final_logit_softcapping"),
-    "input_embedding_scale",
+    *("markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_temperatures"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
 
 
@@ -144,6 +155,8 @@ def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise ValueError(f"draft config: {UNSUPPORTED_HEADS[kind]} is not supported")
     if (kind := str(own.get("projector_type") or "")) not in PROJECTORS:
         raise ValueError(f"draft config: projector_type is {kind!r}; supported: {', '.join(PROJECTORS[1:])}")
+    if own.get("lilicorr_enabled") is False and own.get("lilicorr_candidate_topk"):
+        raise ValueError("draft config: lilicorr_enabled is false, but lilicorr_candidate_topk is set; delete either")
     if own.get("dspark_block_size") or own.get("dspark_noise_token_id"):
         raise ValueError("this is DeepSeek-V4's draft, which is part of the target's checkpoint; it is not supported")
     for name, neutral in UNSUPPORTED.items():
@@ -154,7 +167,7 @@ def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     is_joined = own.get("confidence_head_with_markov")
     if own.get("enable_confidence_head") and is_joined is not None and bool(is_joined) != bool(own.get("markov_rank")):
         raise ValueError(
-            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {own.get('markov_rank')}; a "
+            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {own.get('markov_rank', 0)}; a "
             "confidence head here reads the Markov embedding wherever there is one"
         )
 
@@ -190,7 +203,9 @@ def _window(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return fields | {"sliding_window_non_causal": _is_non_causal(values, own, types, has_window=has_window)}
 
 
-def _is_non_causal(values: Mapping[str, Any], own: Mapping[str, Any], types: list[str] | None, *, has_window: bool) -> bool:
+def _is_non_causal(
+    values: Mapping[str, Any], own: Mapping[str, Any], types: list[str] | None, *, has_window: bool
+) -> bool:
     """Whether a slot sees later ones of its block in layers with a window, as it does in the others.
 
     DFlash 2 says so by is_causal false, and speculators by sliding_window_non_causal, which is true of its DFlash 2
@@ -201,14 +216,17 @@ def _is_non_causal(values: Mapping[str, Any], own: Mapping[str, Any], types: lis
         raise ValueError(f"draft config has {causal}: these contradict each other; delete the wrong one")
     is_causal = next(iter(causal.values()), None)
     if is_causal and not (has_window and types and set(types) == {"sliding_attention"}):
-        raise ValueError(f"draft config sets {', '.join(causal)}: layers that see all tokens but no later slot of their "
-                         "block are not supported")
+        raise ValueError(
+            f"draft config sets {', '.join(causal)}: layers that see all tokens but no later slot of their "
+            "block are not supported"
+        )
     if not has_window:
         return False
     said = own.get("sliding_window_non_causal")
     if said is not None and is_causal is not None and bool(said) == is_causal:
         raise ValueError(
-            f"draft config: sliding_window_non_causal is {said} and {next(iter(causal))} {is_causal}; delete the wrong one"
+            f"draft config: sliding_window_non_causal is {said} and {next(iter(causal))} {is_causal}; delete the wrong "
+            "one"
         )
     if said is not None:
         return bool(said)

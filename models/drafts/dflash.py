@@ -4,13 +4,16 @@ Every layer attends to [target's states ; block]: keys and values of committed t
 that passes through no layer, those of the block from its own states. Embedding and head are the target's: callers pass
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
-On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these, DeepSpec's
-and the layout of speculators (models/drafts/speculators_layout.py).
+A draft may have more: convolutions inside the block, a head that joins its slots (candidate selector, Markov head or
+LiLiCorr) and a confidence head (block_heads.py). What joins slots is read as a lattice (lattice.py).
+
+On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these and what
+other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,17 @@ from slipstream.models.drafts.base import (
     decoder_from_json,
     decoder_to_json,
 )
+from slipstream.models.drafts.block_heads import (
+    CandidateSelector,
+    ConfidenceHead,
+    ConvolvedLayer,
+    LiLiCorr,
+    LiLiCorrConfig,
+    MarkovHead,
+    MarkovType,
+)
+from slipstream.models.drafts.block_layouts import HEAD_NAMES, settle_block
+from slipstream.models.drafts.lattice import Lattice
 from slipstream.models.drafts.speculators_layout import without_last_layer
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -35,17 +49,8 @@ from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_la
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
 
-DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
-# Settings of other trainers and servers that change the network or the use of its output -> values that do not.
-# Checkpoints with other values are refused.
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("conv_kernel_size", "selector_rank", "selector_top_k", "shift_label", "causal", "is_causal"), OFF),
-    **dict.fromkeys(("final_logit_softcapping", "attention_sink_bias", "use_swa", "sliding_window_non_causal"), OFF),
-    **dict.fromkeys(("markov_rank", "enable_confidence_head", "mlp_bias", "quantization_config"), OFF),
-    **dict.fromkeys(("output_multiplier", "attention_value_scale", "embedding_scale", "logit_scale"), (None, 1)),
-    "projector_type": (None, "", "dflash"),
-}
+CONVOLUTION_TAPS = (0, 2)
+MARKOV_CANDIDATES = 64  # of a slot, where a Markov head is read through a lattice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +61,22 @@ class DFlashConfig(DraftConfig):
     aux_layers: tuple[int, ...]
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
-    sample_from_anchor: bool = False  # slot k predicts the next token, as in DeepSpec's drafts; never in ours
-    windowed_layers: tuple[int, ...] = ()  # which layers have the window; inside the block these are causal
+    sample_from_anchor: bool = False  # slot k predicts the token after its place, slot 0 too, as in DSpark
+    windowed_layers: tuple[int, ...] = ()  # which layers have the window
+    sliding_window_non_causal: bool = False  # whether slots see later ones of their block in these, too
     attention_bias: bool = False
+    conv_kernel_size: int = 0  # taps of the convolutions inside the block; 0: none
+    conv_group_size: int = 16  # channels that share a kernel
+    selector_rank: int = 0  # 0: no candidate selector
+    selector_top_k: int = 16  # candidates of a slot
+    markov_rank: int = 0  # 0: no Markov head
+    markov_head_type: MarkovType = "vanilla"
+    lilicorr: LiLiCorrConfig | None = None
+    confidence_head: bool = False  # it reads the Markov head's embedding, too, where there is one
+    confidence_temperatures: tuple[float, ...] = ()  # its logit at slot k is divided by that; none: by 1
+    output_multiplier: float = 1.0  # of the head's logits
+    final_logit_softcapping: float | None = None  # c, where the multiplied logits x become c * tanh(x / c)
+    input_embedding_scale: float = 1.0  # of the embeddings that the block begins with
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
@@ -73,6 +91,57 @@ class DFlashConfig(DraftConfig):
             raise ValueError("sliding_window and windowed_layers go together: set both or neither")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1")
+        if self.sliding_window_non_causal and not self.windowed_layers:
+            raise ValueError("sliding_window_non_causal is true, but no layer has a window; leave it out")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.conv_kernel_size not in CONVOLUTION_TAPS:
+            raise ValueError(f"conv_kernel_size is {self.conv_kernel_size}; supported: 0 (none) and 2")
+        if self.conv_kernel_size and (self.conv_group_size < 1 or self.hidden_size % self.conv_group_size):
+            raise ValueError(
+                f"conv_group_size is {self.conv_group_size}; it must divide the hidden size {self.hidden_size}"
+            )
+        if min(self.selector_rank, self.markov_rank) < 0:
+            raise ValueError(
+                f"selector_rank is {self.selector_rank} and markov_rank {self.markov_rank}; give 0 (none) or more"
+            )
+        if self.markov_head_type not in get_args(MarkovType):
+            raise ValueError(f"markov_head_type is {self.markov_head_type!r}; supported: vanilla and gated")
+        joining = {"selector_rank": self.selector_rank, "markov_rank": self.markov_rank, "lilicorr": self.lilicorr}
+        if len([name for name, value in joining.items() if value]) > 1:
+            raise ValueError(f"{joining}: a draft has one way to join its slots; leave out the others")
+        count = self.lilicorr.candidate_topk if self.lilicorr else self.selector_top_k if self.selector_rank else 1
+        if not 1 <= count <= (self.draft_vocab_size or self.vocab_size):
+            raise ValueError(f"{count} candidates of a slot; give 1 to {self.draft_vocab_size or self.vocab_size}")
+        if self.lilicorr is not None and self.sample_from_anchor:
+            raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
+        temperatures = self.confidence_temperatures
+        if temperatures and (len(temperatures) != self.num_proposals or min(temperatures) <= 0):
+            raise ValueError(
+                f"confidence_temperatures is {list(temperatures)}; give {self.num_proposals} positive numbers, or none"
+            )
+
+    @property
+    def first_slot(self) -> int:
+        """The block's row that drafts the first token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_proposals(self) -> int:
+        """K, the tokens that a whole block drafts."""
+        return self.block_size - self.first_slot
+
+    @property
+    def num_candidates(self) -> int:
+        """k, the candidates of a slot in the lattice."""
+        if self.lilicorr is not None:
+            return self.lilicorr.candidate_topk
+        if self.selector_rank:
+            return self.selector_top_k
+        return min(MARKOV_CANDIDATES if self.markov_rank else 1, self.draft_vocab_size or self.vocab_size)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -83,60 +152,104 @@ class DFlashConfig(DraftConfig):
     def to_json(self) -> dict[str, Any]:
         """Layer ids count outputs, which is also the convention of the public field."""
         windowed = [layer in self.windowed_layers for layer in range(self.num_layers)]
-        shifted = {"sample_from_anchor": True} if self.sample_from_anchor else {}
+        public = {"sliding_window_non_causal": True, "is_causal": False}  # speculators' and z-lab's
+        non_causal = public if self.sliding_window_non_causal else {}
+        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)}
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [self.architecture],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target_num_layers,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)},
+            "dflash_config": own | self._heads_to_json(),
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
             "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
-            **shifted,
+            **non_causal,
+            "sample_from_anchor": self.sample_from_anchor,
             "drafter": "dflash",
         }
+
+    @property
+    def architecture(self) -> str:
+        """The public name of drafts with these heads."""
+        if self.lilicorr is not None:
+            return "LiLiCorrDraftModel"
+        if self.markov_rank or self.confidence_head or self.sample_from_anchor:
+            return "DSparkDraftModel"
+        return "DFlash2DraftModel" if self.conv_kernel_size or self.selector_rank else "DFlashDraftModel"
+
+    def _heads_to_json(self) -> dict[str, Any]:
+        """Of `dflash_config`: what differs from a plain draft."""
+        found: dict[str, Any] = {}
+        if self.conv_kernel_size:
+            found |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
+        if self.selector_rank:
+            found |= {"selector_rank": self.selector_rank, "selector_top_k": self.selector_top_k}
+        if self.markov_rank:
+            found |= {"markov_rank": self.markov_rank, "markov_head_type": self.markov_head_type}
+        if self.confidence_head:
+            found |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
+        if self.confidence_temperatures:
+            found["confidence_temperatures"] = list(self.confidence_temperatures)
+        if self.lilicorr is not None:
+            found |= self.lilicorr.to_json()
+        if self.architecture == "DSparkDraftModel":
+            found["projector_type"] = "dspark"
+        for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0)):
+            if getattr(self, name) != neutral:
+                found[name] = getattr(self, name)
+        if self.final_logit_softcapping is not None:
+            found["final_logit_softcapping"] = self.final_logit_softcapping
+        return found
 
     @classmethod
     def settle(
         cls, values: Mapping[str, Any], target: TargetSpec, choices: Choices, evidence: Evidence | None
     ) -> Mapping[str, Any]:
         choices.refuse("block", "sample_from_anchor")
-        return values
+        settled = settle_block(values, choices.sample_from_anchor)
+        if layers := settled["dflash_config"].get("target_layer_ids"):
+            tensors = evidence.tensors if evidence is not None else {}
+            layers = without_last_layer(list(layers), target.num_layers - 1, tensors, target.hidden_size)
+            settled["dflash_config"]["target_layer_ids"] = layers
+        return settled
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
-        own = {**values, **(values.get("dflash_config") or {})}  # trainers put fields in either place
-        _refuse_unsupported(own)
+        own = values["dflash_config"]
         expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
         check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
         num_layers = values["num_hidden_layers"]
-        is_deepspec = DEEPSPEC_ARCHITECTURE in (values.get("architectures") or [])
-        layers: Sequence[int] = own.get("target_layer_ids") or ()
-        if layers:
-            layers = without_last_layer(list(layers), target.num_layers - 1, tensors or {}, target.hidden_size)
+        layers = tuple(own.get("target_layer_ids") or ())
         return cls(
             **decoder,
             num_layers=num_layers,
-            aux_layers=tuple(layers) or default_block_aux_layers(target.num_layers, num_layers),
+            aux_layers=layers or default_block_aux_layers(target.num_layers, num_layers),
             mask_token_id=_mask_token(own),
             block_size=_block_size(values),
-            sample_from_anchor=bool(own.get("sample_from_anchor", is_deepspec)),
+            sample_from_anchor=bool(values.get("sample_from_anchor")),
             attention_bias=bool(values.get("attention_bias", False)),
             **_windows(values),
+            **_heads(own),
         )
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        if values.get(name) not in neutral:
-            raise ValueError(f"draft config sets {name} to {values[name]!r}, which is not supported")
-    if values.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
+def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the config that say which heads and convolutions a draft has; `values` name those it has."""
+    names: tuple[str, ...] = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
+    names += ("markov_head_type", "output_multiplier", "input_embedding_scale")
+    found: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
+    return {
+        **found,
+        "final_logit_softcapping": values.get("final_logit_softcapping") or None,
+        "confidence_head": bool(values.get("enable_confidence_head", False)),
+        "confidence_temperatures": tuple(values.get("confidence_temperatures") or ()),
+        "lilicorr": LiLiCorrConfig.from_json(values),
+    }
 
 
 def _mask_token(values: Mapping[str, Any]) -> int:
@@ -157,7 +270,7 @@ def _block_size(values: Mapping[str, Any]) -> int:
 
 
 def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields `sliding_window` and `windowed_layers` of the config."""
+    """Fields `sliding_window`, `windowed_layers` and `sliding_window_non_causal` of the config."""
     num_layers, window = values["num_hidden_layers"], values.get("sliding_window")
     types, is_used = values.get("layer_types"), values.get("use_sliding_window")
     if types is None:  # transformers' older rule
@@ -175,7 +288,12 @@ def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
             f"draft config: layers {list(windowed)} are sliding_attention; sliding_window must be set and "
             "use_sliding_window not be false"
         )
-    return {"sliding_window": window if windowed else None, "windowed_layers": windowed}
+    non_causal = bool(windowed and values.get("sliding_window_non_causal"))
+    return {
+        "sliding_window": window if windowed else None,
+        "windowed_layers": windowed,
+        "sliding_window_non_causal": non_causal,
+    }
 
 
 def default_block_aux_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -219,10 +337,10 @@ class ContextProjection(NamedTuple):
 
 
 class DFlash(DraftNetwork):
-    """Any leading dims. A layer's attention sees the context and the whole block, or causally a window of both."""
+    """Any leading dims. A layer's attention sees the context and the whole block, or a window of both."""
 
     Config = DFlashConfig
-    other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+    other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", **HEAD_NAMES}
     layers_field = "target_layer_ids"
     unsupported_files = {"mask_embedding.pt": "a mask embedding of its own"}
     config: DFlashConfig
@@ -230,12 +348,45 @@ class DFlash(DraftNetwork):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         size, specs = config.hidden_size, config.layers
-        self.masks: list[Mask] = ["block" if spec.attention.window is None else "causal" for spec in specs]
+        causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
+        self.masks: list[Mask] = ["causal" if one else "block" for one in causal]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         sizes = size, config.rms_norm_eps
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, *sizes) for index, spec in enumerate(specs))
+        convolution = config.conv_kernel_size, config.conv_group_size
+        self.layers: nn.ModuleList = nn.ModuleList(
+            ConvolvedLayer(spec, index, *sizes, *convolution)
+            if config.conv_kernel_size
+            else DecoderLayer(spec, index, *sizes)
+            for index, spec in enumerate(specs)
+        )
         self.norm = RMSNorm(size, config.rms_norm_eps)
+        self._add_heads(config)
+
+    def _add_heads(self, config: DFlashConfig) -> None:
+        size, rows = config.hidden_size, (config.vocab_size, config.draft_vocab_size or config.vocab_size)
+        rank = config.markov_rank
+        self.candidate_selector = CandidateSelector(size, config.selector_rank, *rows) if config.selector_rank else None
+        self.markov_head = MarkovHead(size, rank, *rows, config.markov_head_type) if rank else None
+        scorer = config.lilicorr
+        self.lilicorr = LiLiCorr(scorer, size, config.block_size, config.rms_norm_eps) if scorer is not None else None
+        self.confidence_head = ConfidenceHead(size, rank) if config.confidence_head else None
+
+    @property
+    def selector(self) -> CandidateSelector | None:
+        return self.candidate_selector
+
+    @property
+    def markov(self) -> MarkovHead | None:
+        return self.markov_head
+
+    @property
+    def scorer(self) -> LiLiCorr | None:
+        return self.lilicorr
+
+    @property
+    def confidence(self) -> ConfidenceHead | None:
+        return self.confidence_head
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""
@@ -265,10 +416,68 @@ class DFlash(DraftNetwork):
         blocks[..., 1:] = self.config.mask_token_id
         return blocks
 
-    def forward(self, embeds: Tensor, attention: Attention) -> Tensor:
-        """embeds (..., H) of whole blocks -> normed final states (..., H), input of the target's head."""
-        x, delta = embeds, None
+    def forward(self, embeds: Tensor, attention: Attention, block_size: int | None = None) -> Tensor:
+        """embeds (..., H) of whole blocks -> normed final states (..., H), input of the target's head.
+
+        `block_size`: rows of a block, which follow one another; default: those of training. Convolutions need it, since
+        they stop at a block's first row.
+        """
+        scale = self.config.input_embedding_scale
+        x, delta = embeds if scale == 1 else embeds * scale, None
+        size = block_size or self.config.block_size
         for layer, mask in zip(self.layers, self.masks, strict=True):
-            x, delta = layer(x, delta, attention, mask)
+            if isinstance(layer, ConvolvedLayer):
+                x, delta = layer.forward_block(x, delta, attention, mask, size)
+            else:
+                x, delta = layer(x, delta, attention, mask)
         assert delta is not None
         return self.norm.add(x, delta)[0]
+
+    def unary(self, logits: Tensor) -> Tensor:
+        """The head's logits (..., Vd) at final states -> those of a slot alone: multiplied, and capped."""
+        config = self.config
+        logits = logits if config.output_multiplier == 1 else logits * config.output_multiplier
+        cap = config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def lattice(
+        self,
+        hidden: Tensor,
+        anchors: Tensor,
+        logits: Tensor,
+        *,
+        num_candidates: int | None = None,
+        context: Tensor | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Lattice:
+        """The candidates of the K slots that draft, and their scores by whichever head joins them.
+
+        hidden (B, K, H) final states of these slots, anchors (B,) target ids, logits (B, K, Vd) of the head there.
+        `num_candidates`: k, by default the config's. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row
+        before the anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
+        """
+        unary = self.unary(logits)
+        scores, rows = unary.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        candidates = rows if self.target_ids is None else self.target_ids[rows]
+        if self.scorer is not None:
+            assert context is not None
+            assert embed is not None
+            log_probs = scores.float() - unary.float().logsumexp(dim=-1, keepdim=True)
+            return Lattice(candidates, *self.scorer(embed(candidates), log_probs, hidden, context))
+        joins = self.selector or self.markov
+        if joins is None:
+            edges = scores[:, 1:].unsqueeze(2).expand(-1, -1, scores.shape[-1], -1)
+            return Lattice(candidates, scores[:, 0], edges)
+        start = joins(hidden[:, 0], scores[:, 0], anchors.unsqueeze(1), rows[:, 0]).squeeze(1)
+        return Lattice(candidates, start, joins(hidden[:, 1:], scores[:, 1:], candidates[:, :-1], rows[:, 1:]))
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Calibrated logits (B, K) of the probability that slot k's token is accepted if those before it are.
+
+        hidden (B, K, H) final states of the slots that draft, previous (B, K) the target ids before them.
+        """
+        assert self.confidence is not None
+        embedded = None if self.markov is None else self.markov.embed(previous)
+        logits = self.confidence(hidden, embedded)
+        temperatures = self.config.confidence_temperatures[: logits.shape[1]]
+        return logits / logits.new_tensor(temperatures) if temperatures else logits

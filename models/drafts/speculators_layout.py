@@ -15,6 +15,7 @@ OWN = (
     *("drafter", "num_target_layers", "target_num_layers"),
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
 )
+ODD_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # it has no place for them
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 # Public fields of a draft's decoder, which stand in transformer_layer_config there.
@@ -23,12 +24,26 @@ DECODER_FIELDS = (
     *("num_key_value_heads", "attention_bias", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
     *("rope_scaling", "layer_types", "sliding_window", "use_sliding_window", "vocab_size", "tie_word_embeddings"),
 )
-PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
-EAGLE3_TOKENS = 3  # per round by default, also ours
-REQUIRED = {
-    "dflash": ("transformer_layer_config", "aux_hidden_state_layer_ids"),
-    "eagle3": ("transformer_layer_config",),
+PUBLIC_ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkSpeculator",
+    "eagle3": "LlamaForCausalLMEagle3",
 }
+BLOCK_HEADS: dict[
+    str, dict[str, Any]
+] = {  # kinds of block draft: the fields of their heads, with the library's defaults
+    "dflash": {},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    "dspark": {
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
+OTHER_KINDS = {"xpress": "XPress's refiner", "mtp": "the target's own MTP layer", "peagle": "P-EAGLE's parallel draft"}
+EAGLE3_TOKENS = 3  # per round by default, also ours
 
 
 def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
@@ -36,10 +51,10 @@ def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list
 
     Raises ValueError for a draft that this layout cannot describe.
     """
-    kind = values["drafter"]
-    tokens, fields = _dflash_fields(values) if kind == "dflash" else _eagle3_fields(values)
+    kind = _block_kind(values) if values["drafter"] == "dflash" else values["drafter"]
+    tokens, fields = _block_fields(values, kind) if kind in BLOCK_HEADS else _eagle3_fields(values)
     return {
-        "architectures": ["DFlashSpeculator" if kind == "dflash" else "Eagle3Speculator"],
+        "architectures": [SPECULATORS[kind]],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
@@ -63,16 +78,51 @@ def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list
     }
 
 
-def _dflash_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+SPECULATORS = {
+    "dflash": "DFlashSpeculator",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkSpeculator",
+    "eagle3": "Eagle3Speculator",
+}
+
+
+def _block_kind(values: Mapping[str, Any]) -> str:
+    """Raises ValueError for heads that the library has not, or not together."""
+    own = values["dflash_config"]
+    has_markov = bool(own.get("markov_rank") or own.get("enable_confidence_head"))
+    has_second = bool(own.get("conv_kernel_size")), bool(own.get("selector_rank"))
+    odd = [name for name in ODD_FIELDS if own.get(name) not in (None, False, 0, 1)]
+    if own.get("lilicorr_candidate_topk"):
+        odd.append("lilicorr")
+    if any(has_second) and (has_markov or not all(has_second)):
+        odd += [name for name in ("conv_kernel_size", "selector_rank", "markov_rank") if own.get(name)]
+    if all(has_second) and values.get("draft_vocab_size"):
+        odd.append("draft_vocab_size")
+    if odd:
+        raise ValueError(
+            f"this draft has {', '.join(odd)}; the library speculators has block drafts without heads, with a Markov "
+            "and a confidence head, or, of the whole vocabulary, with convolution and selector"
+        )
+    return "dflash2" if all(has_second) else "dspark" if has_markov else "dflash"
+
+
+def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
     """Tokens drafted in a round, and this draft's own fields."""
     own, from_anchor = values["dflash_config"], values.get("sample_from_anchor", False)
+    heads = {name: own.get(name, False) for name in BLOCK_HEADS[kind]}
+    if kind == "dspark":
+        heads |= {"markov_rank": own.get("markov_rank", 0), "markov_head_type": own.get("markov_head_type", "vanilla")}
+        heads["confidence_head_with_markov"] = own.get("confidence_head_with_markov", bool(heads["markov_rank"]))
+        if own.get("confidence_temperatures"):  # the library keeps fields that it does not know
+            heads["confidence_temperatures"] = own["confidence_temperatures"]
     return values["block_size"] - (0 if from_anchor else 1), {
         "target_hidden_size": values["hidden_size"],
         "block_size": values["block_size"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
         "mask_token_id": own["mask_token_id"],
         "sample_from_anchor": from_anchor,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": values.get("sliding_window_non_causal", False),
+        **heads,
     }
 
 
@@ -96,8 +146,14 @@ def speculators_kind(values: Mapping[str, Any]) -> str | None:
     """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
     kind = values.get("speculators_model_type")
     if kind is not None and kind not in PUBLIC_ARCHITECTURES:
-        raise ValueError(f"speculators_model_type is {kind!r}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
+        what = f" ({OTHER_KINDS[kind]})" if kind in OTHER_KINDS else ""
+        raise ValueError(f"speculators_model_type is {kind!r}{what}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
     return kind
+
+
+def drafter_of_kind(kind: str) -> str:
+    """Its drafter here."""
+    return "dflash" if kind in BLOCK_HEADS else kind
 
 
 def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +162,8 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     kind = speculators_kind(values)
     if kind is None:
         return values
-    missing = [name for name in REQUIRED[kind] if not values.get(name)]
+    required = ("transformer_layer_config", *(("aux_hidden_state_layer_ids",) if kind in BLOCK_HEADS else ()))
+    missing = [name for name in required if not values.get(name)]
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
     if kind == "eagle3" and "norm_before_residual" not in values:
@@ -117,11 +174,14 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     inside = values["transformer_layer_config"]
     if not isinstance(inside, dict):
         raise ValueError(f"transformer_layer_config is a {type(inside).__name__}; it must be an object")
-    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]], "drafter": kind}
-    if kind == "dflash":
+    drafter = drafter_of_kind(kind)
+    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]], "drafter": drafter}
+    if kind in BLOCK_HEADS:
         public["dflash_config"] = {
             "mask_token_id": values.get("mask_token_id"),
             "target_layer_ids": [layer - 1 for layer in values["aux_hidden_state_layer_ids"]],
+            **{name: values.get(name, default) for name, default in BLOCK_HEADS[kind].items()},
+            **{name: values[name] for name in ("confidence_temperatures",) if values.get(name)},
         }
     elif inside.get("model_type", "qwen3") not in ("llama", "qwen3"):  # without one it is the library's default
         raise ValueError(

@@ -29,6 +29,8 @@ class DFlashOptions(TokenMapOptions):
     """Most nodes that the target verifies: tokens drafted per step + 1. Default: what the draft was trained on."""
     full_block: bool = False
     """Draft the whole block even where a step verifies fewer nodes."""
+    sample_from_anchor: bool | None = None
+    """Whether slot 0, the anchor, predicts the token after it; for files that do not say it."""
     kv_cache_dtype: str = "auto"
     """Of the draft's KV cache: auto, as the target computes, or fp8, calibrated at start-up."""
 

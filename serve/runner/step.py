@@ -302,7 +302,7 @@ class Runner:
         layout: Layout,
         verified: Verified,
         aux_states: Tensor,
-        attention: AttentionMetadata | None,
+        attention: AttentionMetadata | None = None,
         *,
         later: bool,
     ) -> None:

@@ -95,6 +95,7 @@ def test_tensors_and_fields_are_counted(runs: Runs) -> None:
     num = len(load_file(draft / "model.safetensors"))
     assert printed.splitlines() == [
         f"{folder}: layout speculators",
+        "  slots 1, 2, ... predict their own token: its config.json has sample_from_anchor false",
         f"  tensors  {num + 2}: {num} of the {num} that were read, 2 under new names",
         f"  fields   {len(new)}: {len(old & new)} of the {len(old)} that were read, {len(new - old)} under new names",
     ]
@@ -317,7 +318,10 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
         ({"norm_before_residual": None}, "lacks norm_before_residual, which vLLM then takes as true"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both set"),
         ({"use_aux_norm": True}, "draft config sets use_aux_norm, which is not supported"),
-        ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; supported: dflash, eagle3"),
+        (
+            {"speculators_model_type": "peagle"},
+            "is 'peagle' (P-EAGLE's parallel draft); supported: dflash, dflash2, dspark, eagle3",
+        ),
         (
             {"transformer_layer_config": {"model_type": "gemma3", "vocab_size": 120}},
             "model_type is 'gemma3'; an EAGLE3 draft's layer must be 'llama' or 'qwen3'",

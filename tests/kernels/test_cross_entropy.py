@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels import cross_entropy as module
-from slipstream.kernels.cross_entropy import Kind, label_cross_entropy, soft_cross_entropy
+from slipstream.kernels.cross_entropy import Kind, Mix, label_cross_entropy, mixed_cross_entropy, soft_cross_entropy
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned
 
 KINDS = get_args(Kind)
@@ -41,7 +41,11 @@ def expected(student: Tensor, teacher: Tensor, weights: Tensor, kind: str) -> Te
         rows = F.kl_div(teacher.double().log_softmax(-1), log_q.exp(), reduction="none").sum(-1)
     else:
         distance = 0.5 * (p - log_q.exp()).abs().sum(-1)
-        rows = distance if kind == "tv" else -torch.log(1.0 - distance)
+        if kind == "lk_lambda":
+            share = torch.exp(-3 * (1.0 - distance.detach()))
+            rows = share * F.kl_div(log_q, p, reduction="none").sum(-1) + (1 - share) * distance
+        else:
+            rows = distance if kind == "tv" else -torch.log(1.0 - distance)
     return rows * weights.double()
 
 
@@ -68,7 +72,7 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
     assert (found.dtype, found_gradient.dtype) == (torch.float32, student.dtype)
     torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=atol)
     compared = torch.ones_like(losses, dtype=torch.bool)
-    if kind in ("tv", "lk"):  # their gradient jumps where p = q, which rounding moves
+    if kind in ("tv", "lk", "lk_lambda"):  # their gradient jumps where p = q, which rounding moves
         distance = (student.double().log_softmax(-1) - teacher.double().log_softmax(-1)).abs()
         compared = ((distance > 2e-5) | (distance == 0)).all(-1)
         assert compared.double().mean() > 0.6
@@ -222,7 +226,7 @@ def test_float64_stays_float64_on_the_cpu() -> None:
     student = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     teacher = torch.randn(3, 6, dtype=torch.float64, generator=generator)
     weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    for kind in KINDS:
+    for kind in set(KINDS) - {"lk_lambda"}:  # whose share is not differentiated
         assert torch.autograd.gradcheck(lambda x, kind=kind: soft_cross_entropy(x, teacher, weights, kind)[0], student)
 
 
@@ -326,3 +330,40 @@ def test_labels_float64_is_computed_in_float64_on_the_cpu() -> None:
     (gradient,) = torch.autograd.grad(F.cross_entropy(leaf, labels, reduction="sum"), leaf)
     label_cross_entropy(logits, labels, with_gradient=True)
     torch.testing.assert_close(logits, gradient, rtol=1e-12, atol=1e-14)
+
+
+MIXES = [
+    Mix(ce=1.0),
+    Mix(ce=0.1, tv=1.8),
+    Mix(kl=0.5, lk=0.25),
+    Mix(ce=0.5, lk_lambda=2.0),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("run", [mixed_cross_entropy.reference, mixed_cross_entropy.triton])
+def test_mixtures_are_the_sums_of_their_losses(run: Any, mix: Mix, dtype: torch.dtype, device: str) -> None:
+    student, teacher = random((5, 300), dtype, device, 0, scale=1.5), random((5, 300), dtype, device, 1, scale=1.5)
+    labels = torch.tensor([0, 299, 7, 130, 255], device=device)
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.25], device=device)
+    leaf = student.double().requires_grad_()
+    entropies = F.cross_entropy(leaf, labels, reduction="none")
+    total = mix.ce * weights.double() * entropies
+    for kind, weight in (("forward_kl", mix.kl), ("tv", mix.tv), ("lk", mix.lk), ("lk_lambda", mix.lk_lambda)):
+        total = total + weight * expected(leaf, teacher, weights, kind)
+    (gradient,) = torch.autograd.grad(total.sum(), leaf)
+    overlaps = torch.minimum(leaf.detach().softmax(-1), teacher.double().softmax(-1)).sum(-1)
+    logits = student.clone()
+    with poisoned():
+        found, found_entropies, found_overlaps, best = run(logits, teacher, labels, weights, mix, with_gradient=True)
+    assert torch.equal(best, student.argmax(-1))
+    for own, wanted in ((found, total), (found_entropies, entropies), (found_overlaps, overlaps)):
+        torch.testing.assert_close(own.double(), wanted.detach(), rtol=1e-5, atol=2e-6)
+    precision = 1e-4 if dtype == torch.float32 else 2**-7
+    assert ((logits.double() - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + 2e-6).all()
+    assert not logits[2].any()
+    kept = student.clone()
+    assert torch.equal(run(kept, teacher, labels, weights, mix, with_gradient=False)[0], found)
+    assert torch.equal(kept, student)

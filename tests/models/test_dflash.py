@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.models.drafts.base import OWN_FIELDS
-from slipstream.models.drafts.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_aux_layers
+from slipstream.models.drafts.block_layouts import UNSUPPORTED
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.speculators_layout import to_speculators
 from slipstream.models.targets.config import RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import load_config
@@ -94,7 +95,7 @@ def test_a_vocabulary_may_leave_out_tokens(config: Callable[..., DFlashConfig]) 
 # What the trainers write besides the network's shape. DeepSpec's fields stand at the top and name no drafter.
 ZLAB = {"drafter": None, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dtype": "bfloat16", "bos_token_id": 1}
 DEEPSPEC = {
-    **dict.fromkeys(("drafter", "dflash_config"), None),
+    **dict.fromkeys(("drafter", "dflash_config", "sample_from_anchor"), None),
     **{"architectures": ["Qwen3DSparkModel"], "mask_token_id": 7, "target_layer_ids": [0, 2], "num_anchors": 512},
     **{"markov_rank": 0, "enable_confidence_head": False},
 }
@@ -194,7 +195,7 @@ def test_deepspecs_drafts_predict_from_the_anchor(draft: SavedDraft) -> None:
     draft.assert_loads_equal()
     assert draft.load().config.sample_from_anchor
     draft.change(values={"enable_confidence_head": True})
-    with pytest.raises(ValueError, match="sets enable_confidence_head to True, which is not supported"):
+    with pytest.raises(ValueError, match="missing confidence_head.proj.bias"):
         draft.load()
 
 
@@ -206,19 +207,101 @@ def test_the_layout_of_speculators_loads(reduced: SavedDraft) -> None:
     (reduced.folder / "config.json").write_text(json.dumps(changed))
     reduced.assert_loads_equal()
     assert reduced.load().config == reduced.module.config
-    for name, value in (("sliding_window_non_causal", True), ("projector_type", "domino"), ("markov_rank", 256)):
-        (reduced.folder / "config.json").write_text(json.dumps(changed | {name: value}))
-        with pytest.raises(ValueError, match=f"sets {name} to {value!r}, which is not supported"):
-            reduced.load()
+    (reduced.folder / "config.json").write_text(json.dumps(changed | {"sliding_window_non_causal": True}))
+    assert reduced.load().masks == ["block", "block"]
 
 
 @pytest.mark.parametrize("place", ["top", "dflash_config"])
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_the_network_does_not_do_is_refused_by_name(name: str, place: str, draft: SavedDraft) -> None:
-    value = "domino" if name == "projector_type" else 2
-    draft.change(values={name: value} if place == "top" else {"dflash_config": INNER | {name: value}})
-    with pytest.raises(ValueError, match=f"draft config sets {name} to {value!r}, which is not supported"):
+    draft.change(values={name: 2} if place == "top" else {"dflash_config": INNER | {name: 2}})
+    with pytest.raises(ValueError, match=f"draft config sets {name} to 2, which is not supported"):
         draft.load()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"projector_type": "domino"}, "Domino's GRU is not supported"),
+        ({"projector_type": "xpress"}, "XPress's refiner is not supported"),
+        ({"projector_type": "fancy"}, "projector_type is 'fancy'; supported: dflash, dflash2, dspark, lilicorr"),
+        ({"markov_rank": 8, "markov_head_type": "rnn"}, "recurrent Markov head .* is not supported"),
+        ({"dspark_noise_token_id": 5}, "DeepSeek-V4's draft, which is part of the target's checkpoint"),
+        ({"causal": True}, "sets causal: layers that see all tokens but no later slot"),
+        ({"causal": True, "is_causal": False}, "these contradict each other; delete the wrong one"),
+        ({"pard_token": 9}, "mask_token_id is 9 and, in dflash_config, 7; delete one"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 4]},
+            r"target_layer_ids is \[0, 2\], layer outputs, .* different states",
+        ),
+        ({"use_swa": True}, "use_swa is true, swa_window_size None and sliding_window None; one must be set"),
+        ({"shift_label": True, "dspark_bonus_anchor": True}, "has shift_label true, dspark_bonus_anchor true: these"),
+    ],
+)
+def test_what_others_files_mean_is_refused_by_name_or_certain(values: Values, message: str, draft: SavedDraft) -> None:
+    draft.change(values={"sample_from_anchor": None} | values)
+    with pytest.raises(ValueError, match=message):
+        draft.load()
+
+
+WINDOWED: Values = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "mask"),
+    [
+        (WINDOWED, "causal"),
+        (WINDOWED | {"is_causal": False}, "block"),
+        (WINDOWED | {"dflash_query_causal": True}, "causal"),
+        (WINDOWED | {"architectures": ["DFlash2DraftModel"]}, "block"),
+        ({"layer_types": None, "dflash_config": INNER | {"use_swa": True, "swa_window_size": 6}}, "causal"),
+    ],
+)
+def test_whether_slots_see_later_ones_in_a_window(values: Values, mask: str, draft: SavedDraft) -> None:
+    draft.change(values=values)
+    loaded = draft.load()
+    assert loaded.masks == [mask] * 2
+    assert [layer.attention.window for layer in loaded.config.layers] == [6, 6]
+    assert DFlashConfig.from_json(loaded.config.to_json(), draft.target) == loaded.config
+
+
+CONVENTIONS: list[
+    tuple[Values, bool | None]
+] = [  # what a file says, and whether slot 0 predicts; None: it does not say
+    ({}, False),
+    ({"architectures": ["DFlash2DraftModel"]}, False),
+    ({"architectures": ["DSparkDraftModel"]}, True),
+    ({"architectures": ["Qwen3DSparkModel"]}, True),
+    ({"architectures": ["LlamaDSpark"]}, None),
+    ({"sample_from_anchor": True}, True),
+    ({"dflash_config": INNER | {"sample_from_anchor": False}, "architectures": ["Qwen3DSparkModel"]}, False),
+    ({"query_zero_predicts_next": True}, True),
+    ({"dflash_config": INNER | {"shift_label": True}}, True),
+    ({"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": True, "sample_from_anchor": False}, False),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), CONVENTIONS)
+def test_whether_the_anchor_predicts(values: Values, expected: bool | None, draft: SavedDraft) -> None:
+    draft.change(values={"sample_from_anchor": None} | values)
+    if expected is not None:
+        assert draft.load().config.sample_from_anchor is expected
+        return
+    with pytest.raises(
+        ValueError, match="LlamaDSpark are trained either way; .* --drafter.sample-from-anchor true.false"
+    ):
+        draft.load()
+    for choice in (True, False):
+        assert draft.load(sample_from_anchor=choice).config.sample_from_anchor is choice
+
+
+def test_a_choice_that_contradicts_the_file_is_refused(draft: SavedDraft) -> None:
+    with pytest.raises(
+        ValueError, match="sample_from_anchor is true, but the draft's config.json has sample_from_anchor"
+    ):
+        draft.load(sample_from_anchor=True)
+    with pytest.raises(ValueError, match=r"aux_layers is \[0, 2\]; it is not for block drafts"):
+        draft.load(aux_layers=[0, 2])
 
 
 LAYERS = "layer_types"

@@ -61,7 +61,7 @@ def test_published_drafts_are_told_apart(config: dict[str, Any], name: str, tmp_
         ({"drafter": "base"}, "drafter 'base' does not exist"),
         (
             {"drafter": "eagle3", "speculators_model_type": "peagle"},
-            "speculators_model_type is 'peagle'; supported: dflash, eagle3",
+            "speculators_model_type is 'peagle' .*; supported: dflash, dflash2, dspark, eagle3",
         ),
     ],
 )

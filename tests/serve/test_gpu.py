@@ -59,10 +59,13 @@ def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["none", "draft"])
-def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("name", ["none", "draft", "deep draft"])
+def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path, tmp_path: Path) -> None:
     """The results of every step, the state of all slots and every number of the KV cache, whatever a step computes."""
-    values: dict[str, Any] = {"draft": str(draft) if name == "draft" else name, "max_running": 5, "dtype": dtype}
+    drafts = {"none": "none", "draft": str(draft), "deep draft": str(tmp_path / "deep")}
+    if name == "deep draft":  # whose upper layers attend while it is extended
+        save_random_draft(target, tmp_path / "deep", draft_vocab_size=80, num_layers=2, norm_output=True)
+    values: dict[str, Any] = {"draft": drafts[name], "max_running": 5, "dtype": dtype}
     values |= {"kv_cache_tokens": 2048, "prefill_budget": 40, "device": "cuda", "attention": OURS}
     config = EngineConfig(target=str(target), **values)
     engine, eager = CapturingBuilder(config).build(), PlayingBuilder(config).build()

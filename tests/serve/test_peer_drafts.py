@@ -82,7 +82,13 @@ def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"sliding_window": 6, "windowed_layers": (0, 1)}, {"sliding_window": 8, "windowed_layers": (1,)}]
+    "fields",
+    [
+        {},
+        {"sliding_window": 6, "windowed_layers": (0, 1)},
+        {"sliding_window": 8, "windowed_layers": (1,)},
+        {"sliding_window": 6, "windowed_layers": (0, 1), "sliding_window_non_causal": True},
+    ],
 )
 def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
     oracle = save_dflash(target, tmp_path / "ours", **fields)

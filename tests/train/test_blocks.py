@@ -8,6 +8,7 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.models.layers.attention import Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.tests.attention_layers import asking_layer
@@ -85,7 +86,9 @@ def test_anchors_are_drawn_from_the_possible_ones(limit: int) -> None:
         assert float(stands_for[anchors // width == row].sum()) == pytest.approx(in_row)
 
 
-def naive_mask(blocks: Blocks, rows: list[list[Document]], batch_shape: torch.Size, window: int | None) -> Tensor:
+def naive_mask(
+    blocks: Blocks, rows: list[list[Document]], batch_shape: torch.Size, window: int | None, kind: Mask
+) -> Tensor:
     """(N * S, C + N * S) by loops; C context rows, then every block's slots."""
     document_of = {}
     for number, (start, (tokens, _)) in enumerate(flat_documents(rows, batch_shape[1])):
@@ -99,18 +102,18 @@ def naive_mask(blocks: Blocks, rows: list[list[Document]], batch_shape: torch.Si
                 same = document_of.get(row) == document_of[anchor]
                 query[row] = same and (window is None or row > position - window)
             for other in range(size):
-                query[num_rows + block * size + other] = window is None or (
-                    other <= slot and anchor + other > position - window
+                query[num_rows + block * size + other] = (other <= slot or kind == "block") and (
+                    window is None or anchor + other > position - window
                 )
     return mask
 
 
-def dense(attention: BlockAttention, window: int | None) -> Tensor:
+def dense(attention: BlockAttention, window: int | None, kind: Mask) -> Tensor:
     """What an implementation's mask lets through, in the shape of naive_mask."""
     blocks, num_rows = attention.blocks, len(attention.positions)
     num_slots = len(blocks) * blocks.size
     found = torch.zeros(num_slots, num_rows + num_slots, dtype=torch.bool)
-    mask = attention.make_mask(window)
+    mask = attention.make_mask(window, kind)
     if isinstance(attention, SDPABlockAttention):
         for group in mask:
             columns = torch.arange(num_rows + num_slots)
@@ -134,15 +137,18 @@ def make_attention(
     return attention, rows, batch.tokens.shape
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 6, 20])
+@pytest.mark.parametrize(
+    ("window", "non_causal"), [(None, False), (1, False), (3, False), (6, False), (20, False), (3, True), (20, True)]
+)
 @pytest.mark.parametrize("kind", [SDPABlockAttention, FlexBlockAttention])
-def test_masks_equal_the_loops(kind: type[BlockAttention], window: int | None) -> None:
+def test_masks_equal_the_loops(kind: type[BlockAttention], window: int | None, non_causal: bool) -> None:
     attention, rows, shape = make_attention(kind)
-    expected = naive_mask(attention.blocks, rows, shape, window)
-    assert torch.equal(dense(attention, window), expected)
+    mask: Mask = "block" if window is None or non_causal else "causal"
+    expected = naive_mask(attention.blocks, rows, shape, window, mask)
+    assert torch.equal(dense(attention, window, mask), expected)
     places = Places.of(attention.blocks, shape.numel())
     queries, keys = torch.arange(len(places.row)), torch.arange(len(places.key_row))
-    assert torch.equal(sees(places, queries.unsqueeze(1), keys, window), expected)
+    assert torch.equal(sees(places, queries.unsqueeze(1), keys, window, mask), expected)
 
 
 def outputs_and_gradients(

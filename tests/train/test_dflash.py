@@ -33,7 +33,7 @@ VARIANTS = {
 def all_states(training: DFlashTraining, batch: Batch) -> tuple[Blocks, Tensor]:
     blocks = find_blocks(batch, possible_roots(batch), training.draft.config.block_size)
     with torch.no_grad():
-        return blocks, training.states(blocks, *training.read(batch))
+        return blocks, training.states(blocks, training.read(batch))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

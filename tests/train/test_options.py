@@ -36,7 +36,8 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "dflash": (
         DFlashOptions,
         "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
-        "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers",
+        "draft.init_from_target draft.num_layers draft.sliding_window draft.sliding_window_non_causal "
+        "draft.windowed_layers",
     ),
 }
 RECIPES = [

@@ -11,13 +11,14 @@ from torch import Tensor
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
-from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.train import dflash, eagle
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import find_blocks
 from slipstream.train.training import DraftTraining
@@ -88,10 +89,20 @@ def target(request: pytest.FixtureRequest) -> Path:
 def test_eagle(target: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     texts = answers_alone(target)[:1]
     save_random_eagle(target, tmp_path / "draft", texts, intermediate_size=64, **fields)
-    llm = LLM(str(target), str(tmp_path / "draft"), max_running=1, width=DEPTH + 1)
-    drafter: Any = llm.engine.runner.drafter
     files = target, tmp_path / "draft"
-    training = load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH)
+    check_chain(*files, load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH))
+
+
+def test_eagle3_of_two_layers(target_path: Path, tmp_path: Path) -> None:
+    """Its upper layer's KV of committed tokens depends on the rows before."""
+    files = target_path, tmp_path / "draft"
+    save_random_draft(*files, num_layers=2, fc_norm=True, norm_output=True)
+    check_chain(*files, load_training(eagle3.Eagle3Training, Eagle3, eagle3.DraftOptions(), *files, DEPTH))
+
+
+def check_chain(target: Path, draft: Path, training: Any) -> None:
+    llm = LLM(str(target), str(draft), max_running=1, width=DEPTH + 1)
+    drafter: Any = llm.engine.runner.drafter
 
     def check(tokens: list[int], served: Served) -> None:
         """The state at the row before each root, and the first drafted token."""
@@ -99,7 +110,7 @@ def test_eagle(target: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
         with torch.no_grad():
             (states,) = training.chain(rows, flat, aux_states, 1)
             drafted = training.predictions(states)
-        place = {row: index for index, row in enumerate(rows.asking.tolist())}
+        place = {row: index for index, row in enumerate(rows.of_taught(rows.asking).tolist())}
         compared = [item for item in served if item[0] < len(tokens) - DEPTH]
         assert len(compared) >= 4
         for position, state, proposed in compared:
@@ -138,7 +149,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
         batch = whole(tokens)
         blocks = find_blocks(batch, torch.tensor([anchor for anchor, _, _ in compared]), BLOCK_SIZE)
         with torch.no_grad():
-            states = training.states(blocks, *training.read(batch))
+            states = training.states(blocks, training.read(batch))
             drafted = training.predictions(states[:, 1:].flatten(0, 1)).view(len(compared), -1)
         for number, (_, expected, proposed) in enumerate(compared):
             torch.testing.assert_close(states[number], expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,252 @@
+"""Heads and convolutions of block drafts against loops and torch's own modules; lattices and how chains walk them; what
+files hold of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.kernels.sampling.sample import gumbel
+from slipstream.models.drafts.block_heads import BlockConvolution, LiLiCorr, LiLiCorrConfig
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.lattice import Lattice, WalkNoise, walk
+from slipstream.models.targets.decoder import load_config
+from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
+
+SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=16, num_heads=2, factor_dim=8)
+HEADS: dict[str, dict[str, Any]] = {
+    "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
+    "selector": {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2, "draft_vocab_size": 50},
+    "vanilla": {"markov_rank": 6, "sample_from_anchor": True, "draft_vocab_size": 50, "confidence_head": True},
+    "gated": {"markov_rank": 6, "markov_head_type": "gated", "confidence_head": True, "sample_from_anchor": True},
+    "scorer": {"lilicorr": SCORER, "conv_kernel_size": 2},
+    "as wide": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=0, num_heads=4)},
+    "confidence": {"confidence_head": True, "confidence_temperatures": (1.5,) * 7},
+    "scaled": {"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "input_embedding_scale": 3.0},
+}
+
+
+@pytest.fixture
+def make_draft(make_target: Callable[[str], Path]) -> Callable[..., DFlash]:
+    target = load_config(make_target("qwen3"))
+
+    def make(**fields: Any) -> DFlash:
+        torch.manual_seed(4)
+        own: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
+        module = DFlash(DFlashConfig.from_target(target, **own | ORIGIN | fields))
+        for parameter in module.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        if module.config.draft_vocab_size is not None:
+            module.set_vocabulary(torch.arange(0, 120, 2)[: module.config.draft_vocab_size])
+        return module.requires_grad_(False)
+
+    return make
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_round_trip_is_exact(
+    name: str, make_draft: Callable[..., DFlash], make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    saved = SavedDraft(make_draft(**HEADS[name]), load_config(make_target("qwen3")), tmp_path)
+    saved.check_round_trip()
+    assert saved.load().config == saved.module.config
+
+
+def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
+    shapes = {
+        "selector": {
+            "layers.0.attention_conv.base_kernel": (2, 2, 32),
+            "layers.1.mlp_conv.kernel_projection.weight": (8, 32),
+            "candidate_selector.predecessor_codebook": (120, 6),
+            "candidate_selector.successor_codebook": (50, 6),
+            "candidate_selector.hidden_projection.weight": (6, 32),
+        },
+        "gated": {
+            "markov_head.markov_w1.weight": (120, 6),
+            "markov_head.markov_w2.weight": (120, 6),
+            "markov_head.gate_proj.weight": (6, 38),
+            "markov_head.gate_proj.bias": (6,),
+            "confidence_head.proj.weight": (1, 38),
+            "confidence_head.proj.bias": (1,),
+        },
+        "scorer": {
+            "lilicorr.token_proj.weight": (16, 32),
+            "lilicorr.slot_embedding": (1, 1, 7, 1, 16),
+            "lilicorr.rank_embedding": (1, 1, 1, 4, 16),
+            "lilicorr.relative_slot_bias": (2, 15),
+            "lilicorr.layers.1.attn.in_proj_weight": (48, 16),
+            "lilicorr.layers.1.mlp.up_proj.weight": (32, 16),
+            "lilicorr.feature_mlp.down_proj.bias": (16,),
+            "lilicorr.factor_input_proj.weight": (16, 48),
+            "lilicorr.anchor_out_head.weight": (8, 16),
+        },
+    }
+    for name, expected in shapes.items():
+        state = make_draft(**HEADS[name]).state_dict()
+        assert {key: tuple(state[key].shape) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conv_kernel_size": 3}, "conv_kernel_size is 3; supported"),
+        ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size is 5; it must divide the hidden size 32"),
+        ({"selector_rank": 4, "markov_rank": 4}, "a draft has one way to join its slots"),
+        ({"selector_rank": 4, "selector_top_k": 200}, "200 candidates of a slot; give 1 to 120"),
+        ({"markov_rank": -1}, "markov_rank -1; give 0"),
+        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; supported: vanilla and gated"),
+        ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
+        ({"confidence_head": True, "confidence_temperatures": (1.0,)}, "give 7 positive numbers, or none"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; give a positive number"),
+    ],
+)
+def test_configs_are_checked(fields: dict[str, Any], message: str, make_draft: Callable[..., DFlash]) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_draft(**fields)
+
+
+def test_convolution_equals_the_loop() -> None:
+    torch.manual_seed(0)
+    module = BlockConvolution(12, 2, 4).double().requires_grad_(False)
+    x, S = torch.randn(9, 12, dtype=torch.float64), 3
+    assert torch.equal(module.prepare(x, S)[0], x), "starts as the identity"
+    for parameter in module.parameters():
+        parameter += torch.randn_like(parameter)
+    delta = (x @ module.kernel_projection.weight.T).view(9, 2, 2, 3)
+    for side, found in enumerate((module.prepare(x, S)[0], module.finish(x, module.prepare(x, S)[1], S))):
+        for row in range(9):
+            for channel in range(12):
+                taps = [module.base_kernel[side, t, channel] + delta[row, side, t, channel // 4] for t in range(2)]
+                before = x[row - 1, channel] if row % S else 0.0
+                expected = taps[0] * x[row, channel] + taps[1] * before
+                assert float(found[row, channel]) == pytest.approx(float(expected))
+
+
+def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits: Tensor) -> list[float]:
+    """Scores of the draft ids `rows` at one slot after the target id `before`, by the formulas."""
+    found = []
+    for row in rows:
+        score = logits[row]
+        if draft.selector is not None:
+            query = draft.selector.predecessor_codebook[before] * (draft.selector.hidden_projection.weight @ h)
+            score = score + query @ draft.selector.successor_codebook[row]
+        if draft.markov is not None:
+            embedded = draft.markov.markov_w1.weight[before]
+            if draft.markov.gate_proj is not None:
+                gate = draft.markov.gate_proj
+                embedded = embedded * torch.sigmoid(gate.weight @ torch.cat((h, embedded)) + gate.bias)
+            score = score + draft.markov.markov_w2.weight[row] @ embedded
+        found.append(float(score))
+    return found
+
+
+@pytest.mark.parametrize("name", ["selector", "vanilla", "gated", "scaled"])
+def test_lattices_and_their_chains_equal_the_loops(name: str, make_draft: Callable[..., DFlash]) -> None:
+    draft = make_draft(**HEADS[name])
+    ids = draft.target_ids if draft.target_ids is not None else torch.arange(120)
+    hidden, anchors, logits = torch.randn(3, 4, 32), torch.tensor([5, 0, 119]), torch.randn(3, 4, len(ids))
+    lattice = draft.lattice(hidden, anchors, logits, num_candidates=5)
+    temperature = torch.tensor([0.0, 0.7, 1.5])
+    noise = WalkNoise(temperature, torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]))
+    drawn, greedy = lattice.tokens(walk(lattice, noise)), lattice.tokens(walk(lattice))
+    assert torch.equal(drawn[0], greedy[0])
+    for b in range(3):
+        before, place, chain = int(anchors[b]), 0, []
+        for s in range(4):
+            own = logits[b, s]
+            if name == "scaled":
+                own = 20 * torch.tanh(own * 0.5 / 20)
+            rows = own.argsort(descending=True)[:5].tolist()
+            assert lattice.candidates[b, s].tolist() == ids[rows].tolist()
+            scores = torch.tensor(naive_scores(draft, hidden[b, s], before, rows, own))
+            found = lattice.start[b] if s == 0 else lattice.edges[b, s - 1, place]
+            torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
+            own_noise = gumbel(noise.keys[b : b + 1], noise.positions[b : b + 1] + s, ids[rows])[0]
+            place = int((scores + temperature[b] * own_noise).argmax())
+            before = int(ids[rows[place]])
+            chain.append(before)
+        assert drawn[b].tolist() == chain
+
+
+def test_a_walk_is_greedy_from_left_to_right() -> None:
+    """The best whole path would be 1, 1."""
+    lattice = Lattice(
+        torch.tensor([[[3, 4], [5, 6]]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[[[0.0, 1.0], [0.0, 9.0]]]])
+    )
+    assert lattice.tokens(walk(lattice)).tolist() == [[3, 6]]
+
+
+def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -> None:
+    scorer = make_draft(**HEADS["scorer"]).scorer
+    assert isinstance(scorer, LiLiCorr)
+    B, K, k = 2, 3, 4
+    embedded, hidden, context = torch.randn(B, K, k, 32), torch.randn(B, K, 32), torch.randn(B, 32)
+    log_probs = torch.randn(B, K, 9).log_softmax(-1).sort(descending=True).values[..., :k]
+    start, edges = scorer(embedded, log_probs, hidden, context)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], scorer.get_parameter(f"{name}.weight"), 1e-6)
+
+    def mlp(x: Tensor, name: str) -> Tensor:
+        module = scorer.get_submodule(name)
+        return module.down_proj(nn.functional.silu(module.up_proj(x)))
+
+    for b in range(B):
+        nodes = []
+        for s in range(K):
+            for c in range(k):
+                lp = log_probs[b, s, c]
+                features = torch.tensor([lp, lp.exp(), lp - log_probs[b, s, 0], c / (k - 1), float(c == 0)])
+                node = scorer.token_proj(embedded[b, s, c]) + scorer.pass_hidden_proj(hidden[b, s])
+                node = node + mlp(scorer.feature_norm(features), "feature_mlp")
+                nodes.append(node + scorer.slot_embedding[0, 0, s, 0] + scorer.rank_embedding[0, 0, 0, c])
+        x = torch.stack(nodes)
+        slot = torch.arange(K).repeat_interleave(k)
+        bias = torch.stack(
+            [
+                torch.stack(
+                    [
+                        scorer.relative_slot_bias[:, slot[i] - slot[j] + 7]
+                        + (slot[i] == slot[j]) * scorer.same_slot_bias
+                        for j in range(K * k)
+                    ]
+                )
+                for i in range(K * k)
+            ]
+        ).permute(2, 0, 1)
+        for index, layer in enumerate(scorer.layers):
+            attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            attention.load_state_dict(layer.attn.state_dict())
+            normed = norm(x, f"layers.{index}.attn_norm").unsqueeze(0)
+            x = x + attention(normed, normed, normed, attn_mask=bias, need_weights=False)[0][0]
+            x = x + mlp(norm(x, f"layers.{index}.mlp_norm"), f"layers.{index}.mlp")
+        x = norm(x, "output_norm")
+        anchor = norm(scorer.context_proj(context[b]), "anchor_norm")
+        factors = nn.functional.silu(scorer.factor_input_proj(torch.cat((x, anchor.expand_as(x), x * anchor), dim=1)))
+        out, into, first = scorer.out_head(factors), scorer.in_head(factors), scorer.anchor_out_head(anchor)
+        for j in range(k):
+            expected = 8 * torch.cosine_similarity(first, into[j], dim=0)
+            torch.testing.assert_close(start[b, j], expected, rtol=1e-4, atol=1e-4)
+            for s in range(1, K):
+                expected = 8 * torch.cosine_similarity(out[(s - 1) * k : s * k], into[s * k + j].unsqueeze(0))
+                torch.testing.assert_close(edges[b, s - 1, :, j], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..., DFlash]) -> None:
+    draft = make_draft(**HEADS["vanilla"])
+    hidden, before = torch.randn(2, 3, 32), torch.tensor([[5, 9, 1], [0, 2, 4]])
+    weight, bias = (
+        draft.get_parameter("confidence_head.proj.weight")[0],
+        draft.get_parameter("confidence_head.proj.bias"),
+    )
+    rows = draft.get_parameter("markov_head.markov_w1.weight")[before]
+    expected = hidden @ weight[:32] + rows @ weight[32:] + bias
+    torch.testing.assert_close(draft.confidences(hidden, before), expected)
+    calibrated = make_draft(**HEADS["confidence"] | {"confidence_temperatures": tuple(range(1, 8))})
+    raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": ()})
+    torch.testing.assert_close(
+        calibrated.confidences(hidden, before) * torch.tensor([1.0, 2.0, 3.0]), raw.confidences(hidden, before)
+    )

@@ -1,0 +1,171 @@
+"""The losses of block drafts: their names and weights as options, and those of the heads that join slots.
+
+    ce, kl, tv, l1, lk, lk_lambda   over the vocabulary, of a slot's own logits, or with the Markov head's bias of the
+                                    text's token before (kernels/cross_entropy.py); l1 is 2 tv
+    selector_ce, selector_tv        of the selector's scores over a slot's candidates, after the text's token before:
+                                    against the text, and against the target's distribution over the same candidates
+    scorer_ce, scorer_hinge, scorer_regret   of LiLiCorr's scores: against the text; the margin by which the best other
+                                    candidate should fall short of it; by how much the target prefers the text to what
+                                    the scores choose
+    confidence                      binary cross-entropy of the confidence head against the overlap sum min(p, q), by
+                                    which the target accepts what the draft samples
+
+In training, the text's token takes the place of the weakest of the selector's candidates where it is not among them.
+Letters: M slots, B blocks of K slots, k candidates of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.cross_entropy import Mix
+from slipstream.models.drafts.dflash import DFlashConfig
+
+MARGIN = 2.0  # of scorer_hinge, in scores
+VOCABULARY = ("ce", "kl", "tv", "l1", "lk", "lk_lambda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    """Weights of a block draft's losses; none given: by its heads (docs/dflash.md). If one is given, others are 0."""
+
+    ce: float | None = None
+    """cross-entropy against the text"""
+    kl: float | None = None
+    """KL divergence from the target's distribution"""
+    tv: float | None = None
+    """total variation to the target's distribution, the share of samples that it rejects"""
+    l1: float | None = None
+    """L1 distance to the target's distribution, twice tv, as DSpark weighs it"""
+    lk: float | None = None
+    """minus the log of the share that the target accepts"""
+    lk_lambda: float | None = None
+    """kl while little is accepted, later tv (LK)"""
+    selector_ce: float | None = None
+    """cross-entropy of the selector over its candidates, against the text"""
+    selector_tv: float | None = None
+    """total variation of the selector to the target, both over the candidates"""
+    confidence: float | None = None
+    """binary cross-entropy of the confidence head"""
+    scorer_ce: float | None = None
+    """cross-entropy of LiLiCorr over its candidates, against the text"""
+    scorer_hinge: float | None = None
+    """how far the text's candidate is from beating the others by 2, in LiLiCorr's scores"""
+    scorer_regret: float | None = None
+    """expected loss of the target's logit by what LiLiCorr chooses"""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 0:
+                raise ValueError(f"draft.losses.{field.name} is {value}; give 0 or more")
+
+    def of(self, config: DFlashConfig) -> dict[str, float]:
+        """The weights of all losses, by name, for a draft with these heads. Raises ValueError for a loss of a head that
+        it lacks, and for a head that no loss trains."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        if all(value is None for value in given.values()):
+            given |= default_weights(config)
+        weights = {name: value or 0.0 for name, value in given.items()}
+        heads = {"selector": config.selector_rank, "scorer": config.lilicorr, "confidence": config.confidence_head}
+        options = {"selector": "selector_rank", "scorer": "lilicorr", "confidence": "confidence_head"}
+        for head, has in heads.items():
+            names = [name for name in given if name.startswith(head)]
+            used = [name for name in names if weights[name]]
+            if used and not has:
+                raise ValueError(f"draft.losses.{used[0]} is {given[used[0]]}, but the draft has no {options[head]}")
+            if has and not used:
+                raise ValueError(
+                    f"draft.{options[head]} adds a head that no loss trains; give draft.losses."
+                    f"{' or draft.losses.'.join(names)}"
+                )
+        if not any(weights[name] for name in VOCABULARY):
+            raise ValueError(f"draft.losses has no loss of the draft's logits; give one of {', '.join(VOCABULARY)}")
+        return weights
+
+
+def default_weights(config: DFlashConfig) -> dict[str, float]:
+    """Of a draft with these heads: those of the recipes that did best elsewhere (docs/dflash.md names them)."""
+    if config.selector_rank:
+        weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
+    elif config.markov_rank:
+        weights = {"ce": 0.1, "l1": 0.9}
+    elif config.lilicorr is not None:
+        weights = {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}
+    else:
+        weights = {"ce": 1.0}
+    return weights | ({"confidence": 1.0} if config.confidence_head else {})
+
+
+def mix_of(weights: Mapping[str, float]) -> Mix:
+    """Those over the vocabulary."""
+    tv = weights["tv"] + 2 * weights["l1"]
+    return Mix(weights["ce"], weights["kl"], tv, weights["lk"], weights["lk_lambda"])
+
+
+def reads_teacher(weights: Mapping[str, float]) -> bool:
+    """Whether they read the target's distribution."""
+    named = (weights[name] for name in ("selector_tv", "confidence", "scorer_regret"))
+    return mix_of(weights).reads_teacher or any(named)
+
+
+class Candidates(NamedTuple):
+    rows: Tensor  # (M, k) rows of the head
+    places: Tensor  # (M,) where the label is among them
+
+
+def with_labels(rows: Tensor, labels: Tensor) -> Candidates:
+    """rows (M, k), best first; labels (M,): a label that is missing takes the last place."""
+    matches = rows == labels.unsqueeze(1)
+    found = matches.any(dim=1)
+    places = torch.where(found, matches.long().argmax(dim=1), rows.shape[1] - 1)
+    last = torch.where(found, rows[:, -1], labels)
+    return Candidates(torch.cat((rows[:, :-1], last.unsqueeze(1)), dim=1), places)
+
+
+def selector_losses(scores: Tensor, places: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
+    """scores (M, k), places (M,) of the labels, teacher (M, k) the target's logits -> losses (M,) by name."""
+    scores = scores.float()
+    found = {"selector_ce": F.cross_entropy(scores, places, reduction="none")}
+    if teacher is not None:
+        overlap = torch.minimum(scores.softmax(dim=-1), teacher.float().softmax(dim=-1)).sum(dim=-1)
+        found["selector_tv"] = 1 - overlap
+    return found
+
+
+class ScorerSlots(NamedTuple):
+    """Of whole blocks."""
+
+    scores: Tensor  # (B, K, k) of a slot's candidates after the text's token before
+    places: Tensor  # (B, K) where the text's token is among them
+    inside: Tensor  # (B, K) bool: the text's tokens up to this one are all among the candidates
+
+
+def scorer_slots(start: Tensor, edges: Tensor, rows: Tensor, labels: Tensor) -> ScorerSlots:
+    """start (B, k), edges (B, K - 1, k, k), candidates' rows (B, K, k), labels (B, K) rows."""
+    matches = rows == labels.unsqueeze(2)
+    places = matches.long().argmax(dim=2)
+    inside = matches.any(dim=2).long().cumprod(dim=1).bool()
+    before = places[:, :-1, None, None].expand(-1, -1, 1, rows.shape[2])
+    scores = torch.cat((start.unsqueeze(1), edges.gather(2, before).squeeze(2)), dim=1)
+    return ScorerSlots(scores.float(), places, inside)
+
+
+def scorer_losses(slots: ScorerSlots, teacher: Tensor | None) -> dict[str, Tensor]:
+    """`teacher` (B, K, k): the target's logits of the candidates -> losses (B, K) by name, 0 outside the prefix
+    (LiLiCorr, arXiv 2608.20530)."""
+    scores, gold = slots.scores, slots.places.unsqueeze(2)
+    own = scores.gather(2, gold)
+    others = scores.scatter(2, gold, -torch.inf).amax(dim=2) if scores.shape[2] > 1 else own.squeeze(2) - MARGIN
+    found = {
+        "scorer_ce": scores.logsumexp(dim=2) - own.squeeze(2),
+        "scorer_hinge": F.relu(MARGIN + others - own.squeeze(2)),
+    }
+    if teacher is not None:
+        regret = F.relu(teacher.gather(2, gold) - teacher)
+        found["scorer_regret"] = (scores.softmax(dim=2) * regret).sum(dim=2)
+    return {name: loss * slots.inside for name, loss in found.items()}
