@@ -279,7 +279,8 @@ def examine_texts(
 
 def disagreement(examination: Examination) -> list[Finding]:
     """Whether trainer and server here, or the endpoint, accept otherwise."""
-    as_read, found = examination.diagnosis.as_read, []
+    as_read = examination.diagnosis.as_read
+    found: list[Finding] = []
     if as_read is None:
         return found
     simulated, endpoint = as_read.accept_length, examination.endpoint

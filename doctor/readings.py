@@ -268,7 +268,8 @@ def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator
     if name is None:
         return
     d2t, size = tensors[name].long(), target.config.vocab_size
-    places, found = torch.arange(len(d2t)), {}
+    places = torch.arange(len(d2t))
+    found: dict[str, Tensor | None] = {}
     found["target ids, not differences, in d2t"] = d2t
     listed = next((tensor for key, tensor in tensors.items() if key.rpartition(".")[2] == "t2d"), None)
     if listed is not None and listed.dtype == torch.bool and int(listed.sum()) == len(d2t):

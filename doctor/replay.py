@@ -190,6 +190,11 @@ class Replay:
         """Of all texts, or of those of the first batches. Raises ValueError for files that cannot be read so."""
         draft: Any = self.build(subject)
         family, config = FAMILIES[subject.family], draft.config
+        if subject.family != "dflash" and config.sliding_window is not None and config.sliding_window < self.longest:
+            raise ValueError(
+                f"the draft has a window of {config.sliding_window} positions; EAGLE drafts with windows are replayed "
+                f"over texts no longer than that, and the longest has {self.longest}"
+            )
         target = self.target
         target.wanted = config.aux_layers
         target.mask_token = None
@@ -197,6 +202,8 @@ class Replay:
             target.mask_token = config.mask_token_id, subject.mask_embedding
         rope = self._rope(config, subject.most_positions)
         options = family.options(config)
+        if subject.family != "dflash" and config.sliding_window is not None:  # wider than every text
+            draft = self.build(subject.with_values(layer_types=None, use_sliding_window=False, sliding_window=None))
         training = family.training(draft.requires_grad_(False), target, rope, options, self.depth).eval()
         emitted: list[int] = []
         rounds: list[Round] = []
