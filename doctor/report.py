@@ -34,6 +34,7 @@ ol.chain li { border: 1px solid var(--line); border-radius: 5px; padding: 3px 9p
 ol.chain li.cause { border-color: var(--bad); font-weight: 600 } ol.chain li.risk { border-color: var(--warn) }
 article { border: 1px solid var(--line); border-left-width: 4px; border-radius: 5px; padding: 8px 14px; margin: 10px 0 }
 article.cause { border-left-color: var(--bad) } article.risk { border-left-color: var(--warn) }
+article.cause, article.risk { color: inherit }
 article p { margin: 5px 0 } article h3 { margin: 2px 0; font-size: 15px }
 table { border-collapse: collapse; font-size: 14px } th, td { text-align: left; padding: 3px 18px 3px 0 }
 th { color: var(--pale); font-weight: 500 } td.number { text-align: right; font-variant-numeric: tabular-nums }
