@@ -29,7 +29,7 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	mkdir -p build/types && ln -sfn ../.. build/types/slipstream
 	MYPYPATH=build/types $(BIN)/mypy -p slipstream.models -p slipstream.serve -p slipstream.kernels \
-		-p slipstream.train -p slipstream.data_tools
+		-p slipstream.train -p slipstream.data_tools -p slipstream.doctor
 
 # Wheels of torch's CPU build are small; on a machine with a GPU install torch first and it stays as it is.
 .venv/.installed: pyproject.toml setup.py $(wildcard serve/drafters/ngram/csrc/*)

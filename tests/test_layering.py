@@ -19,6 +19,10 @@ ALLOWED = {
     "models": ("kernels", "models"),
     "train": ("config", "runtime", "kernels", "models", "train"),
     "serve": ("config", "runtime", "kernels", "models", "serve"),
+    "doctor": (
+        *("config", "runtime", "models", "train", "data_tools", "doctor"),
+        *("serve.llm", "serve.options", "serve.request", "serve.drafters.registry"),
+    ),
     "data_tools": ("config", "runtime", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
 }
 # Room of serve/ -> what of the other rooms it may import.

@@ -346,14 +346,35 @@ def load_draft(
     own if `network` allows one, and other tensors in their place are refused. `choices` say what the files leave open;
     those that contradict a file are refused.
     """
-    choices = choices or Choices()
     for name, content in network.unsupported_files.items():
         if (path / name).exists():
             raise ValueError(f"{path} has {content} ({name}), which is not supported")
-    files = read_draft_tensors(path)
-    tensors = {_public_name(network, key): tensor for key, tensor in files.items()}
-    values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
-    values = network.Config.settle(values, target, choices, Evidence(tensors, files.keys()))
+    files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
+    return build_draft(network, files, path, target, dtype, device, shared, choices)
+
+
+class DraftFiles(NamedTuple):
+    """What a draft's checkpoint holds: config.json, and tensors by their names in the files."""
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def build_draft(
+    network: type[Network],
+    files: DraftFiles,
+    path: Path,
+    target: TargetSpec,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
+    choices: Choices | None = None,
+) -> Network:
+    """`load_draft` of files that are read already; `path` names them in errors."""
+    choices = choices or Choices()
+    tensors = {_public_name(network, key): tensor for key, tensor in files.tensors.items()}
+    values: Mapping[str, Any] = from_speculators(dict(files.values))
+    values = network.Config.settle(values, target, choices, Evidence(tensors, files.tensors.keys()))
     config: Any = network.Config.from_json(values, target, tensors)
     if choices.aux_layers is not None and config.aux_layers != tuple(choices.aux_layers):
         raise ValueError(

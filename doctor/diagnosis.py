@@ -1,0 +1,211 @@
+"""Finds the first stage at which a draft's files do not mean what they are read as, and what that costs."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from slipstream.doctor.readings import STAGES, Case, Reading, readings, repairs, with_layers, without_flag
+from slipstream.doctor.replay import Replay, Score, Subject
+from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
+
+LEAST_GAIN = 1.03  # of accept length, by which another reading is taken to be the right one
+CERTAIN = 1.01  # its 95 % interval must lie above
+ALIKE = 0.98  # of the best gain: among readings that gain as much the one of the earliest stage is named
+MOST_CAUSES = 3
+FEW = 3  # batches by which readings are compared; the best one is confirmed by all
+RISK = 0.97  # of the accept length, below which a careless reader's loss is a risk
+
+Kind = Literal["cause", "risk", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """cause: what is wrong here; risk: right here, but servers that read the files otherwise lose; note: neither."""
+
+    kind: Kind
+    stage: str
+    name: str
+    cause: str
+    remedy: str
+    before: float | None = None  # accept length as it is read, by us or, of a risk, by others; None: refused
+    after: float | None = None  # mended in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """`refusal`: why the files could not be read as they are."""
+
+    findings: tuple[Finding, ...]
+    tried: tuple[tuple[str, str, float], ...]  # stage, reading, accept length
+    refusal: str = ""
+    as_read: Score | None = None
+    mended: Score | None = None  # with every cause mended; as read where there is none
+    subject: Subject | None = None  # as it was read at last
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(finding.kind == "cause" for finding in self.findings) or bool(self.refusal)
+
+
+def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
+    """`path`: the draft's folder."""
+    tried: list[tuple[str, str, float]] = []
+    refusal, as_read = "", None
+    try:
+        as_read = replay.score(subject)
+    except ValueError as error:
+        refusal = str(error)
+    causes: list[Finding] = []
+    score = as_read
+    while len(causes) < MOST_CAUSES:
+        best = best_reading(subject, score, replay, path, tried)
+        if best is None:
+            break
+        reading, found = best
+        before = None if score is None else score.accept_length
+        causes.append(_finding("cause", reading, before, found.accept_length))
+        subject, score = reading.subject, found
+    risks = [] if score is None else [*inherited(subject, score), *find_risks(subject, score, replay)]
+    return Diagnosis(findings=(*causes, *risks), tried=tuple(tried), refusal=refusal, as_read=as_read, mended=score)
+
+
+def best_reading(
+    subject: Subject, score: Score | None, replay: Replay, path: Path, tried: list[tuple[str, str, float]]
+) -> tuple[Reading, Score] | None:
+    """The reading that is accepted better than `score`, or at all; None if there is none."""
+    target = replay.target.model
+    others: Iterable[Reading] = repairs(subject, target, path, score is None)
+    if score is not None:
+        others = (*others, *readings(Case(subject, replay.build(subject), target)))
+    quick = None if score is None else replay.score(subject, FEW)
+    found: list[tuple[float, Reading]] = []
+    for reading in tqdm(tuple(others), desc="other readings", unit="reading", leave=False):
+        try:
+            other = replay.score(reading.subject, FEW)
+        except (ValueError, RuntimeError, KeyError, IndexError):  # the files cannot be meant so
+            continue
+        tried.append((reading.stage, reading.name, other.accept_length))
+        gain, low = (other.accept_length, 1.0) if quick is None else other.ratio(quick)
+        if quick is None or (gain >= LEAST_GAIN and low > 1):
+            found.append((gain, reading))
+    if not found:
+        return None
+    most = max(gain for gain, _ in found)
+    near = [reading for gain, reading in found if gain >= ALIKE * most]
+    first = min(near, key=lambda reading: STAGES.index(reading.stage))
+    whole = replay.score(first.subject)
+    if score is not None:
+        gain, low = whole.ratio(score)
+        if gain < LEAST_GAIN or low <= CERTAIN:
+            return None
+    return first, whole
+
+
+def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
+    """A quantisation that config.json names and the weights do not have. We do not follow it; servers that do read
+    16-bit weights as codes, and lose every draft."""
+    if "quantization_config" in subject.files.values:
+        yield Finding(
+            kind="cause",
+            stage="files",
+            name="a quantization_config without quantised weights",
+            cause="config.json has a quantization_config, the target's, but the draft's weights are of 16 bits: "
+            "servers that follow it read them as codes",
+            remedy="delete quantization_config from the draft's config.json",
+            after=score.accept_length,
+        )
+
+
+def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Finding]:
+    """What other readers may take otherwise; of each, what they lose."""
+    for reading in careless(subject, replay):
+        try:
+            other = replay.score(reading.subject).accept_length
+        except (ValueError, RuntimeError):
+            other = None
+        if other is None or other < RISK * score.accept_length:
+            yield _finding("risk", reading, other, score.accept_length)
+
+
+def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
+    """How servers read what these files leave out or put elsewhere. `subject` keeps what is to be written."""
+    values, target = subject.files.values, replay.target.model.config
+    config: Any = replay.build(subject).config
+    limit = values.get("max_position_embeddings") or target.max_position_embeddings
+    if limit < target.max_position_embeddings:
+        yield Reading(
+            "positions",
+            f"{limit} positions",
+            f"max_position_embeddings is {limit} in the draft and {target.max_position_embeddings} in its target; "
+            "servers that size the draft's rotary embedding by it draft wrongly beyond",
+            f"write max_position_embeddings {target.max_position_embeddings} in the draft's config.json",
+            replace(subject, most_positions=limit),
+        )
+    if subject.family == "eagle3":
+        yield from _careless_flags(subject)
+        if not _names_layers(values) and config.has_fc and "drafter" not in values:
+            guess = (2, target.num_layers // 2, target.num_layers - 3)
+            if guess != config.aux_layers and len(guess) == len(config.aux_layers) and min(guess) >= 0:
+                yield Reading(
+                    "target's states",
+                    f"states {list(guess)}",
+                    "config.json names no states of the target, and engines guess other ones than it was trained on",
+                    f"name the layer outputs {list(config.aux_layers)} in config.json",
+                    with_layers(subject, guess),
+                )
+    if subject.family == "dflash" and "sample_from_anchor" not in values and "drafter" not in values:
+        yield Reading(
+            "block convention",
+            f"sample_from_anchor {str(not config.sample_from_anchor).lower()}",
+            "config.json does not say whether the anchor's slot drafts a token, and servers differ",
+            f"write sample_from_anchor {str(config.sample_from_anchor).lower()} in config.json",
+            subject.with_values(sample_from_anchor=not config.sample_from_anchor),
+        )
+
+
+def _careless_flags(subject: Subject) -> Iterator[Reading]:
+    values = subject.files.values
+    eagle = values.get("eagle_config") or {}
+    for flag in FLAGS:
+        tensor, outer, inner = FLAG_TENSORS.get(flag), values.get(flag), eagle.get(flag)
+        has_tensor = tensor is not None and any(name.endswith(tensor) for name in subject.files.tensors)
+        if outer or not (inner or has_tensor):
+            continue
+        where = "in eagle_config alone" if inner else f"nowhere, though the files have {tensor}"
+        kept = {
+            name: None
+            for name in subject.files.tensors
+            if tensor is not None and ".".join(tensor.split(".")[:1]) in name.split(".")
+        }
+        dropped = without_flag(subject, flag).with_tensors(**kept)
+        yield Reading(
+            "fc and norms",
+            f"without {flag}",
+            f"{flag} stands {where}: servers that read the top level of config.json leave it out",
+            f"write {flag} true at the top level of config.json",
+            dropped,
+        )
+
+
+def _names_layers(values: Any) -> bool:
+    name = "eagle_aux_hidden_state_layer_ids"
+    return bool(values.get(name) or (values.get("eagle_config") or {}).get(name))
+
+
+def _finding(kind: Kind, reading: Reading, before: float | None, after: float | None) -> Finding:
+    return Finding(
+        kind=kind,
+        stage=reading.stage,
+        name=reading.name,
+        cause=reading.cause,
+        remedy=reading.remedy,
+        before=before,
+        after=after,
+    )
+
+
+def first_cause(findings: Sequence[Finding]) -> Finding | None:
+    return next((finding for finding in findings if finding.kind == "cause"), None)

@@ -1,0 +1,471 @@
+"""Other ways to mean a draft's files: what trainers and servers are known to get wrong.
+
+A reading changes the files in memory, in one way. Where the draft is accepted better then, that way was meant, and the
+reading names the cause and the remedy. They are listed in the order in which a draft's input passes through it, so that
+the first stage that differs is named first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.doctor.replay import Subject
+from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork
+from slipstream.models.drafts.eagle3 import FLAG_TENSORS
+from slipstream.models.targets.config import default_aux_layers
+from slipstream.models.targets.decoder import Target
+
+STAGES = (
+    "files",
+    "prompt text",
+    "target's states",
+    "fc and norms",
+    "mask token",
+    "block convention",
+    "rotary embedding",
+    "windows",
+    "positions",
+    "draft vocabulary",
+    "head and embedding",
+    "later steps",
+    "text",
+)
+SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales")
+SIMILAR = 0.6  # cosine between rows of a draft's head and of the target's, above which they stand for one token
+CHUNK = 1024  # rows compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to mean the files."""
+
+    stage: str
+    name: str  # "taps one layer later"
+    cause: str  # what is wrong, if this reading is right
+    remedy: str
+    subject: Subject
+
+
+class Case(NamedTuple):
+    """A draft as it was read, and its target."""
+
+    subject: Subject
+    network: DraftNetwork
+    target: Target
+
+
+def readings(case: Case) -> Iterator[Reading]:
+    """Other readings of a draft that could be read."""
+    for make in (taps, norms, mask_tokens, conventions, ropes, windows, vocabularies, heads):
+        yield from make(case)
+
+
+def taps(case: Case) -> Iterator[Reading]:
+    """The target's states that fc reads, counted otherwise."""
+    config: Any = case.network.config
+    if case.subject.family == "eagle" or not getattr(config, "has_fc", True):
+        return
+    own, last = tuple(config.aux_layers), case.target.config.num_layers
+    found = {
+        "one layer earlier": tuple(layer - 1 for layer in own),
+        "one layer later": tuple(layer + 1 for layer in own),
+        "the default ones": default_aux_layers(last) if len(own) == 3 else own,
+        "the last one before the final norm": tuple(last - 1 if layer == last else layer for layer in own),
+        "the last one after the final norm": tuple(last if layer == last - 1 else layer for layer in own),
+        "in the opposite order": own[::-1],
+    }
+    for name, layers in found.items():
+        if layers == own or min(layers) < 0 or max(layers) > last or len(set(layers)) < len(layers):
+            continue
+        why = "ids are counted otherwise" if name.startswith("one layer") else "these ids are not its own"
+        yield Reading(
+            "target's states",
+            f"states {name}: {list(layers)}",
+            f"config.json names the target's states {list(own)} (layer outputs), but the draft was trained on "
+            f"{list(layers)}: {why}",
+            f"write {list(layers)} as layer outputs: {layers_field(case.subject, layers)}",
+            with_layers(case.subject, layers),
+        )
+
+
+def is_possible(layers: tuple[int, ...], last: int) -> bool:
+    """Whether these are distinct layer outputs in their order, of a target whose final state is `last`."""
+    return min(layers) >= 0 and max(layers) <= last and list(layers) == sorted(set(layers))
+
+
+def with_layers(subject: Subject, layers: tuple[int, ...]) -> Subject:
+    """The files with these layer outputs in every place that names them."""
+    values = dict(subject.files.values)
+    if subject.family == "dflash":
+        inner = dict(values.get("dflash_config") or {})
+        if "target_layer_ids" in values:
+            return subject.with_values(target_layer_ids=list(layers))
+        if "aux_hidden_state_layer_ids" in values:
+            return subject.with_values(aux_hidden_state_layer_ids=[layer + 1 for layer in layers])
+        return subject.with_values(dflash_config={**inner, "target_layer_ids": list(layers)})
+    eagle = {name: x for name, x in (values.get("eagle_config") or {}).items() if "layer_ids" not in name}
+    inputs = [layer + 1 for layer in layers]
+    return replace(subject, choices=replace(subject.choices, aux_layers=None)).with_values(
+        eagle_config=eagle, eagle_aux_hidden_state_layer_ids=inputs
+    )
+
+
+def layers_field(subject: Subject, layers: tuple[int, ...]) -> str:
+    if subject.family == "dflash":
+        return f"dflash_config.target_layer_ids {list(layers)} in config.json"
+    return f"eagle_aux_hidden_state_layer_ids {[layer + 1 for layer in layers]} (layer inputs) in config.json"
+
+
+def norms(case: Case) -> Iterator[Reading]:
+    """Flags of EAGLE-3.1, each the other way."""
+    if case.subject.family != "eagle3":
+        return
+    config: Any = case.network.config
+    for flag, stage in (("norm_before_residual", "fc and norms"), ("norm_output", "later steps")):
+        value = not getattr(config, flag)
+        trained = {
+            "norm_before_residual": ("adds to the state", "adds to the normed state"),
+            "norm_output": ("reads the state before the final norm", "reads the state after the final norm"),
+        }[flag][value]
+        who = "the layer" if flag == "norm_before_residual" else "the next step"
+        yield Reading(
+            stage,
+            f"{flag} {str(value).lower()}",
+            f"config.json says {flag} {str(not value).lower()}, or leaves it out, but in the draft's training {who} "
+            f"{trained}",
+            f"write {flag} {str(value).lower()} at the top level of config.json",
+            without_flag(case.subject, flag).with_values(**{flag: value}),
+        )
+
+
+def without_flag(subject: Subject, flag: str) -> Subject:
+    eagle = {name: x for name, x in (subject.files.values.get("eagle_config") or {}).items() if name != flag}
+    choices = replace(subject.choices, norm_output=None) if flag == "norm_output" else subject.choices
+    changed = subject.with_values(eagle_config=eagle) if "eagle_config" in subject.files.values else subject
+    return replace(changed, choices=choices)
+
+
+def mask_tokens(case: Case) -> Iterator[Reading]:
+    if case.subject.family != "dflash":
+        return
+    config: Any = case.network.config
+    tokenizer, own = case.target.tokenizer, config.mask_token_id
+    named = (
+        {}
+        if tokenizer is None
+        else {name: getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "unk", "bos")}
+    )
+    if tokenizer is not None:
+        named["first unused"] = max(tokenizer.get_vocab().values()) + 1
+    for name, token in named.items():
+        if token is None or token == own or token >= case.target.config.vocab_size:
+            continue
+        inner = {**(case.subject.files.values.get("dflash_config") or {}), "mask_token_id": token}
+        yield Reading(
+            "mask token",
+            f"the {name} token as mask",
+            f"config.json names token {own} as the mask of blocks, but the draft was trained with {token}, the "
+            f"tokenizer's {name} token",
+            f"write dflash_config.mask_token_id {token} in config.json",
+            case.subject.with_values(dflash_config=inner, mask_token_id=None),
+        )
+
+
+def conventions(case: Case) -> Iterator[Reading]:
+    """Whether slot 0 of a block, the anchor's, drafts a token, too."""
+    if case.subject.family != "dflash":
+        return
+    config: Any = case.network.config
+    value = not config.sample_from_anchor
+    meant = "the anchor's slot drafts the next token" if value else "the anchor's slot drafts nothing"
+    yield Reading(
+        "block convention",
+        f"sample_from_anchor {str(value).lower()}",
+        f"the draft is read as if sample_from_anchor were {str(not value).lower()}, but it was trained so that {meant}",
+        f"write sample_from_anchor {str(value).lower()} in config.json (serve: --drafter.sample-from-anchor "
+        f"{str(value).lower()})",
+        case.subject.with_values(sample_from_anchor=value).with_choices(sample_from_anchor=None),
+    )
+
+
+def ropes(case: Case) -> Iterator[Reading]:
+    config: Any = case.network.config
+    if config.rope != case.target.config.rope.of_draft:
+        fields = case.target.config.rope.of_draft.to_json()
+        yield Reading(
+            "rotary embedding",
+            "the target's rotary embedding",
+            f"the draft's rotary embedding (theta {config.rope.theta:g}, {config.rope.rope_type}) is not its target's "
+            f"(theta {fields['rope_theta']:g}, {case.target.config.rope.rope_type}), which it was trained with",
+            f"copy the target's rope_theta and rope_scaling to the draft's config.json: {fields}",
+            case.subject.with_values(**fields, rope_parameters=None),
+        )
+    turned = interleaved(case.subject, case.network)
+    if turned is not None:
+        yield Reading(
+            "rotary embedding",
+            "interleaved pairs of dims",
+            "the rotary embedding turns neighbouring dims in the draft's weights (interleaved), and servers turn dims "
+            "half a head apart (neox)",
+            "write the draft again with the rows of q_proj and k_proj in neox order: each head's even rows first, then "
+            "its odd ones",
+            turned,
+        )
+
+
+def interleaved(subject: Subject, network: DraftNetwork) -> Subject | None:
+    """The files with the rows of q and k so that neighbouring dims turn together; None: it has none."""
+    size = network.config.head_dim
+    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
+    changed: dict[str, Tensor | None] = {}
+    for name, tensor in subject.files.tensors.items():
+        kind = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+        if kind in ("q_proj", "k_proj"):
+            changed[name] = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+        elif kind in ("q_norm", "k_norm") and tensor.shape == (size,):
+            changed[name] = tensor[order]
+    return subject.with_tensors(**changed) if changed else None
+
+
+def windows(case: Case) -> Iterator[Reading]:
+    config: Any = case.network.config
+    values = case.subject.files.values
+    asked, layers = values.get("sliding_window"), values.get("num_hidden_layers") or 1
+    if config.sliding_window is not None:
+        yield Reading(
+            "windows",
+            "no window",
+            f"config.json gives layers a window of {config.sliding_window} positions, but the draft was trained with "
+            "full attention",
+            "write layer_types with full_attention alone and use_sliding_window false in config.json",
+            case.subject.with_values(layer_types=["full_attention"] * layers, use_sliding_window=False),
+        )
+    elif asked:
+        yield Reading(
+            "windows",
+            f"a window of {asked}",
+            f"config.json has sliding_window {asked}, but layer_types or use_sliding_window turn it off; the draft was "
+            "trained with it",
+            "write layer_types with sliding_attention and use_sliding_window true in config.json",
+            case.subject.with_values(layer_types=["sliding_attention"] * layers, use_sliding_window=True),
+        )
+
+
+def vocabularies(case: Case) -> Iterator[Reading]:
+    """Other meanings of the draft's ids."""
+    if case.network.target_ids is not None:
+        yield from other_maps(case.subject, case.target, case.network.target_ids.cpu())
+
+
+def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator[Reading]:
+    """d2t otherwise than as the ids `own` (Vd,); None: it could not be read."""
+    tensors = subject.files.tensors
+    name = next((key for key in tensors if key.rpartition(".")[2] == "d2t"), None)
+    if name is None:
+        return
+    d2t, size = tensors[name].long(), target.config.vocab_size
+    places = torch.arange(len(d2t))
+    found: dict[str, Tensor | None] = {}
+    found["target ids, not differences, in d2t"] = d2t
+    listed = next((tensor for key, tensor in tensors.items() if key.rpartition(".")[2] == "t2d"), None)
+    if listed is not None and listed.dtype == torch.bool and int(listed.sum()) == len(d2t):
+        found["the ids that t2d lists"] = listed.nonzero().flatten()
+    head = tensors.get(HEAD)
+    if head is not None and len(head) == len(d2t):
+        found["the ids whose rows of the target's head are most alike"] = most_alike(head, target.shared[HEAD])
+    for meaning, ids in found.items():
+        if ids is None or len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= size:
+            continue
+        if own is not None and torch.equal(ids, own):
+            continue
+        yield Reading(
+            "draft vocabulary",
+            meaning,
+            f"the map d2t of the draft's ids is not the one it was trained with; right are {meaning}",
+            "take d2t and t2d from the checkpoint of the training (a map that was made again differs silently), or "
+            f"write d2t from {meaning}",
+            subject.with_tensors(**{name: ids - places}),
+        )
+
+
+def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
+    """(Vd,) ids of the target's rows with the highest cosine to each row; None where they are not alike."""
+    rows = torch.nn.functional.normalize(target_head.float(), dim=1)
+    best, ids = [], []
+    for part in head.to(rows.device).float().split(CHUNK):
+        cosine, index = (torch.nn.functional.normalize(part, dim=1) @ rows.t()).max(dim=1)
+        best.append(cosine)
+        ids.append(index)
+    return torch.cat(ids).cpu() if float(torch.cat(best).mean()) > SIMILAR else None
+
+
+def heads(case: Case) -> Iterator[Reading]:
+    tensors, shared = case.subject.files.tensors, case.target.shared
+    own = case.network.target_ids
+    if case.subject.family == "eagle3" and HEAD in tensors:
+        rows = shared[HEAD] if own is None else shared[HEAD][own.to(shared[HEAD].device)]
+        yield Reading(
+            "head and embedding",
+            "the target's head",
+            "lm_head of the draft's files is not the head that it was trained with: the target's does better",
+            "write the target's rows of the draft vocabulary as lm_head.weight",
+            case.subject.with_tensors(**{HEAD: rows}),
+        )
+    if EMBEDDING in tensors and case.network.embed_tokens is not None:
+        yield Reading(
+            "head and embedding",
+            "the target's embedding",
+            "embed_tokens of the draft's files is not the embedding that it was trained with: the target's does better",
+            "delete embed_tokens.weight from the draft's files",
+            case.subject.with_tensors(**{EMBEDDING: None}),
+        )
+
+
+def repairs(subject: Subject, target: Target, path: Path, is_refused: bool) -> Iterator[Reading]:
+    """Readings of files that are refused as they are, or hold what readers leave out."""
+    values, tensors = subject.files.values, subject.files.tensors
+    yield from quantised(subject)
+    yield from other_families(subject)
+    if is_refused:
+        yield from left_open(subject, target)
+        yield from other_maps(subject, target, None)
+    mask = path / "mask_embedding.pt"
+    if subject.family == "dflash" and mask.exists():
+        loaded = torch.load(mask, map_location="cpu", weights_only=True)
+        vector = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
+        yield Reading(
+            "mask token",
+            "the file's own mask embedding",
+            f"{mask.name} holds an embedding of the mask token that the draft was trained with; readers of config.json "
+            "and safetensors leave it out, and take the target's embedding of the mask token",
+            "serve it with a server that reads the file, or train the draft again with a token of the target as mask",
+            replace(subject, mask_embedding=vector.flatten().float()),
+        )
+    for flag, tensor in FLAG_TENSORS.items():
+        if subject.family != "eagle3" or tensor in tensors or values.get(flag) is None:
+            continue
+        yield Reading(
+            "fc and norms",
+            f"without {flag}",
+            f"config.json sets {flag}, but the files have no {tensor}",
+            f"delete {flag} from config.json, or take the tensor from the checkpoint of the training",
+            without_flag(subject, flag).with_values(**{flag: None}),
+        )
+
+
+def quantised(subject: Subject) -> Iterator[Reading]:
+    """Weights of 8 bits times their scales, and settings of a target's quantisation that a draft has inherited."""
+    values, tensors = subject.files.values, subject.files.tensors
+    changed: dict[str, Tensor | None] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("weight")
+        scale = next((f"{stem}{suffix}" for suffix in SCALES if f"{stem}{suffix}" in tensors), None)
+        if name.endswith(".weight") and scale is not None:
+            changed[name] = scaled(tensor, tensors[scale])
+            changed[scale] = None
+    has_settings = "quantization_config" in values
+    if changed:
+        yield Reading(
+            "files",
+            "quantised weights times their scales",
+            f"{len(changed) // 2} weights of the draft are quantised, which readers that take them as they are lose "
+            "every accepted token by",
+            "dequantise the draft (weight * scale, in bf16) and delete quantization_config from its config.json",
+            subject.with_tensors(**changed).with_values(quantization_config=None),
+        )
+    elif has_settings:
+        yield Reading(
+            "files",
+            "16-bit weights without quantization_config",
+            "config.json has a quantization_config, the target's, but the draft's weights are of 16 bits: servers that "
+            "follow it read them as codes",
+            "delete quantization_config from the draft's config.json",
+            subject.with_values(quantization_config=None),
+        )
+
+
+def scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes (O, I) times scales: one, (O,) or (O, 1), or of blocks (o, i)."""
+    scale = scale.float()
+    if scale.numel() == 1 or codes.dim() == 1:
+        return (
+            (codes.float() * scale.reshape(())).bfloat16() if scale.numel() == 1 else (codes.float() * scale).bfloat16()
+        )
+    if scale.dim() == 1 or scale.shape[1] == 1:
+        return (codes.float() * scale.reshape(-1, 1)).bfloat16()
+    rows, columns = -(-codes.shape[0] // scale.shape[0]), -(-codes.shape[1] // scale.shape[1])
+    spread = scale.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)[:, : codes.shape[1]]
+    return (codes.float() * spread).bfloat16()
+
+
+def other_families(subject: Subject) -> Iterator[Reading]:
+    """The architecture of config.json is another kind's: fc and its states are skipped, or looked for in vain."""
+    tensors = subject.files.tensors
+    looks = {
+        "eagle3": any(
+            name.removeprefix("model.").startswith(("midlayer.", "layers.0.hidden_norm")) for name in tensors
+        ),
+        "dflash": any(name.removeprefix("model.") == "hidden_norm.weight" for name in tensors),
+    }
+    for family, fits in looks.items():
+        if fits and family != subject.family:
+            yield Reading(
+                "files",
+                f"as {family.upper()}",
+                f"config.json says that the draft is {subject.family.upper()}, but its tensors are those of "
+                f"{family.upper()}: servers that follow it skip fc and the target's states",
+                f"write the architecture of {family.upper()} in config.json (architectures, and drafter in our files)",
+                replace(subject, family=family).with_values(drafter=family, speculators_model_type=None),
+            )
+
+
+def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
+    """What files leave open and loading therefore refuses: each of its meanings."""
+    values = subject.files.values
+    last = target.config.num_layers
+    if subject.family == "eagle3":
+        named = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        counted = tuple(named or values.get("eagle_aux_hidden_state_layer_ids") or ())
+        candidates = {
+            (1, last // 2 - 1, last - 4): "EAGLE-3's",
+            (2, last // 2, last - 3): "those that engines guess",
+            tuple(default_aux_layers(last)): "ours",
+            (0, last // 2, last - 1): "first, middle and last",
+            **({counted: "as outputs", tuple(layer - 1 for layer in counted): "as inputs"} if counted else {}),
+        }
+        for layers, whose in candidates.items():
+            if (
+                len(set(layers)) == len(layers)
+                and min(layers) >= 0
+                and max(layers) <= last
+                and list(layers) == sorted(layers)
+            ):
+                yield Reading(
+                    "target's states",
+                    f"states {list(layers)}",
+                    "config.json does not say for certain which of the target's states fc reads; engines guess, and "
+                    f"most guesses are wrong. Right are {list(layers)} (layer outputs; {whose})",
+                    f"name them: {layers_field(subject, layers)}",
+                    with_layers(subject, layers),
+                )
+        for value in (True, False):
+            yield Reading(
+                "later steps",
+                f"norm_output {str(value).lower()}",
+                "norm_output has two meanings by the date of the trainer, and the files do not say which is meant",
+                f"write what servers mean by it: norm_output {str(value).lower()} (serve: --drafter.norm-output)",
+                subject.with_choices(norm_output=value),
+            )
+    if subject.family == "dflash":
+        for value in (True, False):
+            yield Reading(
+                "block convention",
+                f"sample_from_anchor {str(value).lower()}",
+                "config.json does not say whether the anchor's slot drafts a token",
+                f"write sample_from_anchor {str(value).lower()} in config.json",
+                subject.with_choices(sample_from_anchor=value),
+            )

@@ -1,0 +1,223 @@
+"""Replays answers of the target through a draft, as its files are read or as they might be meant.
+
+The accept length is the one that training simulates (train/acceptance.py): what a server accepts at temperature 0. The
+target runs once over the texts; its states of all layers are kept, so that a reading that takes others costs nothing.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.drafts.base import Choices, DraftFiles, DraftNetwork, build_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.frozen import DecoderTarget
+from slipstream.train import dflash, eagle, eagle3
+from slipstream.train.acceptance import Walk
+from slipstream.train.batches import Batch
+from slipstream.train.training import DraftTraining
+
+RESAMPLES = 400
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of draft: its network, and the program that trains it."""
+
+    network: type[DraftNetwork]
+    training: type[DraftTraining]
+    options: Callable[[Any], Any]  # of training, from a draft's config
+
+
+FAMILIES: Mapping[str, Family] = {
+    "eagle": Family(Eagle, eagle.EagleTraining, lambda _: eagle.DraftOptions()),
+    "eagle3": Family(Eagle3, eagle3.Eagle3Training, lambda _: eagle3.DraftOptions()),
+    "dflash": Family(DFlash, dflash.DFlashTraining, lambda config: dflash.DraftOptions(block_size=config.block_size)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A draft as somebody reads its files."""
+
+    family: str
+    files: DraftFiles
+    choices: Choices = field(default_factory=Choices)
+    mask_embedding: Tensor | None = None  # (H,) of a block draft's mask token, in place of the target's
+    most_positions: int | None = None  # beyond which rotary angles stay as they are
+
+    def with_values(self, **values: Any) -> "Subject":
+        """With other fields of config.json; None deletes one."""
+        changed = {**self.files.values, **values}
+        kept = {name: value for name, value in changed.items() if value is not None or name not in values}
+        return dataclasses.replace(self, files=self.files._replace(values=kept))
+
+    def with_tensors(self, **tensors: Tensor | None) -> "Subject":
+        """With other tensors; None deletes one. Dots in names are written __."""
+        changed = {**self.files.tensors, **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        return dataclasses.replace(self, files=self.files._replace(tensors=kept))
+
+    def with_choices(self, **choices: Any) -> "Subject":
+        return dataclasses.replace(self, choices=dataclasses.replace(self.choices, **choices))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of drafting, of the answer numbered `answer`."""
+
+    answer: int
+    position: int  # in its document
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reading accepts."""
+
+    emitted: tuple[int, ...]  # by answer: tokens without the first
+    rounds: tuple[Round, ...]
+    depth: int  # most tokens that a round drafts
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a round, over all answers."""
+        return sum(self.emitted) / max(len(self.rounds), 1)
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds that accept their 1st, 2nd, ... drafted token."""
+        count = max(len(self.rounds), 1)
+        return [sum(one.accepted > place for one in self.rounds) / count for place in range(self.depth)]
+
+    def by_group(self, groups: Sequence[str]) -> dict[str, float]:
+        """Accept length of the answers of each group; `groups` names the group of each answer."""
+        rounds, emitted = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0)
+        for one in self.rounds:
+            rounds[groups[one.answer]] += 1
+        for name, count in zip(groups, self.emitted, strict=True):
+            emitted[name] += count
+        return {name: emitted[name] / count for name, count in rounds.items() if count}
+
+    def by_context(self, bounds: Sequence[int]) -> dict[str, float]:
+        """Tokens a round of the rounds that begin before each of the ascending `bounds` and after the one below."""
+        found = {}
+        for low, high in zip((0, *bounds), (*bounds, None), strict=True):
+            own = [one.accepted + 1 for one in self.rounds if one.position >= low and (not high or one.position < high)]
+            if own:
+                found[f"{low}-{high}" if high else f"{low} and more"] = sum(own) / len(own)
+        return found
+
+    def ratio(self, other: "Score") -> tuple[float, float]:
+        """accept_length / other's, and the lower end of its 95 % interval, by drawing answers again."""
+        counts = [[0] * len(self.emitted) for _ in range(2)]
+        for own, score in zip(counts, (self, other), strict=True):
+            for one in score.rounds:
+                own[one.answer] += 1
+        rng, ratios = random.Random(SEED), []
+        for _ in range(RESAMPLES):
+            drawn = rng.choices(range(len(self.emitted)), k=len(self.emitted))
+            mine, theirs = (sum(own[answer] for answer in drawn) for own in counts)
+            ratios.append(theirs / max(mine, 1))  # both emit the same tokens
+        return self.accept_length / other.accept_length, sorted(ratios)[RESAMPLES // 40]
+
+
+class _Walks:
+    """Collects the walks of an evaluation, in place of a run's sample answers."""
+
+    def __init__(self) -> None:
+        self.walks: list[Walk] = []
+
+    def add(self, batch: Batch, walks: Iterable[Walk]) -> None:
+        self.walks += walks
+
+
+class ReplayedTarget(DecoderTarget):
+    """Runs the target once over each batch and keeps the states of every layer."""
+
+    def __init__(self, model: Target) -> None:
+        self.count = model.config.num_layers + 1
+        super().__init__(model, tuple(range(self.count)))
+        self.wanted: tuple[int, ...] = ()
+        self.mask_token: tuple[int, Tensor] | None = None
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        key = tokens.data_ptr()
+        if key not in self._kept:
+            self._kept[key] = super().aux_states(tokens, positions)
+        states, final = self._kept[key]
+        parts = states.unflatten(-1, (self.count, -1))[..., list(self.wanted), :]
+        return parts.flatten(-2), final
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        embeds = super().embed(tokens)
+        if self.mask_token is None:
+            return embeds
+        token, vector = self.mask_token
+        return torch.where((tokens == token).unsqueeze(-1), vector.to(embeds), embeds)
+
+
+class Replay:
+    """Texts, and the target that wrote them, for any number of readings of a draft."""
+
+    def __init__(self, target: Target, path: Path, batches: Sequence[Batch], depth: int) -> None:
+        """`path` of the draft, for errors. `depth`: most tokens that a round drafts."""
+        self.target, self.path, self.batches, self.depth = ReplayedTarget(target), path, list(batches), depth
+        self.longest = max(int(batch.positions.max()) + 1 for batch in batches)
+
+    def build(self, subject: Subject) -> DraftNetwork:
+        """Raises ValueError for files that cannot be read so."""
+        model = self.target.model
+        family = FAMILIES[subject.family]
+        given = model.config, model.dtype, model.device, model.shared, subject.choices
+        return build_draft(family.network, subject.files, self.path, *given)
+
+    @torch.inference_mode()
+    def score(self, subject: Subject, num_batches: int | None = None) -> Score:
+        """Of all texts, or of those of the first batches. Raises ValueError for files that cannot be read so."""
+        draft: Any = self.build(subject)
+        family, config = FAMILIES[subject.family], draft.config
+        if subject.family != "dflash" and config.sliding_window is not None and config.sliding_window < self.longest:
+            raise ValueError(
+                f"the draft has a window of {config.sliding_window} positions; EAGLE drafts with windows are replayed "
+                f"over texts no longer than that, and the longest has {self.longest}"
+            )
+        target = self.target
+        target.wanted = config.aux_layers
+        target.mask_token = None
+        if subject.mask_embedding is not None:
+            target.mask_token = config.mask_token_id, subject.mask_embedding
+        rope = self._rope(config, subject.most_positions)
+        options = family.options(config)
+        if subject.family != "dflash" and config.sliding_window is not None:  # wider than every text
+            draft = self.build(subject.with_values(layer_types=None, use_sliding_window=False, sliding_window=None))
+        training = family.training(draft.requires_grad_(False), target, rope, options, self.depth).eval()
+        emitted: list[int] = []
+        rounds: list[Round] = []
+        for batch in self.batches[:num_batches]:
+            training.samples = walks = _Walks()  # type: ignore[assignment]
+            training(batch)
+            positions = batch.positions.flatten().tolist()
+            for walk in walks.walks:
+                rounds += [Round(len(emitted), positions[root], accepted) for root, accepted in walk.rounds]
+                emitted.append(walk.last - walk.first)
+        return Score(tuple(emitted), tuple(rounds), training.depth)
+
+    def _rope(self, config: Any, most: int | None) -> RotaryEmbedding:
+        rope = RotaryEmbedding(config.rope, config.head_dim, self.longest + max(self.depth, 64))
+        if most is not None:
+            rope.cos[most:], rope.sin[most:] = rope.cos[most - 1], rope.sin[most - 1]
+        return rope.to(self.target.model.device)

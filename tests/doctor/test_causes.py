@@ -1,0 +1,214 @@
+"""Causes of bad acceptance (each planted in the files of a draft that is right now and then) are found and named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.doctor.cli import QUESTIONS, DoctorConfig, answer
+from slipstream.doctor.diagnosis import Diagnosis, diagnose, first_cause
+from slipstream.doctor.readings import with_layers
+from slipstream.doctor.replay import Replay, Subject
+from slipstream.doctor.texts import Renderer, batches_of, read_conversations
+from slipstream.models.drafts.base import HEAD, DraftFiles, DraftNetwork, write_draft
+from slipstream.models.files.checkpoint import read_draft_tensors, read_json
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.frozen import DecoderTarget
+from slipstream.tests.random_drafts import random_draft, save_random_dflash
+from slipstream.train.batches import Batch, collate
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent.parent
+TARGET, ASSETS = ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3"
+PROMPT, ANSWER, TEXTS = 8, 64, 24
+DEPTH = 3
+Answers = tuple[Path, Target, list[Batch], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def answers(make_target: Callable[[str], Path]) -> Answers:
+    """The target's greedy answers to random prompts."""
+    folder = make_target("qwen3")
+    target = load_target(folder, load_config(folder), torch.float32, CPU)
+    frozen = DecoderTarget(target, (0,))
+    tokens = torch.randint(4, 120, (TEXTS, PROMPT), generator=torch.Generator().manual_seed(0))
+    for _ in range(ANSWER):
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        _, final = frozen.aux_states(tokens, positions)
+        tokens = torch.cat((tokens, (final[:, -1] @ frozen.head.t()).argmax(-1, keepdim=True)), dim=1)
+    texts = tokens.tolist()
+    mask = [False] * PROMPT + [True] * ANSWER
+    batches = [collate([[(text, mask) for text in texts[i : i + 8]]], 1 << 20) for i in range(0, TEXTS, 8)]
+    return folder, target, batches, texts
+
+
+@pytest.fixture(scope="module")
+def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
+    """A healthy draft of a family, with fields of its config."""
+
+    def make(family: str, **fields: Any) -> Subject:
+        folder, path = answers[0], tmp_path_factory.mktemp("draft") / "draft"
+        if family == "eagle3":
+            module: DraftNetwork = random_draft(folder, **{"draft_vocab_size": 100} | fields)
+            path.mkdir()
+            write_draft(module, module.state_dict(), path, {})
+        else:
+            save_random_dflash(folder, path, [(PROMPT, text) for text in answers[3]], **fields)
+        files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
+        return Subject(family=family, files=files)
+
+    return make
+
+
+def examine(subject: Subject, answers: Answers, path: Path = Path("draft")) -> Diagnosis:
+    return diagnose(subject, Replay(answers[1], path, answers[2], DEPTH), path)
+
+
+def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("draft")) -> Diagnosis:
+    """That the first cause is of this stage, and mends the draft."""
+    found = examine(subject, answers, path)
+    cause = first_cause(found.findings)
+    assert cause is not None
+    assert cause.stage == stage
+    assert found.is_wrong
+    return found
+
+
+@pytest.mark.parametrize(("family", "fields"), [("eagle3", {}), ("eagle3", {"fc_norm": True}), ("dflash", {})])
+def test_nothing_is_wrong_with_healthy_drafts(
+    family: str, fields: dict[str, Any], healthy: Callable[..., Subject], answers: Answers
+) -> None:
+    found = examine(healthy(family, **fields), answers)
+    assert not found.findings
+    assert found.as_read is not None
+    assert found.as_read.accept_length > 1.1
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Subject, Answers]:
+    """A trained draft, and answers of its target, the bundled one."""
+    config = DoctorConfig(draft=str(ASSETS), target=str(TARGET), data=(str(QUESTIONS),), where=("split=heldout",))
+    conversations = read_conversations(config, TEXTS)
+    renderer = Renderer(load_target_tokenizer(config), config.date, {})
+    texts, _ = answer(config, "none", [renderer.prompt(one) for one in conversations], conversations)
+    files = DraftFiles(read_json(ASSETS / "config.json"), read_draft_tensors(ASSETS))
+    target = load_target(TARGET, load_config(TARGET), torch.float32, CPU)
+    return Subject(family="eagle3", files=files), (TARGET, target, batches_of(texts, 1 << 20), [])
+
+
+TRAINED: dict[str, tuple[str, Callable[[Subject], Subject]]] = {
+    "rotary embedding": ("rotary embedding", lambda s: s.with_values(rope_theta=100.0)),
+    "interleaved rotary embedding": (
+        "rotary embedding",
+        lambda s: s.with_tensors(**interleave(dict(s.files.tensors), s.files.values["head_dim"])),
+    ),
+    "another vocabulary": ("draft vocabulary", lambda s: s.with_tensors(d2t=torch.zeros_like(s.files.tensors["d2t"]))),
+    "states one layer later": ("target's states", lambda s: with_layers(s, (2, 4, 5))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_causes_in_a_trained_draft(name: str, real: tuple[Subject, Answers]) -> None:
+    subject, answers = real
+    stage, plant = TRAINED[name]
+    check(plant(subject), answers, stage)
+
+
+@pytest.mark.slow
+def test_risks_of_a_trained_draft(real: tuple[Subject, Answers]) -> None:
+    subject, answers = real
+    assert not examine(subject, answers).findings
+    found = examine(subject.with_values(max_position_embeddings=16), answers)
+    assert [(finding.kind, finding.stage) for finding in found.findings] == [("risk", "positions")]
+
+
+def interleave(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2))).argsort()
+    names = [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]
+    return {name: tensors[name].unflatten(0, (-1, size))[:, order].flatten(0, 1) for name in names}
+
+
+def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    changed = {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
+        changed[name] = (tensors[name].float() / scale).round().to(torch.int8)
+        changed[name.replace("weight", "weight_scale")] = scale
+    return changed
+
+
+EAGLE3: dict[str, tuple[str, Callable[[Subject], Subject]]] = {
+    "states one layer later": ("target's states", lambda s: with_layers(s, (0, 1, 3))),
+    "the last state before its norm": ("target's states", lambda s: with_layers(s, (1, 2, 3))),
+    "ids for differences": (
+        "draft vocabulary",
+        lambda s: s.with_tensors(d2t=s.files.tensors["d2t"] + torch.arange(len(s.files.tensors["d2t"]))),
+    ),
+    "a head of its own": (
+        "head and embedding",
+        lambda s: s.with_tensors(**{HEAD: torch.randn_like(s.files.tensors[HEAD])}),
+    ),
+    "8 bits": ("files", lambda s: s.with_tensors(**in_8_bits(dict(s.files.tensors)))),
+    "the target's quantisation": ("files", lambda s: s.with_values(quantization_config={"quant_method": "fp8"})),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_causes_in_eagle3_drafts(name: str, healthy: Callable[..., Subject], answers: Answers) -> None:
+    stage, plant = EAGLE3[name]
+    good = healthy("eagle3", aux_layers=(1, 2, 4))
+    before = Replay(answers[1], Path("draft"), answers[2], DEPTH).score(good).accept_length
+    found = check(plant(good), answers, stage)
+    assert found.mended is not None
+    assert found.mended.accept_length == pytest.approx(before, rel=0.02)
+
+
+def test_another_trainers_file_without_ids_is_refused_and_they_are_found(
+    healthy: Callable[..., Subject], answers: Answers
+) -> None:
+    good = healthy("eagle3", aux_layers=(0, 2, 3))
+    bad = good.with_values(eagle_config=None, eagle_aux_hidden_state_layer_ids=None, drafter=None)
+    found = check(bad, answers, "target's states")
+    assert "aux_layers" in found.refusal
+    assert found.mended is not None
+
+
+def test_the_kind_of_draft_is_that_of_its_tensors(healthy: Callable[..., Subject], answers: Answers) -> None:
+    good = healthy("eagle3")
+    bad = replace(good.with_values(drafter=None, architectures=["LlamaForCausalLMEagle"]), family="eagle")
+    cause = first_cause(check(bad, answers, "files").findings)
+    assert cause is not None
+    assert cause.name == "as EAGLE3"
+
+
+@pytest.mark.slow
+def test_block_drafts(healthy: Callable[..., Subject], answers: Answers, tmp_path: Path) -> None:
+    good = healthy("dflash")
+    before = Replay(answers[1], tmp_path, answers[2], DEPTH).score(good).accept_length
+    layers = good.files.values["num_hidden_layers"]
+    windows = {"layer_types": ["sliding_attention"] * layers, "sliding_window": 2, "use_sliding_window": True}
+    inner = good.files.values["dflash_config"]
+    planted = {
+        "block convention": good.with_values(sample_from_anchor=True),
+        "windows": good.with_values(**windows),
+        "target's states": with_layers(good, tuple(layer + 1 for layer in inner["target_layer_ids"])),
+        "rotary embedding": good.with_values(rope_theta=100.0),
+    }
+    for stage, bad in planted.items():
+        found = check(bad, answers, stage)
+        assert found.mended is not None
+        assert found.mended.accept_length == pytest.approx(before, rel=0.05)
+
+
+def test_a_mask_embedding_of_its_own(healthy: Callable[..., Subject], answers: Answers, tmp_path: Path) -> None:
+    good = healthy("dflash")
+    vector = answers[1].shared["embed_tokens.weight"][0].clone()
+    torch.save(vector, tmp_path / "mask_embedding.pt")
+    inner = {**good.files.values["dflash_config"], "mask_token_id": 77}
+    check(good.with_values(dflash_config=inner), answers, "mask token", tmp_path)
