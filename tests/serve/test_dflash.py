@@ -315,7 +315,7 @@ def test_captured_steps_give_the_cpus_tokens(
     for options in ({}, {"overlap": False}, {"cuda_graph": False, "overlap": False}, {"drafter": {"full_block": True}}):
         answers = run(build_engine(target, draft, **on_gpu | options), requests_of())
         assert tokens_of(answers) == tokens_of(expected)
-        assert acceptance(answers) > 0.3
+        assert acceptance(answers) > 0.6 * acceptance(expected), "passes that cost more verify fewer nodes"
 
 
 @pytest.mark.gpu
