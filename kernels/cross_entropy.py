@@ -184,11 +184,8 @@ def _soft_forward(
             p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
             first += tl.sum(tl.minimum(p, q), axis=0)
             second += tl.sum(q * _is_below(q, p), axis=0)
-        if LOSS == "tv":
-            loss = 1.0 - first
-        elif LOSS == "lk":
-            loss = -tl.log(tl.maximum(first, LEAST_OVERLAP))
-        else:
+        loss = 1.0 - first if LOSS == "tv" else -tl.log(tl.maximum(first, LEAST_OVERLAP))
+        if LOSS == "lk_lambda":
             share = tl.exp(-(first * ETA))
             loss = share * (moment / t_total + s_log - t_log) + (1.0 - share) * (1.0 - first)
 

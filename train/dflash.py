@@ -291,7 +291,7 @@ class DFlashTraining(DraftTraining):
             return TokenLosses(total, losses, None, best, candidates, weights)
         bias = None
         if draft.markov is not None:
-            bias = LowRankBias(draft.markov.features(slots.states, slots.previous), draft.markov.markov_w2.weight)
+            bias = LowRankBias(draft.markov.features(slots.states, slots.previous), draft.markov.output_rows)
         weights = self.weights(slots, lambda: self.entropies(states, slots, bias))
         reads = mix.reads_teacher or needs_overlap
         final = slots.read.final[slots.taught_by] if reads else states[:0]
@@ -441,6 +441,8 @@ class DFlashTraining(DraftTraining):
     def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
         """Calibrates the confidence head on the first half of the held-out chains, and measures it on the second: the
         metrics `confidence_error` and `confidence_error_before`."""
+        if self.draft.confidence is None:
+            return {}
         parts, self.said = gather(self.said), []
         if not parts:
             return {}

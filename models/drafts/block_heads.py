@@ -52,7 +52,7 @@ class BlockConvolution(nn.Module):
         identity[:, 0] = 1.0
         self.base_kernel = nn.Parameter(identity)
         self.kernel_projection = Linear(hidden_size, 2 * taps * self.groups)
-        nn.init.zeros_(self.kernel_projection.weight)
+        nn.init.zeros_(self.kernel_projection.get_parameter("weight"))
 
     def prepare(self, x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Normed input (..., H), whole blocks of `block_size` rows one after another -> the convolved input (..., H),
@@ -135,8 +135,13 @@ class MarkovHead(nn.Module):
         self.markov_w1 = Embedding(vocab_size, rank)
         self.markov_w2 = Linear(rank, draft_vocab_size)
         self.gate_proj = Linear(hidden_size + rank, rank, bias=True) if kind == "gated" else None
-        nn.init.normal_(self.markov_w1.weight)
-        nn.init.zeros_(self.markov_w2.weight)
+        nn.init.normal_(self.markov_w1.get_parameter("weight"))
+        nn.init.zeros_(self.output_rows)
+
+    @property
+    def output_rows(self) -> Tensor:
+        """W2 (Vd, r)."""
+        return self.markov_w2.get_parameter("weight")
 
     def embed(self, previous: Tensor) -> Tensor:
         """W1[x] (..., r) of target ids (...)."""
@@ -154,7 +159,7 @@ class MarkovHead(nn.Module):
         """hidden (..., H), unary (..., k) logits of the successors (..., k), draft ids; previous (..., p) target ids ->
         logits (..., p, k) after each."""
         wide = hidden.unsqueeze(-2).expand(*previous.shape, -1)
-        rows = F.embedding(successors, self.markov_w2.weight)  # (..., k, r)
+        rows = F.embedding(successors, self.output_rows)  # (..., k, r)
         return unary.unsqueeze(-2) + self.features(wide, previous).to(rows.dtype) @ rows.mT
 
     def factors(self) -> Factors:
@@ -328,8 +333,8 @@ class LiLiCorr(nn.Module):
             Linear(size, config.factor_dim, bias=True) for _ in range(3)
         )
         for head in (self.out_head, self.in_head, self.anchor_out_head):
-            nn.init.normal_(head.weight, std=SPREAD)
-            nn.init.zeros_(head.bias)
+            nn.init.normal_(head.get_parameter("weight"), std=SPREAD)
+            nn.init.zeros_(head.get_parameter("bias"))
 
     def forward(self, embedded: Tensor, log_probs: Tensor, hidden: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """embedded (B, K, k, H) candidates' embeddings of the target, log_probs (B, K, k), hidden (B, K, H), context

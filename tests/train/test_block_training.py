@@ -23,6 +23,7 @@ from slipstream.tests.train.block_cases import BLOCK_SIZE, make_training, packed
 from slipstream.tests.train.conftest import documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients, records
+from slipstream.train.batches import Batch, collate
 from slipstream.train.block_losses import LossWeights
 from slipstream.train.calibration import Confidences, calibration_error, chain_error, fit_temperatures
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
@@ -269,3 +270,39 @@ def test_a_run_continues_a_draft(
     last = records(tmp_path / "run")[-1]
     assert 0 <= last["eval_confidence_error"] <= 1
     assert {"eval_candidate_recall", "eval_path_accept_rate", "eval_block_accept_length"} < last.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "lilicorr"])
+def test_an_overfitted_draft_is_accepted_whole(
+    target_model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of the target's own, seen again and again: then every block of them is right."""
+    # A random target's distribution is nearly flat, and DSpark's own loss is mostly its distance to that.
+    monkeypatch.setitem(WEIGHTS, "dspark", {"ce": 1.0, "confidence": 1.0})
+    training = rough_training(target_model, name)
+    training.options = replace(training.options, anchors=100)
+    batch = own_texts(target_model)
+    optimizer = torch.optim.AdamW(training.draft.parameters(), lr=1e-2)
+    num_steps = 200 if name == "lilicorr" else 400
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - step / num_steps)
+        optimizer.zero_grad()
+        loss, _ = training.train().loss(batch)
+        (loss / batch.num_supervised).backward()
+        torch.nn.utils.clip_grad_norm_(training.draft.parameters(), 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        metrics = training.eval()(batch)[1]
+    rates = {key: float(total / count) for key, (total, count) in metrics.items()}
+    assert rates["path_accept_rate"] > 0.95, rates
+    assert rates["accept_length"] > 0.9 * training.draft.config.num_proposals, rates
+
+
+def own_texts(target: PreTrainedModel) -> Batch:
+    """Greedy continuations, whose distribution the target's states say."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, 110, (3, 4), generator=generator)
+    texts = target.generate(prompts, max_new_tokens=26, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return collate([[(text, [False] * 4 + [True] * 26)] for text in texts.tolist()], 32)
