@@ -86,8 +86,10 @@ def transformer(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def answers(target: Path, draft: Path | str, prompts: list[str], dtype: str = "float32") -> list[Generation]:
-    """The first half of the prompts is answered greedily, the other one at temperature 1."""
-    llm = LLM(str(target), str(draft), kv_cache_tokens=4096, max_model_len=512, dtype=dtype)
+    """The first half of the prompts is answered greedily, the other one at temperature 1; as many nodes are verified as
+    there are, however busy the machine."""
+    width = None if draft == "none" else 4
+    llm = LLM(str(target), str(draft), kv_cache_tokens=4096, max_model_len=512, dtype=dtype, width=width)
     half = len(prompts) // 2
     params = [SamplingParams(max_tokens=20, temperature=float(i >= half), seed=i) for i in range(len(prompts))]
     return llm.generate(prompts, params)
