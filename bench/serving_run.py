@@ -71,7 +71,6 @@ class EngineAnswer(Answer):
 
     start_s: float
     tokens: list[int] = field(default_factory=list)
-    drafted_tokens: int = 0
 
     def take(self, output: Output) -> None:
         if output.tokens:
