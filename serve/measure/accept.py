@@ -46,6 +46,8 @@ from slipstream.serve.options import EngineConfig, find_target
 # Options that do not change what is measured.
 FREE = ("output", "overwrite", "fail_below", "api_key_file")
 
+OF_DRAFTS = ("width", "simulate_accept_length")  # engine options that mean nothing without a draft
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptConfig:
@@ -273,8 +275,8 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
         missing = {setting: list(record.missing(setting, drafted=drafted)) for setting in config.settings}
         if not any(missing.values()):
             continue
-        draft = {"draft": config.draft, "drafter": config.drafter} if drafted else {}
-        with engine_voice({**options, **draft}, sorted(thinking)) as voice:
+        own = {"draft": config.draft, "drafter": config.drafter} if drafted else dict.fromkeys(OF_DRAFTS)
+        with engine_voice({**options, **own}, sorted(thinking)) as voice:
             for setting, conversations in missing.items():
                 voice.ask(conversations, setting, config.manner, partial(record.add, setting, drafted=drafted))
 

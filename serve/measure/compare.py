@@ -159,7 +159,7 @@ async def measure_level(
         total=config.seconds, desc=f"{level} at once", unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s"
     ) as bar:
         spent = sum(block["wall_s"] for one in done for block in one["sides"])
-        bar.update(spent)
+        bar.update(min(spent, config.seconds))
         while spent < config.seconds or len(done) < LEAST_PASSES:
             if not warm:
                 tasks = next(blocks_of(config, prompts, level, first=-1))
@@ -171,7 +171,7 @@ async def measure_level(
             journal.add(done[-1])
             took = sum(block["wall_s"] for block in found)
             spent += took
-            bar.update(took)
+            bar.update(min(took, config.seconds - bar.n))
 
 
 def blocks_of(
