@@ -1,6 +1,7 @@
 """Compares the speed of OpenAI-compatible servers that answer the same questions.
 
     slipstream compare --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --concurrency 1,8
+    slipstream compare --url http://127.0.0.1:8000 --questions mine.jsonl      # one server's speed alone
 
 The servers take turns: the first to the last answer the same few questions, then the last to the first the next ones,
 and so on, so that neither a drift of the machine nor the choice of questions favours one. Every such pass there and
@@ -37,10 +38,10 @@ FREE = ("output", "overwrite", "api_key_file", "seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareConfig:
-    """Speed of servers side by side, with confidence intervals."""
+    """Speed of one server, or of several side by side with confidence intervals."""
 
     url: list[str] = field(default_factory=list)
-    """OpenAI-compatible servers, each with a flag of its own; the others are compared with the first."""
+    """OpenAI-compatible servers, with or without /v1; the others are compared with the first."""
     questions: list[str] = field(default_factory=lambda: ["gsm8k"])
     """gsm8k, or files of questions, as for `accept`; of several turns the first is asked."""
     concurrency: str = "1,8"
@@ -72,8 +73,8 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         read_levels(self.concurrency)
-        if len(self.url) < 2:
-            raise ValueError(f"url is {self.url}; give two or more, --url A --url B")
+        if not self.url:
+            raise ValueError("url is empty; give the servers, --url A --url B, or one alone")
         for name in ("max_tokens", "requests"):
             value = getattr(self, name)
             if value is not None and value < 1:

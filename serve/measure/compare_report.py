@@ -128,7 +128,8 @@ def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greed
         lines.append(
             {"letter": letter(one.server), **texts, "same_text": same, **{n: getattr(one, n) for n in figures}}
         )
-    empty = {name for name in ("accept_length", "same_text") if all(line[name] is None for line in lines)}
+    optional = ("accept_length", "same_text", "speed_text", "ttft_text", "token_text")
+    empty = {name for name in optional if all(line[name] is None for line in lines)}
     servers = [f"{letter(place)}: {url}" for place, url in enumerate(urls)]
     text = table([column for column in columns if column[1] not in empty], lines)
     return "\n".join([*servers, "", text, "", *(verdict(one) for one in comparisons if one.speed is not None)])
@@ -150,13 +151,14 @@ def verdict(one: Comparison) -> str:
 
 
 def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> None:
-    """Tokens per second by level, and the three ratios to the first server with their intervals."""
+    """Tokens per second by level and, of several servers, three ratios to the first with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 4, figsize=(14, 4), layout="constrained")
+    num_panels = 4 if len(urls) > 1 else 1
+    figure, [axes] = plt.subplots(1, num_panels, figsize=(3.5 * num_panels, 4), layout="constrained", squeeze=False)
     levels = list(dict.fromkeys(one.concurrency for one in comparisons))
     titles = ("tokens per second, to A", "time to first token, to A", "time per token, to A")
     for place, url in enumerate(urls):
@@ -165,9 +167,9 @@ def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> 
         axes[0].plot(
             range(len(own)), [one.tok_s for one in own], marker="o", color=color, label=f"{letter(place)}: {url}"
         )
-        for panel, name in zip(axes[1:], ("speed", "ttft", "token"), strict=True):
+        for panel, name in zip(axes[1:], ("speed", "ttft", "token"), strict=False):
             draw_ratios(panel, [getattr(one, name) for one in own], color, 0.12 * (place - len(urls) / 2))
-    for panel, title in zip(axes, ("tokens per second", *titles), strict=True):
+    for panel, title in zip(axes, ("tokens per second", *titles), strict=False):
         panel.set_title(title, fontsize=10)
         panel.set_xticks(range(len(levels)), [str(level) for level in levels])
         panel.set(xlabel="requests at once", xlim=(-0.5, len(levels) - 0.5))

@@ -92,7 +92,7 @@ class ServerVoice:
     """A server that answers conversations. `speculates`: false asks ours to draft nothing.
 
     Its kind is found by its /metrics, and whether its answers say how they were drafted by a first request, which is
-    streamed, and sent again whole if that told nothing (SGLang tells it in whole answers alone).
+    streamed, and sent again whole if that told nothing (as SGLang, which tells it in whole answers alone).
     """
 
     def __init__(self, client: Client, kind: Kind, *, speculates: bool, salt: str) -> None:
@@ -111,9 +111,9 @@ class ServerVoice:
         """Raises ValueError if the server does not answer, or drafts nothing where it should."""
         fields = {"max_tokens": 48, "temperature": 0.0, **self._own}
         answer = await self.client.ask(PROBE, fields)
-        if answer.error is None and not answer.rounds and self._speculates and self.kind == "sglang":
+        if answer.error is None and not answer.rounds and self._speculates and self.kind != "slipstream":
             answer = await self.client.ask(PROBE, {**fields, "stream": False})
-            self._own["stream"] = not answer.rounds
+            self._own["stream"] = not answer.rounds  # pieces are counted otherwise
         if answer.error is not None:
             raise ValueError(f"{self.client.root} failed a first request: {answer.error}")
         self.tells = bool(answer.rounds)

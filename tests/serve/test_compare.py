@@ -126,10 +126,20 @@ class Log(list[dict[str, Any]]):
         self.log.append(self.name)
 
 
+def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with paced("plain") as server:
+        options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
+        compare(CompareConfig(url=[f"{server.url}/v1"], **options, output=str(tmp_path)))
+    [found] = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    assert found["speed"] is None
+    assert found["requests"] == 24
+    assert "to A" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--url", "x"], "two or more"),
+        ([], "url is empty"),
         (["--url", "x", "y", "--concurrency", "two"], "concurrency"),
         (["--url", "x", "y", "--thinking", "deep"], "thinking"),
         (["--url", "x", "y", "--requests", "0"], "requests"),
