@@ -28,11 +28,11 @@ from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
 from slipstream.serve.measure.conversations import THINKING, template_variables
+from slipstream.serve.measure.intervals import LEAST_PAIRS
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import kind_of
 
-LEAST_PASSES = 3
 FREE = ("output", "overwrite", "api_key_file", "seconds")
 
 
@@ -47,7 +47,7 @@ class CompareConfig:
     concurrency: str = "1,8"
     """Requests open at once; several comma-separated levels are measured one after another."""
     seconds: float = 120.0
-    """Time to measure at each level, all servers together; at least three passes there and back."""
+    """Time to measure at each level, all servers together; at least six passes there and back."""
     requests: int | None = None
     """Questions that a server answers before the next has its turn. Default: twice the concurrency, at least 4."""
     max_tokens: int = 128
@@ -161,7 +161,7 @@ async def measure_level(
     ) as bar:
         spent = sum(block["wall_s"] for one in done for block in one["sides"])
         bar.update(min(spent, config.seconds))
-        while spent < config.seconds or len(done) < LEAST_PASSES:
+        while spent < config.seconds or len(done) < LEAST_PAIRS:
             if not warm:
                 tasks = next(blocks_of(config, prompts, level, first=-1))
                 for place, side in enumerate(sides):

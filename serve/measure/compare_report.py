@@ -141,7 +141,7 @@ def verdict(one: Comparison) -> str:
     assert ratio is not None
     where = f"{one.concurrency} at once, {one.passes} passes"
     if ratio.low is None or ratio.high is None:
-        return f"{where}: one pass says nothing about the spread"
+        return f"{where}: too few passes for an interval"
     if not ratio.differs:
         ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
         return f"{where}: no difference between {name} and A is shown ({ends})"
