@@ -15,7 +15,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -165,6 +165,17 @@ class Record:
                     break
                 more = conversation.take(text)
 
+    def by_turns(self, setting: Setting, kinds: Sequence[bool]) -> Iterator[tuple[bool, list[Conversation]]]:
+        """Conversations that have not ended: a few of the first kind (with a draft, or without), a few of the second,
+        and so on, so that a machine that becomes slower favours neither."""
+        size = 4 * setting.concurrency
+        left = {drafted: list(self.missing(setting, drafted=drafted)) for drafted in kinds}
+        while any(left.values()):
+            for drafted, conversations in left.items():
+                if conversations:
+                    yield drafted, conversations[:size]
+                    del conversations[:size]
+
     def add(self, setting: Setting, conversation: Conversation, told: Told, *, drafted: bool) -> None:
         answer = told.answer
         if answer.error is not None:
@@ -220,7 +231,7 @@ def accept(config: AcceptConfig) -> None:
 
 
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
-    """Each setting with the draft and then without it, if there is a way."""
+    """Each setting with the draft and, if there is a way, without it."""
     shared: dict[str, Any] = {"connections": max(read_levels(config.concurrency)), "model": config.model}
     shared |= {"api_key": config.api_key, "manner": config.manner}
     salt = secrets.token_hex(4)  # another run's prompts are not in the cache of this one
@@ -235,18 +246,22 @@ async def measure_servers(config: AcceptConfig, record: Record) -> None:
         if not voice.tells:
             tqdm.write(untold(voice))
         record.expect(config.settings, len(voices))
-        for setting, (drafted, one) in product(config.settings, voices.items()):
-            await measure_setting(one, setting, config.manner, record, drafted=drafted)
+        for setting in config.settings:
+            for drafted, some in record.by_turns(setting, list(voices)):
+                await measure_some(voices[drafted], some, setting, config.manner, record, drafted=drafted)
 
 
-async def measure_setting(
-    voice: ServerVoice, setting: Setting, manner: Manner, record: Record, *, drafted: bool
+async def measure_some(
+    voice: ServerVoice,
+    conversations: Sequence[Conversation],
+    setting: Setting,
+    manner: Manner,
+    record: Record,
+    *,
+    drafted: bool,
 ) -> None:
-    missing = list(record.missing(setting, drafted=drafted))
-    if not missing:
-        return
     before = await voice.count() if drafted else None
-    await ask_server(voice, missing, setting, manner, partial(record.add, setting, drafted=drafted))
+    await ask_server(voice, conversations, setting, manner, partial(record.add, setting, drafted=drafted))
     after = await voice.count() if before is not None else None
     if before is not None and after is not None:
         record.journal.add({"counters": asdict(after.since(before)), **asdict(setting)})
@@ -264,21 +279,27 @@ def untold(voice: ServerVoice) -> str:
 
 
 def measure_here(config: AcceptConfig, record: Record) -> None:
-    """All settings with the draft, then all without it: the engines do not share memory."""
-    from slipstream.serve.measure.in_process import engine_voice
+    """With the draft and without it by turns; on a GPU, which one engine fills, all without it after all with it."""
+    from slipstream.serve.measure.in_process import engine_voice, fills_memory
 
-    record.expect(config.settings, 2 if config.baseline else 1)
+    kinds = (True, False) if config.baseline else (True,)
+    record.expect(config.settings, len(kinds))
     target = find_target(EngineConfig(target=config.target, draft=config.draft))[0]
-    thinking = {setting.thinking for setting in config.settings}
     options = {"max_running": max(read_levels(config.concurrency)), **config.engine, "target": target}
-    for drafted in (True, False) if config.baseline else (True,):
-        missing = {setting: list(record.missing(setting, drafted=drafted)) for setting in config.settings}
-        if not any(missing.values()):
+    thinking = sorted({setting.thinking for setting in config.settings})
+    with_draft: dict[str, Any] = {"draft": config.draft, "drafter": config.drafter}
+    of = {True: with_draft, False: dict.fromkeys(OF_DRAFTS)}
+    for together in [(kind,) for kind in kinds] if fills_memory(options) else [kinds]:
+        left = product(config.settings, together)
+        if not any(next(record.missing(setting, drafted=drafted), None) for setting, drafted in left):
             continue
-        own = {"draft": config.draft, "drafter": config.drafter} if drafted else dict.fromkeys(OF_DRAFTS)
-        with engine_voice({**options, **own}, sorted(thinking)) as voice:
-            for setting, conversations in missing.items():
-                voice.ask(conversations, setting, config.manner, partial(record.add, setting, drafted=drafted))
+        with ExitStack() as stack:
+            voices = {
+                drafted: stack.enter_context(engine_voice({**options, **of[drafted]}, thinking)) for drafted in together
+            }
+            for setting in config.settings:
+                for drafted, some in record.by_turns(setting, together):
+                    voices[drafted].ask(some, setting, config.manner, partial(record.add, setting, drafted=drafted))
 
 
 def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[str]) -> None:

@@ -146,8 +146,8 @@ def verdict(one: Comparison) -> str:
         ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
         return f"{where}: no difference between {name} and A is shown ({ends})"
     word = "faster" if ratio.value > 1 else "slower"
-    ends = sorted(abs(end - 1) for end in (ratio.low, ratio.high))
-    return f"{where}: {name} is {abs(ratio.value - 1):.1%} {word} than A ({ends[0]:.1%} to {ends[1]:.1%})"
+    least, most = sorted(abs(end - 1) for end in (ratio.low, ratio.high))
+    return f"{where}: {name} is {abs(ratio.value - 1):.1%} {word} than A ({least:.1%} to {most:.1%})"
 
 
 def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> None:

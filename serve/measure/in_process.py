@@ -4,7 +4,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,6 +127,11 @@ def engine_voice(options: dict[str, Any], thinking: Sequence[str]) -> Iterator[E
     del model
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def fills_memory(options: Mapping[str, Any]) -> bool:
+    """Whether an engine with these options takes all of a device's memory."""
+    return options.get("device", "auto") != "cpu" and torch.cuda.is_available()
 
 
 def check_thinking(model: llm.LLM, thinking: str) -> None:

@@ -1,8 +1,8 @@
 """Confidence intervals of ratios that were measured in pairs.
 
 The interval is that of Wilcoxon's signed ranks (Hodges and Lehmann, 1963; Hollander and Wolfe, Nonparametric
-Statistical Methods, 3.2 and 3.3). It assumes only that disturbances are as likely to hit either side of a pair. Where a few pairs
-were disturbed much, by other programs say, it stays narrow, and the interval of a mean does not.
+Statistical Methods, 3.2 and 3.3). It assumes only that disturbances are as likely to hit either side of
+a pair. Where a few pairs were disturbed much, by other programs say, it stays narrow, unlike the interval of a mean.
 """
 
 import math
