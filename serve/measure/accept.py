@@ -149,10 +149,15 @@ class Record:
         self.failures = Counter[str]()
         self._texts = {key_of(row): row["answer"] for row in journal.results if "question" in row}
 
+    @property
+    def num_answers(self) -> int:
+        """Of earlier runs."""
+        return len(self._texts)
+
     def expect(self, settings: Sequence[Setting], num_voices: int) -> None:
         """Tells the progress bar how many answers there will be, and how many there are."""
         self.bar.total = sum(one.num_turns for one in self.questions) * len(settings) * num_voices
-        self.bar.update(len(self._texts))
+        self.bar.update(self.num_answers)
 
     def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
         """Conversations that have not ended, each at the turn that it has reached."""
@@ -217,9 +222,9 @@ def accept(config: AcceptConfig) -> None:
     check_working_folder(config.output, inputs)
     journal = Journal(output / "answers.jsonl", "slipstream accept", config.kept, anew=config.overwrite)
     with journal, tqdm(desc="accept", unit="answer") as bar:
-        if journal.results:
-            tqdm.write(f"{journal.path} has {len(journal.results)} answers already; --overwrite measures them again")
         record = Record(journal, questions, bar)
+        if record.num_answers:
+            tqdm.write(f"{journal.path} has {record.num_answers} answers already; --overwrite measures them again")
         try:
             if config.url:
                 asyncio.run(measure_servers(config, record))
@@ -260,11 +265,12 @@ async def measure_some(
     *,
     drafted: bool,
 ) -> None:
-    before = await voice.count() if drafted else None
+    before, num_before = await voice.count() if drafted else None, len(record.journal.results)
     await ask_server(voice, conversations, setting, manner, partial(record.add, setting, drafted=drafted))
     after = await voice.count() if before is not None else None
     if before is not None and after is not None:
-        record.journal.add({"counters": asdict(after.since(before)), **asdict(setting)})
+        counts = {"counters": asdict(after.since(before)), "answers": len(record.journal.results) - num_before}
+        record.journal.add({**counts, **asdict(setting)})
 
 
 def untold(voice: ServerVoice) -> str:

@@ -69,7 +69,7 @@ def figures_of(results: Sequence[Row], settings: Sequence[Setting]) -> list[Figu
             of = [[row for row in some if row["category"] == category] for some in (drafted, without)]
             parts.append(figures(setting, category, of[0], of[1]))
         lengths = [part.by_answers for part in parts if part.by_answers is not None]
-        whole = {"by_answers": mean(lengths) if lengths else None, "by_counters": counted([*rows])}
+        whole = {"by_answers": mean(lengths) if lengths else None, "by_counters": counted(rows, len(drafted))}
         found += [*parts, figures(setting, ALL, drafted, without, **whole)]
     return found
 
@@ -123,11 +123,14 @@ def accepted_by_position(rows: Sequence[Row]) -> list[int]:
     ]
 
 
-def counted(rows: Sequence[Row]) -> float | None:
-    """The accept length by the server's counters, summed over the parts of an interrupted run."""
-    counters = [row["counters"] for row in rows if "counters" in row]
-    rounds = sum(one["rounds"] for one in counters)
-    return sum(one["decoded_tokens"] for one in counters) / rounds if rounds else None
+def counted(rows: Sequence[Row], num_answers: int) -> float | None:
+    """The accept length by the server's counters; None unless they cover all answers, which those of an interrupted run
+    do not."""
+    counters = [row for row in rows if "counters" in row]
+    rounds = sum(one["counters"]["rounds"] for one in counters)
+    if not rounds or sum(one["answers"] for one in counters) != num_answers:
+        return None
+    return sum(one["counters"]["decoded_tokens"] for one in counters) / rounds
 
 
 def shown_table(figures: Sequence[Figures]) -> str:
