@@ -133,8 +133,14 @@ def counted(rows: Sequence[Row], num_answers: int) -> float | None:
     return sum(one["counters"]["decoded_tokens"] for one in counters) / rounds
 
 
+def shown_figures(figures: Sequence[Figures]) -> Sequence[Figures]:
+    """Those of all categories alone where there is one."""
+    categories = {one.category for one in figures if not one.is_whole}
+    return figures if len(categories) > 1 else [one for one in figures if one.is_whole]
+
+
 def shown_table(figures: Sequence[Figures]) -> str:
-    """A Markdown table; the lines of all categories are left out where there is one."""
+    """A Markdown table. Where there is one category its lines are those of all."""
     columns = [
         ("temperature", "temperature", "g"),
         ("thinking", "thinking", ""),
@@ -151,7 +157,7 @@ def shown_table(figures: Sequence[Figures]) -> str:
         ("accept rate by position", "rates", ""),
     ]
     lines = []
-    for one in figures:
+    for one in shown_figures(figures):
         setting = {name: getattr(one.setting, name) for name in ("temperature", "thinking", "concurrency")}
         mark = "~" if one.is_estimated else ""
         lengths = {name: getattr(one, name) for name in ("by_rounds", "by_answers")}
@@ -176,7 +182,8 @@ def plot(figures: Sequence[Figures], name: str, path: Path) -> None:
     wholes = [one for one in figures if one.is_whole]
     has_rates = any(one.accept_rates for one in wholes)
     has_speed = any(one.speed_up is not None for one in wholes)
-    categories = sorted({one.category for one in figures if not one.is_whole}) + [ALL]
+    figures = shown_figures(figures)
+    categories = list(dict.fromkeys(one.category for one in figures))
     widths = [max(1.0, 0.25 * len(categories)), *[1.0] * (has_rates + has_speed)]
     figure, axes = plt.subplots(
         1, len(widths), figsize=(3.5 * sum(widths) + 1, 4.2), layout="constrained", width_ratios=widths, squeeze=False

@@ -17,6 +17,7 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.llm import LLM
 from slipstream.serve.measure.accept import AcceptConfig, accept, main
 from slipstream.serve.measure.conversations import Conversation
+from slipstream.serve.measure.in_process import check_thinking
 from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import RoundCounts, read_counts
 from slipstream.serve.request import SamplingParams
@@ -216,7 +217,7 @@ def byte_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path) -> None:
     """Its counts are those of LLM.chat."""
-    engine = {"width": 4, "kv_cache_tokens": 2048}
+    engine: dict[str, Any] = {"width": 4, "kv_cache_tokens": 2048, "max_running": 1}
     options: dict[str, Any] = {"draft": byte_draft, "engine": engine, "max_tokens": 12, "questions": [questions]}
     chat = LLM(draft=byte_draft, **engine)
     accept(AcceptConfig(**options, output=str(tmp_path / "out")))
@@ -231,10 +232,9 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
     names = ("answer", "rounds", "accepted_by_position")
     assert [tuple(row[name] for name in names) for row in mine if row["drafted"]] == turns
     assert [row["answer"] for row in mine if not row["drafted"]] == [text for text, _, _ in turns]
-    with pytest.raises(
-        ValueError, match="thinking is on, but the target's chat template reads none of enable_thinking"
-    ):
-        accept(AcceptConfig(**options, thinking="on", output=str(tmp_path / "thinking")))
+    message = "thinking is on, but the target's chat template reads none of enable_thinking"
+    with pytest.raises(ValueError, match=message):
+        check_thinking(chat, "on")
 
 
 def test_it_fails_below_a_length_and_where_requests_fail(

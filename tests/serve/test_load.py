@@ -108,6 +108,16 @@ def test_a_server_that_is_not_there() -> None:
         run_load("http://127.0.0.1:9", ["x"])
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_comes_in_pieces_too(foreign: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas: list[dict[str, str]] = [{"role": "assistant"}, {name: "hm"}, {name: ", so"}, {"content": "yes"}]
+    bodies = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    bodies.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    monkeypatch.setattr(Foreign, "content", "".join(f"data: {json.dumps(body)}\n\n" for body in bodies))
+    [answer] = run_load(foreign, [HELLO], model="m", stream=True).answers
+    assert (answer.reasoning, answer.text, len(answer.arrivals_s)) == ("hm, so", "yes", 3)
+
+
 def test_figures() -> None:
     answers = [
         Answer(completion_tokens=11, latency_s=1.0, rounds=5, decoded_tokens=10, accepted_by_position=[4, 1]),
