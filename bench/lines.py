@@ -4,10 +4,12 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from slipstream.serve.measure.tables import table as table
 
 
 class Lines:
@@ -42,15 +44,6 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     if whole != text:
         path.write_text(whole)
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, Any]], *, heading: bool = True) -> str:
-    """A Markdown table, or more rows of one. `columns`: heading, key of a line, format. None is shown as "-"."""
-    rows = ["| " + " | ".join(name for name, _, _ in columns) + " |", "|---" * len(columns) + "|"] if heading else []
-    for line in lines:
-        cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in columns]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
 
 
 def milliseconds(seconds: float | None) -> float | None:

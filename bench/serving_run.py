@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.request import urlopen
 
 from tqdm import tqdm
 
@@ -14,8 +13,6 @@ from slipstream.bench.workload import Task
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import Answer, LoadResult, run_load
 from slipstream.serve.request import Output, Request, SamplingParams
-
-DRAFTED = "slipstream_drafted_tokens_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,6 @@ class EngineAnswer(Answer):
 
     start_s: float
     tokens: list[int] = field(default_factory=list)
-    drafted_tokens: int = 0
 
     def take(self, output: Output) -> None:
         if output.tokens:
@@ -158,7 +154,6 @@ def run_http(
 
     Raises ValueError if a request fails.
     """
-    before = read_counters(base_url)
     prompts = [task.prompt for task in tasks]
     own = [
         {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": own_namespace(namespace, task)}
@@ -167,13 +162,5 @@ def run_http(
     load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
-    drafted = int(read_counters(base_url)[DRAFTED] - before[DRAFTED])
+    drafted = sum(answer.drafted_tokens for answer in load.answers)
     return Run(concurrency=concurrency, wall_s=load.wall_s, answers=load.answers, drafted_tokens=drafted)
-
-
-def read_counters(base_url: str) -> dict[str, float]:
-    """The server's metrics that have no labels."""
-    with urlopen(f"{base_url}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]
-    return {name: float(value) for name, value in pairs}

@@ -187,28 +187,13 @@ class LLM:
         """`formats`: how the answer of each prompt is read."""
         stop, words = check_texts("stop", stop), check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
-        requests = [
-            Request(
-                id=str(index),
-                prompt=prompt,
-                params=replace(
-                    one,
-                    bad_words=one.bad_words + bad_tokens,
-                    grammar=form.grammar,
-                    stop_token_ids=one.stop_token_ids + form.stop_ids,
-                ),
-            )
+        answers = [
+            self._begin(str(index), prompt, replace(one, bad_words=one.bad_words + bad_tokens), form, stop)
             for index, (prompt, one, form) in enumerate(zip(prompts, params_of(prompts, params), formats, strict=True))
         ]
-        for request in requests:
-            if request.params.grammar is not None:
-                check_grammar(request.params.grammar)
-            self.engine.check(request)
-        most = self.engine.info.num_spec_tokens
-        answers = [Answer(request, form, stop, most) for request, form in zip(requests, formats, strict=True)]
         done: dict[int, Generation] = {}
-        bar = tqdm(total=len(requests), unit="answer", disable=not progress)
-        with bar, closing(self.stream(requests)) as outputs:
+        bar = tqdm(total=len(answers), unit="answer", disable=not progress)
+        with bar, closing(self.stream(answer.request for answer in answers)) as outputs:
             for output in outputs:
                 index = int(output.request_id)
                 answers[index].add(output)
@@ -218,7 +203,35 @@ class LLM:
                 if ended.finish_reason and index not in done:
                     done[index] = answers[index].generation(ended)
                     bar.update()
-        return [done[index] for index in range(len(requests))]
+        return [done[index] for index in range(len(answers))]
+
+    def _begin(
+        self, name: str, prompt: list[int], params: SamplingParams, form: AnswerFormat, stop: Sequence[str]
+    ) -> Answer:
+        stop_ids = params.stop_token_ids + form.stop_ids
+        request = Request(id=name, prompt=prompt, params=replace(params, grammar=form.grammar, stop_token_ids=stop_ids))
+        if request.params.grammar is not None:
+            check_grammar(request.params.grammar)
+        self.engine.check(request)
+        return Answer(request, form, stop, self.engine.info.num_spec_tokens)
+
+    def begin(
+        self,
+        name: str,
+        prompt: str | list[int] | Sequence[Message],
+        params: SamplingParams,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """An answer that has not begun, for programs that step `engine` themselves: they give it `answer.request` and
+        the answer its Outputs, whose `request_id` is `name`. The prompt is a text, token ids or messages. Raises
+        ValueError for what cannot be served."""
+        if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping):
+            tokens = self.encode(prompt)  # type: ignore[arg-type]
+            return self._begin(name, tokens, params, AnswerFormat(self._decoder, params.grammar), ())
+        choice = read_choice(None, None, True)
+        tokens = self._chat_prompt(prompt, choice, chat_template_kwargs or {})
+        return self._begin(name, tokens, params, self._chat.answer(choice, tokens, params.grammar), ())
 
     def close(self) -> None:
         """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards."""

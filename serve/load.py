@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from tqdm import tqdm
@@ -25,12 +25,14 @@ class Answer:
     """The answer to one prompt."""
 
     text: str = ""
+    reasoning: str = ""
     finish_reason: str | None = None
     completion_tokens: int = 0
     latency_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, after the request
-    rounds: int = 0  # these three are from metrics.speculative_decoding, which our server sends and vLLM can
+    rounds: int = 0  # these four are 0 or empty where the server does not report them for each answer
     decoded_tokens: int = 0  # emitted by rounds
+    drafted_tokens: int = 0  # that rounds verified
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
 
@@ -43,19 +45,37 @@ class Answer:
         if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
             self.error = f"the answer has no choices: {json.dumps(event)[:200]}"
             return
+        usage = event.get("usage") or {}
+        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
         for choice in event["choices"]:
             content = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
             self.text += content.get("content") or ""
+            self.reasoning += content.get("reasoning_content") or content.get("reasoning") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        usage = event.get("usage") or {}
-        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
+            self._add_sglang(choice.get("meta_info") or {})
         speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
         if speculation.get("num_spec_steps"):
-            self.rounds = speculation["num_spec_steps"]
-            self.decoded_tokens = self.rounds + speculation["num_accepted_draft_tokens"]
-            histogram = speculation["acceptance_histogram"]
-            at_least = [sum(histogram[count:]) for count in range(1, len(histogram))]
-            self.accepted_by_position = [count for count in at_least if count]
+            accepted = speculation["num_accepted_draft_tokens"]
+            self._add_rounds(speculation["num_spec_steps"], accepted, speculation["acceptance_histogram"])
+            self.drafted_tokens = speculation.get("num_draft_tokens", 0)
+
+    def _add_sglang(self, meta: dict[str, Any]) -> None:
+        """What SGLang tells of an answer where a request has `return_meta_info`."""
+        if meta.get("spec_verify_ct"):
+            histogram = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
+            accepted = sum(count * rounds for count, rounds in enumerate(histogram)) if histogram else None
+            self._add_rounds(meta["spec_verify_ct"], accepted, histogram)
+            self.drafted_tokens = meta.get("spec_num_proposed_drafts") or meta.get("spec_draft_token_num") or 0
+
+    def _add_rounds(self, rounds: int, accepted: int | None, histogram: Sequence[int]) -> None:
+        """`histogram`: rounds by how many drafted tokens they accepted. The prompt's pass gives the first token. The
+        smaller number is right, since a round that ends the answer may emit no token of its own, and vLLM does not
+        count rounds that verified nothing."""
+        after_first = self.completion_tokens - 1
+        self.rounds = rounds
+        self.decoded_tokens = after_first if accepted is None else min(after_first, rounds + accepted)
+        at_least = [sum(histogram[count:]) for count in range(1, len(histogram))]
+        self.accepted_by_position = [count for count in at_least if count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +153,81 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)] if values else None
 
 
+class Client:
+    """A server, as an asynchronous context manager. `base_url` may end with /v1.
+
+    `connections`: requests open at once. `model`: default is the first that the server lists. Entering raises
+    ValueError if no server answers.
+    """
+
+    def __init__(
+        self, base_url: str, *, connections: int, model: str | None = None, api_key: str | None = None
+    ) -> None:
+        self.root = base_url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._connections = connections
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+            read_bufsize=MAX_EVENT // 2,
+            trust_env=True,  # proxies
+            headers=self._headers,
+        )
+        try:
+            self.model = self.model or await self._first_model()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def _first_model(self) -> str:
+        try:
+            async with self._session.get(f"{self.root}/v1/models", raise_for_status=True) as response:
+                return str((await response.json(content_type=None))["data"][0]["id"])
+        except (*FAILURES, LookupError, TypeError) as error:
+            raise ValueError(
+                f"base_url {self.root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
+                "give one like http://127.0.0.1:8000"
+            ) from error
+
+    async def read(self, path: str) -> str | None:
+        """The text at `path`; None if the server has none there."""
+        try:
+            async with self._session.get(self.root + path, raise_for_status=True) as response:
+                return await response.text()
+        except FAILURES:
+            return None
+
+    async def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
+        """The answer to one prompt. `fields` are the others of the request; with `stream`, the answer has `arrivals_s`.
+        A failed request gives an Answer with `error`."""
+        is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        body = {"model": self.model, **fields, "messages" if is_chat else "prompt": prompt}
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
+        answer, start = Answer(), time.perf_counter()
+        try:
+            async with self._session.post(self.root + path, json=body, allow_redirects=False) as response:
+                if response.status == 200 and body.get("stream"):
+                    await read_stream(response, answer)
+                else:
+                    answer.add(json.loads(await response.read()))
+        except FAILURES as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.latency_s = time.perf_counter() - start
+        answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
+        if answer.error is None and answer.finish_reason is None:
+            answer.error = "the answer broke off"
+        return answer
+
+
 def run_load(
     base_url: str,
     prompts: Sequence[Prompt],
@@ -149,25 +244,15 @@ def run_load(
     `fields` are sent in every request: max_tokens, temperature, ... `each` has further fields, one mapping per prompt.
     A failed request gives an Answer with `error`. Raises ValueError if no server answers.
     """
-    root = base_url.rstrip("/").removesuffix("/v1")
     if stream:
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields["stream"] = True
+    own = [{**fields, **extra} for extra in each or [{}] * len(prompts)]
+    tasks = list(zip(prompts, own, strict=True))
 
     async def run() -> LoadResult:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=concurrency),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-            read_bufsize=MAX_EVENT // 2,
-            trust_env=True,  # proxies
-        ) as client:
-            common = {"model": model or await first_model(client, root), **fields}
-            own = each or [{}] * len(prompts)
-            bodies = [request_body(prompt, common, extra) for prompt, extra in zip(prompts, own, strict=True)]
-            warmup = [bodies[index % len(bodies)] for index in range(num_warmup)]
-            await send_all(client, root, warmup, concurrency, progress=None)
-            start = time.perf_counter()
-            answers = await send_all(client, root, bodies, concurrency, progress=f"concurrency {concurrency}")
-            return LoadResult(concurrency=concurrency, wall_s=time.perf_counter() - start, answers=answers)
+        async with Client(base_url, connections=concurrency, model=model) as client:
+            await send_all(client, [tasks[index % len(tasks)] for index in range(num_warmup)], concurrency)
+            return await send_all(client, tasks, concurrency, progress=f"concurrency {concurrency}")
 
     return asyncio.run(run())
 
@@ -180,60 +265,30 @@ def read_levels(concurrency: str) -> list[int]:
     return [int(level) for level in levels]
 
 
-async def first_model(client: aiohttp.ClientSession, root: str) -> str:
-    try:
-        async with client.get(f"{root}/v1/models", raise_for_status=True) as response:
-            return str((await response.json(content_type=None))["data"][0]["id"])
-    except (*FAILURES, LookupError, TypeError) as error:
-        raise ValueError(
-            f"base_url {root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
-            "give one like http://127.0.0.1:8000"
-        ) from error
-
-
-def request_body(prompt: Prompt, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-    return {**common, **own, "messages" if is_chat else "prompt": prompt}
-
-
 async def send_all(
-    client: aiohttp.ClientSession, root: str, bodies: Sequence[dict[str, Any]], concurrency: int, progress: str | None
-) -> list[Answer]:
-    answers = [Answer() for _ in bodies]
-    waiting = zip(bodies, answers, strict=True)
-    with tqdm(total=len(bodies), desc=progress, unit="req", disable=progress is None) as bar:
+    client: Client, tasks: Sequence[tuple[Prompt, Mapping[str, Any]]], concurrency: int, progress: str | None = None
+) -> LoadResult:
+    """Sends prompts, each with the other fields of its request, `concurrency` at a time."""
+    answers = [Answer() for _ in tasks]
+    waiting = iter(enumerate(tasks))
+    with tqdm(total=len(tasks), desc=progress, unit="req", disable=progress is None) as bar:
 
         async def work() -> None:
-            for body, answer in waiting:  # shared by the workers
-                await send(client, root, body, answer)
+            for index, (prompt, fields) in waiting:  # shared by the workers
+                answers[index] = await client.ask(prompt, fields)
                 bar.update()
 
+        start = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(concurrency)))
-    return answers
-
-
-async def send(client: aiohttp.ClientSession, root: str, body: dict[str, Any], answer: Answer) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    start = time.perf_counter()
-    try:
-        async with client.post(root + path, json=body, allow_redirects=False) as response:
-            if response.status == 200 and "stream" in body:
-                await read_stream(response, answer)
-            else:
-                answer.add(json.loads(await response.read()))
-    except FAILURES as error:
-        answer.error = f"{type(error).__name__}: {error}"
-    answer.latency_s = time.perf_counter() - start
-    answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
-    if answer.error is None and answer.finish_reason is None:
-        answer.error = "the answer broke off"
+        wall_s = time.perf_counter() - start
+    return LoadResult(concurrency=concurrency, wall_s=wall_s, answers=answers)
 
 
 async def read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
     async for line in response.content:  # up to a line feed: text may contain other line ends
         if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
             continue
-        length = len(answer.text)
+        length = len(answer.text) + len(answer.reasoning)
         answer.add(json.loads(line[5:]))
-        if len(answer.text) > length:
+        if len(answer.text) + len(answer.reasoning) > length:
             answer.arrivals_s.append(time.perf_counter())

@@ -51,6 +51,7 @@ HOST_SIDE = (
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
     (*(f"engine.{module}" for module in HOST_SIDE), "request", "detokenize"): ("torch", "transformers", *HTTP),
+    ("load", "measure.accept", "measure.compare"): ("torch", "transformers", "matplotlib", *HTTP),
     ("engine.build", "engine.engine", "llm"): (*HTTP, *TRACKERS),
 }
 

@@ -9,9 +9,9 @@ from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row
 from slipstream.data_tools.target_tokenizer import ChatTemplate
-from slipstream.serve.bench import read_prompt
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.schemas import ChatBody
+from slipstream.serve.measure.questions import read_texts
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
@@ -75,7 +75,7 @@ def test_requests_and_rows_show_the_template_the_same(
     turn = f"<|im_start|>{sorted(plain.items())}<|im_end|>"
     assert turn in served(folder, messages)
     assert served(folder, messages) == trained({"messages": messages})
-    assert read_prompt({"messages": messages})[2] == {"role": role, "content": content}
+    assert read_texts({"messages": messages})[0][2] == {"role": role, "content": content}
 
 
 @pytest.mark.parametrize("options", [{}, {"date": "2025-03-05"}, {"date": "today"}])

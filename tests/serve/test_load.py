@@ -1,16 +1,13 @@
 """The load client against the real server over a fake engine, and its figures against plain arithmetic."""
 
-import gzip
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.serve.bench import main, read_prompts
 from slipstream.serve.http.launch import Server
 from slipstream.serve.load import Answer, LoadResult, percentiles, run_load
 from slipstream.tests.serve.fake_engine import ROUND
@@ -111,68 +108,14 @@ def test_a_server_that_is_not_there() -> None:
         run_load("http://127.0.0.1:9", ["x"])
 
 
-def test_the_program(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "prompts.jsonl.gz"
-    with gzip.open(file, "wt") as lines:
-        lines.writelines(json.dumps({"prompt": f"prompt {index}"}) + "\n" for index in range(6))
-    flags = ["--prompts", str(file), "--base-url", server.url, "--concurrency", "1,3", "--num-prompts", "5", "--stream"]
-    with pytest.raises(SystemExit) as ended:
-        main([*flags, "--max-tokens", "10"])
-    assert ended.value.code == 0
-    heading, first, second, last = capsys.readouterr().out.splitlines()
-    assert "tok/s" in heading
-    assert first.split()[:3] == ["1", "5", "0"]
-    assert second.split()[:3] == ["3", "5", "0"]
-    report = json.loads(last)
-    assert (report["max_tokens"], report["temperature"]) == (10, 0.0)
-    assert [level["concurrency"] for level in report["results"]] == [1, 3]
-    assert [level["completion_tokens"] for level in report["results"]] == [50, 50]
-    assert all(level["itl_p99_s"] > 0 for level in report["results"])
-    with pytest.raises(SystemExit) as ended:
-        main([*flags, "--max-tokens", "1000"])
-    assert ended.value.code == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--prompts", "/no/such/file"], "/no/such/file"),
-        (["--prompts", "x", "--concurrency", "1,two"], "concurrency"),
-        (["--prompts", "x", "--num-prompts", "0"], "num_prompts"),
-        ([], "prompts"),
-    ],
-)
-def test_bad_options(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-    assert word in capsys.readouterr().err
-
-
-def test_forms_of_prompts(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "text"},
-        {"prompt": [1, 2]},
-        {"id": 7, "messages": [{"role": "user", "content": "q", "id": 3}, {"role": "assistant", "content": "a"}]},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
-        {"turns": ["first", "second"]},
-    ]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_prompts(str(file), 9) == [
-        "text",
-        [1, 2],
-        [{"role": "user", "content": "q"}],
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
-        [{"role": "user", "content": "first"}],
-    ]
-    assert len(read_prompts(str(file), 2)) == 2
-    file.write_text('{"prompt": "x"}\n{"text": "y"}\n')
-    with pytest.raises(ValueError, match="prompts.jsonl:2"):
-        read_prompts(str(file), 9)
-    file.write_text("")
-    with pytest.raises(ValueError, match="empty"):
-        read_prompts(str(file), 9)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_comes_in_pieces_too(foreign: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas: list[dict[str, str]] = [{"role": "assistant"}, {name: "hm"}, {name: ", so"}, {"content": "yes"}]
+    bodies = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    bodies.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    monkeypatch.setattr(Foreign, "content", "".join(f"data: {json.dumps(body)}\n\n" for body in bodies))
+    [answer] = run_load(foreign, [HELLO], model="m", stream=True).answers
+    assert (answer.reasoning, answer.text, len(answer.arrivals_s)) == ("hm, so", "yes", 3)
 
 
 def test_figures() -> None:

@@ -1,0 +1,339 @@
+"""Measures how many tokens a draft gives per pass of the target, and what that gains, by category.
+
+    slipstream accept --url http://127.0.0.1:8000                          # a server: ours, vLLM's, SGLang's, others
+    slipstream accept --draft runs/my-draft/best --questions gsm8k         # a draft, in this process
+    slipstream accept --url ... --questions question.jsonl --temperature 0,1 --concurrency 1,8 --fail-below 2.5
+
+Answers are kept in OUTPUT/answers.jsonl as they come: the same command continues an interrupted run. OUTPUT also gets
+accept.json (all figures) and accept.png. docs/accept.md says what the figures mean.
+"""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from slipstream.config import run
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.outputs import check_working_folder
+from slipstream.serve.load import read_levels
+from slipstream.serve.measure.accept_report import ESTIMATED, Figures, figures_of, plot, shown_table
+from slipstream.serve.measure.conversations import (
+    THINKING,
+    Conversation,
+    Manner,
+    ServerVoice,
+    Setting,
+    Told,
+    ask_server,
+    server_voice,
+)
+from slipstream.serve.measure.journal import Journal
+from slipstream.serve.measure.questions import Question, read_questions
+from slipstream.serve.options import EngineConfig, find_target
+
+# Options that do not change what is measured.
+FREE = ("output", "overwrite", "fail_below", "api_key_file")
+
+OF_DRAFTS = ("width", "simulate_accept_length")  # engine options that mean nothing without a draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptConfig:
+    """Accept length and speed-up of a draft by category, of a server or in this process."""
+
+    url: str = ""
+    """OpenAI-compatible server that drafts, with or without /v1. Empty: a target and draft in this process."""
+    baseline_url: str = ""
+    """The same target's server without a draft, for the speed-up. Default: our servers are asked not to draft."""
+    draft: str = "none"
+    """Draft checkpoint, or the name of a drafter that needs none, in this process."""
+    target: str = ""
+    """Its target. Default: the one that the draft names."""
+    baseline: bool = True
+    """Ask every question without a draft, too, for the speed-up."""
+    questions: list[str] = field(default_factory=lambda: ["gsm8k"])
+    """gsm8k, or files of questions: JSON lines (also .gz) or .parquet with `turns`, `messages` or `prompt`."""
+    num_questions: int | None = 80
+    """Questions of each category and file, from the beginning; null: all."""
+    concurrency: str = "1"
+    """Conversations open at once; several comma-separated levels are measured one after another."""
+    temperature: str = "0"
+    """Temperatures, separated by commas. 0: greedy."""
+    thinking: str = "default"
+    """How the target should think, by its chat template: default, on, off, or an effort such as low; several are
+    separated by commas."""
+    max_tokens: int = 1024
+    """Longest answer in tokens."""
+    seed: int = 0
+    """Seed of all answers; each has its own, derived from this one."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request, such as --fields.top_k 20; without --url those of SamplingParams."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine in this process by name."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of its drafter by name."""
+    model: str | None = None
+    """Model to request. Default: the first that a server lists."""
+    api_key_file: str | None = None
+    """File with the key of the servers."""
+    output: str = "runs/accept"
+    """Folder for answers, figures and plot; an interrupted run in it continues."""
+    overwrite: bool = False
+    """Measure anew if OUTPUT holds a run with other options."""
+    fail_below: float | None = None
+    """Exit with status 1 if a setting's accept length, the mean over categories, is below this."""
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == (self.draft != "none"):
+            raise ValueError(f"url is {self.url!r} and draft {self.draft!r}; give one of them")
+        if self.url and (self.engine or self.drafter or self.target):
+            raise ValueError("target, engine and drafter are for a draft in this process; leave them out, or url")
+        if self.baseline_url and not self.url:
+            raise ValueError("baseline_url goes with url; in this process the target is measured without a draft")
+        for name in ("max_tokens", "num_questions"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not self.settings:
+            raise ValueError("questions is empty; name a file, or gsm8k")
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Raises ValueError for an option that is no list of what it should be."""
+        try:
+            temperatures = [float(word) for word in self.temperature.split(",")]
+        except ValueError:
+            temperatures = [-1.0]
+        if not all(0 <= value <= 100 for value in temperatures):
+            raise ValueError(f"temperature is {self.temperature!r}; give numbers from 0 up, separated by commas")
+        manners = [word.strip() for word in self.thinking.split(",")]
+        if not set(manners) <= set(THINKING):
+            raise ValueError(f"thinking is {self.thinking!r}; choose from {', '.join(THINKING)}")
+        levels = read_levels(self.concurrency)
+        return [Setting(*one) for one in product(temperatures, manners, levels)] if self.questions else []
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
+
+    @property
+    def api_key(self) -> str | None:
+        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options that decide what is measured."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
+
+
+class Record:
+    """The answers of a run: those of an earlier one, and new ones as they come."""
+
+    def __init__(self, journal: Journal, questions: Sequence[Question], bar: "tqdm[Any]") -> None:
+        self.journal, self.bar = journal, bar
+        self.questions = questions
+        self.failures = Counter[str]()
+        self._texts = {key_of(row): row["answer"] for row in journal.results if "question" in row}
+
+    @property
+    def num_answers(self) -> int:
+        """Of earlier runs."""
+        return len(self._texts)
+
+    def expect(self, settings: Sequence[Setting], num_voices: int) -> None:
+        """Tells the progress bar how many answers there will be, and how many there are."""
+        self.bar.total = sum(one.num_turns for one in self.questions) * len(settings) * num_voices
+        self.bar.update(self.num_answers)
+
+    def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
+        """Conversations that have not ended, each at the turn that it has reached."""
+        for question in self.questions:
+            conversation, more = Conversation(question), True
+            while more:
+                text = self._texts.get((question.id, conversation.turn, drafted, *setting_key(setting)))
+                if text is None:
+                    yield conversation
+                    break
+                more = conversation.take(text)
+
+    def by_turns(self, setting: Setting, kinds: Sequence[bool]) -> Iterator[tuple[bool, list[Conversation]]]:
+        """Conversations that have not ended: a few of the first kind (with a draft, or without), a few of the second,
+        and so on, so that a machine that becomes slower favours neither."""
+        size = 4 * setting.concurrency
+        left = {drafted: list(self.missing(setting, drafted=drafted)) for drafted in kinds}
+        while any(left.values()):
+            for drafted, conversations in left.items():
+                if conversations:
+                    yield drafted, conversations[:size]
+                    del conversations[:size]
+
+    def add(self, setting: Setting, conversation: Conversation, told: Told, *, drafted: bool) -> None:
+        answer = told.answer
+        if answer.error is not None:
+            self.failures[answer.error] += 1
+            return
+        self.journal.add(
+            {
+                "question": conversation.question.id,
+                "turn": conversation.turn,
+                "category": conversation.question.category,
+                "drafted": drafted,
+                **asdict(setting),
+                "completion_tokens": answer.completion_tokens,
+                "latency_s": round(answer.latency_s, 6),
+                "source": told.source,
+                "rounds": answer.rounds,
+                "decoded_tokens": answer.decoded_tokens,
+                "drafted_tokens": answer.drafted_tokens,
+                "accepted_by_position": answer.accepted_by_position,
+                "answer": answer.text,
+            }
+        )
+        self.bar.update()
+
+
+def setting_key(setting: Setting) -> tuple[float, str, int]:
+    return setting.temperature, setting.thinking, setting.concurrency
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("question", "turn", "drafted", "temperature", "thinking", "concurrency"))
+
+
+def accept(config: AcceptConfig) -> None:
+    """Measures, or goes on measuring, and writes the report. Raises ValueError if requests failed, or if an accept
+    length is below `fail_below`."""
+    questions, output = read_questions(config.questions, config.num_questions), Path(config.output)
+    inputs = {"questions": config.questions, "draft": [config.draft], "target": [config.target]}
+    check_working_folder(config.output, inputs)
+    journal = Journal(output / "answers.jsonl", "slipstream accept", config.kept, anew=config.overwrite)
+    with journal, tqdm(desc="accept", unit="answer") as bar:
+        record = Record(journal, questions, bar)
+        if record.num_answers:
+            tqdm.write(f"{journal.path} has {record.num_answers} answers already; --overwrite measures them again")
+        try:
+            if config.url:
+                asyncio.run(measure_servers(config, record))
+            else:
+                measure_here(config, record)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command continues from {journal.path}") from None
+    report(config, figures_of(journal.results, config.settings), record.failures)
+
+
+async def measure_servers(config: AcceptConfig, record: Record) -> None:
+    """Each setting with the draft and, if there is a way, without it."""
+    shared: dict[str, Any] = {"connections": max(read_levels(config.concurrency)), "model": config.model}
+    shared |= {"api_key": config.api_key, "manner": config.manner}
+    salt = secrets.token_hex(4)  # another run's prompts are not in the cache of this one
+    async with AsyncExitStack() as stack:
+        voice = await stack.enter_async_context(server_voice(config.url, speculates=True, salt=salt, **shared))
+        voices = {True: voice}
+        if config.baseline and (config.baseline_url or voice.kind == "slipstream"):
+            url = config.baseline_url or config.url
+            voices[False] = await stack.enter_async_context(server_voice(url, speculates=False, salt=salt, **shared))
+        elif config.baseline:
+            tqdm.write("No speed-up without --baseline-url: this server cannot be asked not to draft.")
+        if not voice.tells:
+            tqdm.write(untold(voice))
+        record.expect(config.settings, len(voices))
+        for setting in config.settings:
+            for drafted, some in record.by_turns(setting, list(voices)):
+                await measure_some(voices[drafted], some, setting, config.manner, record, drafted=drafted)
+
+
+async def measure_some(
+    voice: ServerVoice,
+    conversations: Sequence[Conversation],
+    setting: Setting,
+    manner: Manner,
+    record: Record,
+    *,
+    drafted: bool,
+) -> None:
+    before, num_before = await voice.count() if drafted else None, len(record.journal.results)
+    await ask_server(voice, conversations, setting, manner, partial(record.add, setting, drafted=drafted))
+    after = await voice.count() if before is not None else None
+    if before is not None and after is not None:
+        counts = {"counters": asdict(after.since(before)), "answers": len(record.journal.results) - num_before}
+        record.journal.add({**counts, **asdict(setting)})
+
+
+def untold(voice: ServerVoice) -> str:
+    """How answers that do not say how they were drafted are counted, and how to have them say it."""
+    remedies = {
+        "vllm": " Start vLLM with --per-request-spec-decode-metrics summary, and each answer tells its rounds.",
+        "sglang": " SGLang tells them in answers of a version that knows return_meta_info; start it with "
+        "--enable-metrics for its counters.",
+    }
+    how = "one at a time its counters tell them, else they are" if voice.counts else "they are"
+    return f"The server's answers do not tell their rounds: {how} {ESTIMATED}.{remedies.get(voice.kind, '')}"
+
+
+def measure_here(config: AcceptConfig, record: Record) -> None:
+    """With the draft and without it by turns; on a GPU, which one engine fills, all without it after all with it."""
+    from slipstream.serve.measure.in_process import engine_voice, fills_memory
+
+    kinds = (True, False) if config.baseline else (True,)
+    record.expect(config.settings, len(kinds))
+    target = find_target(EngineConfig(target=config.target, draft=config.draft))[0]
+    options = {"max_running": max(read_levels(config.concurrency)), **config.engine, "target": target}
+    thinking = sorted({setting.thinking for setting in config.settings})
+    with_draft: dict[str, Any] = {"draft": config.draft, "drafter": config.drafter}
+    of = {True: with_draft, False: dict.fromkeys(OF_DRAFTS)}
+    for together in [(kind,) for kind in kinds] if fills_memory(options) else [kinds]:
+        left = product(config.settings, together)
+        if not any(next(record.missing(setting, drafted=drafted), None) for setting, drafted in left):
+            continue
+        with ExitStack() as stack:
+            voices = {
+                drafted: stack.enter_context(engine_voice({**options, **of[drafted]}, thinking)) for drafted in together
+            }
+            for setting in config.settings:
+                for drafted, some in record.by_turns(setting, together):
+                    voices[drafted].ask(some, setting, config.manner, partial(record.add, setting, drafted=drafted))
+
+
+def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[str]) -> None:
+    """Prints the table; writes accept.json and accept.png. Raises ValueError for failures and `fail_below`."""
+    output = Path(config.output)
+    if figures:
+        print(shown_table(figures))
+        name = config.url or config.draft
+        with atomic_file(output / "accept.json") as temporary:
+            result = {"options": config.kept, "figures": [asdict(one) for one in figures]}
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
+        with atomic_file(output / "accept.png") as temporary:
+            plot(figures, name, temporary)
+        print(f"\n{output}/accept.json, accept.png, answers.jsonl")
+    if failures:
+        first, count = failures.most_common(1)[0]
+        raise ValueError(f"{failures.total()} requests failed, {count} with: {first}; the same command asks them again")
+    if config.fail_below is not None:
+        for one in figures:
+            length = one.by_answers
+            if one.is_whole and (length is None or length < config.fail_below):
+                found = "not known" if length is None else f"{length:.3f}"
+                raise ValueError(f"the accept length is {found} at {one.setting_text}, below {config.fail_below}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(accept, AcceptConfig, argv, "slipstream accept")
+
+
+if __name__ == "__main__":
+    main()

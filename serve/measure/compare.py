@@ -1,0 +1,245 @@
+"""Compares the speed of OpenAI-compatible servers that answer the same questions.
+
+    slipstream compare --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --concurrency 1,8
+    slipstream compare --url http://127.0.0.1:8000 --questions mine.jsonl      # one server's speed alone
+
+The servers take turns: the first to the last answer the same few questions, then the last to the first the next ones,
+and so on, so that neither a drift of the machine nor the choice of questions favours one. Every such pass there and
+back gives one ratio of speeds, and their spread the interval. Passes are kept in OUTPUT/passes.jsonl: the same command
+continues an interrupted run. OUTPUT also gets compare.json and compare.png. See docs/accept.md.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from slipstream.config import run
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.outputs import check_working_folder
+from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
+from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
+from slipstream.serve.measure.conversations import THINKING, template_variables
+from slipstream.serve.measure.intervals import LEAST_PAIRS
+from slipstream.serve.measure.journal import Journal
+from slipstream.serve.measure.questions import read_questions
+from slipstream.serve.measure.server_counts import kind_of
+
+FREE = ("output", "overwrite", "api_key_file", "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareConfig:
+    """Speed of one server, or of several side by side with confidence intervals."""
+
+    url: list[str] = field(default_factory=list)
+    """OpenAI-compatible servers, with or without /v1; the others are compared with the first."""
+    questions: list[str] = field(default_factory=lambda: ["gsm8k"])
+    """gsm8k, or files of questions, as for `accept`; of several turns the first is asked."""
+    concurrency: str = "1,8"
+    """Requests open at once; several comma-separated levels are measured one after another."""
+    seconds: float = 120.0
+    """Time to measure at each level, all servers together; at least six passes there and back."""
+    requests: int | None = None
+    """Questions that a server answers before the next has its turn. Default: twice the concurrency, at least 4."""
+    max_tokens: int = 128
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """0: greedy; answers of the servers are then compared, too."""
+    thinking: str = "default"
+    """How the target should think: default, on, off, or an effort such as low."""
+    seed: int = 0
+    """Seed of the first question; each further one adds 1."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request, such as --fields.ignore_eos true for answers of equal lengths."""
+    model: str | None = None
+    """Model to request. Default: the first that each server lists."""
+    api_key_file: str | None = None
+    """File with the key of the servers."""
+    output: str = "runs/compare"
+    """Folder for passes, figures and plot; an interrupted run in it continues."""
+    overwrite: bool = False
+    """Measure anew if OUTPUT holds a run with other options."""
+
+    def __post_init__(self) -> None:
+        read_levels(self.concurrency)
+        if not self.url:
+            raise ValueError("url is empty; give the servers, --url A --url B, or one alone")
+        for name in ("max_tokens", "requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.thinking not in THINKING:
+            raise ValueError(f"thinking is {self.thinking!r}; choose one of {', '.join(THINKING)}")
+        if self.temperature < 0 or self.seconds < 0:
+            raise ValueError(f"temperature is {self.temperature} and seconds {self.seconds}; they must be at least 0")
+
+    def block_len(self, level: int) -> int:
+        return self.requests or max(4, 2 * level)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options that decide what is measured."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
+
+    def request_fields(self, prompt: Prompt) -> dict[str, Any]:
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "stream": True}
+        variables = {**template_variables(self.thinking), **self.template}
+        effort = variables.pop("reasoning_effort", None)
+        if prompt and isinstance(prompt[0], dict):
+            fields |= {"chat_template_kwargs": variables} if variables else {}
+            fields |= {} if effort is None else {"reasoning_effort": effort}
+        return fields | self.fields
+
+
+class Side:
+    """One of the servers. `salts`: it can be told which prompts share cached text."""
+
+    def __init__(self, client: Client, *, salts: bool) -> None:
+        self.client, self._salts = client, salts
+
+    async def answer(self, tasks: Sequence[tuple[Prompt, dict[str, Any]]], level: int, salt: str) -> LoadResult:
+        """Raises ValueError if a request fails."""
+        own = {"cache_salt": salt} if self._salts else {}
+        result = await send_all(self.client, [(prompt, {**fields, **own}) for prompt, fields in tasks], level)
+        if result.errors:
+            raise ValueError(
+                f"{len(result.errors)} of {len(tasks)} requests to {self.client.root} failed, the first with: "
+                f"{result.errors[0]}; the same command continues"
+            )
+        return result
+
+
+def compare(config: CompareConfig) -> None:
+    """Measures, or goes on measuring, and writes the report."""
+    prompts = [question.first for question in read_questions(config.questions)]
+    check_working_folder(config.output, {"questions": config.questions})
+    output = Path(config.output)
+    with Journal(output / "passes.jsonl", "slipstream compare", config.kept, anew=config.overwrite) as journal:
+        if journal.results:
+            print(f"{journal.path} has {len(journal.results)} passes already; --overwrite measures them again")
+        try:
+            asyncio.run(measure(config, prompts, journal))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command continues from {journal.path}") from None
+        report(config, compare_passes(journal.results, len(config.url)))
+
+
+async def measure(config: CompareConfig, prompts: Sequence[Prompt], journal: Journal) -> None:
+    levels = read_levels(config.concurrency)
+    key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
+    async with AsyncExitStack() as stack:
+        sides = []
+        for url in config.url:
+            client = Client(url, connections=max(levels), model=config.model, api_key=key)
+            await stack.enter_async_context(client)
+            salts = kind_of(await client.read("/metrics")) in ("slipstream", "vllm")
+            sides.append(Side(client, salts=salts))
+        for level in levels:
+            await measure_level(config, prompts, level, sides, journal)
+
+
+async def measure_level(
+    config: CompareConfig, prompts: Sequence[Prompt], level: int, sides: Sequence[Side], journal: Journal
+) -> None:
+    """Passes until the level's time is up. Each server warms up first."""
+    done = [one for one in journal.results if one["concurrency"] == level]
+    blocks = blocks_of(config, prompts, level, first=2 * len(done))
+    salt, warm = secrets.token_hex(4), False
+    with tqdm(
+        total=config.seconds, desc=f"{level} at once", unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s"
+    ) as bar:
+        spent = sum(block["wall_s"] for one in done for block in one["sides"])
+        bar.update(min(spent, config.seconds))
+        while spent < config.seconds or len(done) < LEAST_PAIRS:
+            if not warm:
+                tasks = next(blocks_of(config, prompts, level, first=-1))
+                for place, side in enumerate(sides):
+                    await side.answer(tasks, level, f"{salt}/{place}/warm")
+                warm = True
+            found = await there_and_back(sides, next(blocks), next(blocks), level, f"{salt}/{len(done)}")
+            done.append({"concurrency": level, "sides": found})
+            journal.add(done[-1])
+            took = sum(block["wall_s"] for block in found)
+            spent += took
+            bar.update(min(took, config.seconds - bar.n))
+
+
+def blocks_of(
+    config: CompareConfig, prompts: Sequence[Prompt], level: int, first: int
+) -> Iterator[list[tuple[Prompt, dict[str, Any]]]]:
+    """Questions of one turn after another, from turn `first` on, with their fields; they are asked again when all have
+    been asked."""
+    size, turn = config.block_len(level), first
+    while True:
+        places = [place % len(prompts) for place in range(turn * size, (turn + 1) * size)]
+        yield [(prompts[at], {**config.request_fields(prompts[at]), "seed": config.seed + at}) for at in places]
+        turn += 1
+
+
+async def there_and_back(
+    sides: Sequence[Side], there: Sequence[Any], back: Sequence[Any], level: int, salt: str
+) -> list[dict[str, Any]]:
+    """What each side did with both blocks."""
+    results: list[list[LoadResult]] = [[] for _ in sides]
+    order = [(there, place) for place in range(len(sides))] + [(back, place) for place in reversed(range(len(sides)))]
+    for number, (tasks, place) in enumerate(order):
+        results[place].append(await sides[place].answer(tasks, level, f"{salt}/{number}"))
+    return [block_of(some) for some in results]
+
+
+def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
+    """Times in milliseconds, but for `wall_s`. `answers`: hashes, in the order of the questions."""
+    answers = [answer for result in results for answer in result.answers]
+    streams = [answer.arrivals_s for answer in answers if answer.arrivals_s]
+    gaps = [later - earlier for times in streams for earlier, later in pairwise(times)]
+    return {
+        "wall_s": round(sum(result.wall_s for result in results), 6),
+        "tokens": sum(map(num_tokens, answers)),
+        "ttft_ms": [round(1000 * times[0], 2) for times in streams],
+        "token_ms": [round(1000 * time, 3) for time in map(time_per_token, answers) if time is not None],
+        "gaps_ms": [round(1000 * gap, 2) for gap in gaps],
+        "rounds": sum(answer.rounds for answer in answers),
+        "decoded_tokens": sum(answer.decoded_tokens for answer in answers),
+        "answers": [blake2b((one.reasoning + "\0" + one.text).encode(), digest_size=6).hexdigest() for one in answers],
+    }
+
+
+def num_tokens(answer: Answer) -> int:
+    """As the server counts them; streamed pieces, if it does not."""
+    return answer.completion_tokens or len(answer.arrivals_s)
+
+
+def time_per_token(answer: Answer) -> float | None:
+    """Seconds for each token after the first piece; None for an answer of one piece."""
+    times, tokens = answer.arrivals_s, num_tokens(answer)
+    return (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
+
+
+def report(config: CompareConfig, comparisons: Sequence[Comparison]) -> None:
+    output = Path(config.output)
+    print(shown_table(comparisons, config.url, greedy=config.temperature == 0))
+    with atomic_file(output / "compare.json") as temporary:
+        result = {"options": config.kept, "figures": [asdict(one) for one in comparisons]}
+        temporary.write_text(json.dumps(result, indent=2) + "\n")
+    with atomic_file(output / "compare.png") as temporary:
+        plot(comparisons, config.url, temporary)
+    print(f"\n{output}/compare.json, compare.png, passes.jsonl")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(compare, CompareConfig, argv, "slipstream compare")
+
+
+if __name__ == "__main__":
+    main()

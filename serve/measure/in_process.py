@@ -1,0 +1,142 @@
+"""Asks conversations of an `LLM` in this process, as conversations.py asks them of a server."""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+import gc
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slipstream.serve import llm
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.load import Answer
+from slipstream.serve.measure.conversations import (
+    PROBE,
+    Conversation,
+    Manner,
+    OnAnswer,
+    Setting,
+    Told,
+    template_variables,
+)
+from slipstream.serve.measure.questions import Question
+from slipstream.serve.request import Output, RequestStats, SamplingParams
+
+
+class OpenAnswer:
+    """A request of the engine: the conversation that waits for it, and when its tokens came."""
+
+    def __init__(self, conversation: Conversation, answer: llm.Answer) -> None:
+        self.conversation, self.answer = conversation, answer
+        self.start = time.perf_counter()
+        self.arrivals_s: list[float] = []
+
+    def add(self, output: Output, engine: Engine) -> Told | None:
+        """What is told of the answer once it has ended. Ends it at a text that its form ends with."""
+        now = time.perf_counter() - self.start
+        if output.tokens:
+            self.arrivals_s.append(now)
+        self.answer.add(output)
+        if self.answer.text.stopped and output.finish_reason is None:
+            output = engine.abort(output.request_id) or output
+        if output.finish_reason is None:
+            return None
+        generation = self.answer.generation(output)
+        answer = Answer(text=generation.text, reasoning=generation.reasoning, finish_reason=generation.finish_reason)
+        answer.latency_s, answer.arrivals_s, answer.error = now, self.arrivals_s, generation.error or None
+        count(answer, generation.stats)
+        return Told(answer, "server" if answer.rounds else "none")
+
+
+def count(answer: Answer, stats: RequestStats) -> None:
+    answer.completion_tokens, answer.rounds = stats.completion_tokens, stats.rounds
+    answer.decoded_tokens = stats.completion_tokens - stats.prefills if stats.rounds else 0
+    answer.drafted_tokens = stats.drafted_tokens
+    answer.accepted_by_position = list(stats.accepted_by_position)
+
+
+class EngineVoice:
+    """An engine that answers conversations."""
+
+    def __init__(self, model: llm.LLM) -> None:
+        self._model = model
+        self._names: Iterator[int] = iter(range(2**62))
+
+    def begin(self, conversation: Conversation, setting: Setting, manner: Manner) -> OpenAnswer:
+        variables = {**template_variables(setting.thinking), **manner.template} if conversation.is_chat else {}
+        params = {
+            "max_tokens": manner.max_tokens,
+            "temperature": setting.temperature,
+            "seed": conversation.seed(manner.seed),
+            **manner.fields,
+        }
+        answer = self._model.begin(
+            str(next(self._names)), conversation.prompt, SamplingParams(**params), chat_template_kwargs=variables
+        )
+        self._model.engine.add(answer.request)
+        return OpenAnswer(conversation, answer)
+
+    def ask(self, conversations: Iterable[Conversation], setting: Setting, manner: Manner, on_answer: OnAnswer) -> None:
+        """Keeps `setting.concurrency` conversations open until all have ended. Raises ValueError for a prompt that
+        cannot be served."""
+        waiting, engine = iter(conversations), self._model.engine
+        running: dict[str, OpenAnswer] = {}
+        try:
+            while True:
+                while len(running) < setting.concurrency:
+                    conversation = next(waiting, None)
+                    if conversation is None:
+                        break
+                    self._start(conversation, setting, manner, running)
+                if not running:
+                    return
+                for output in engine.step():
+                    told = running[output.request_id].add(output, engine)
+                    if told is None:
+                        continue
+                    conversation = running.pop(output.request_id).conversation
+                    on_answer(conversation, told)
+                    if told.answer.error is None and conversation.take(told.answer.text):
+                        self._start(conversation, setting, manner, running)
+        finally:
+            for name in running:
+                engine.abort(name)
+
+    def _start(
+        self, conversation: Conversation, setting: Setting, manner: Manner, running: dict[str, OpenAnswer]
+    ) -> None:
+        started = self.begin(conversation, setting, manner)
+        running[started.answer.request.id] = started
+
+
+@contextmanager
+def engine_voice(options: dict[str, Any], thinking: Sequence[str]) -> Iterator[EngineVoice]:
+    """Starts the engine that `options`, fields of EngineConfig, describe, has it answer once, and ends it. Raises
+    ValueError if the target's chat template reads nothing of one of `thinking`."""
+    with llm.LLM(**options) as model:
+        for one in thinking:
+            check_thinking(model, one)
+        voice = EngineVoice(model)
+        probe, manner = Conversation(Question("probe", "", PROBE)), Manner(max_tokens=48)
+        voice.ask([probe], Setting(0.0, "default", 1), manner, lambda _, __: None)
+        yield voice
+        del voice
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def fills_memory(options: Mapping[str, Any]) -> bool:
+    """Whether an engine with these options takes all of a device's memory."""
+    return options.get("device", "auto") != "cpu" and torch.cuda.is_available()
+
+
+def check_thinking(model: llm.LLM, thinking: str) -> None:
+    """Raises ValueError if the target's chat template does not ask how it should think."""
+    source = model.tokenizer.get_chat_template() if model.tokenizer.chat_template else ""
+    names = template_variables(thinking)
+    if names and not any(name in source for name in names):
+        raise ValueError(f"thinking is {thinking}, but the target's chat template reads none of {', '.join(names)}")

@@ -1,0 +1,75 @@
+"""Reads how a server has drafted from its /metrics: ours, vLLM's or SGLang's counters, by their documented names.
+
+vLLM: `vllm:spec_decode_num_drafts`, `..._num_accepted_tokens`, `..._num_accepted_tokens_per_pos` (with or without
+`_total`). SGLang, started with --enable-metrics: `sglang:spec_verify_calls_total` and `sglang:generation_tokens_total`;
+its gauge `sglang:spec_accept_length` is of its last interval and cannot be told apart by run.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["slipstream", "vllm", "sglang", "unknown"]
+PREFIXES: dict[str, Kind] = {"slipstream_": "slipstream", "vllm:": "vllm", "sglang:": "sglang"}
+SAMPLE = re.compile(r"([\w:]+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+|NaN)(?: \d+)?")
+BY_POSITION = ("slipstream_accepted_by_position", "vllm:spec_decode_num_accepted_tokens_per_pos")
+ROUNDS = {
+    "slipstream": "slipstream_rounds",
+    "vllm": "vllm:spec_decode_num_drafts",
+    "sglang": "sglang:spec_verify_calls",
+}
+POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCounts:
+    """`decoded_tokens`: emitted by the rounds, that is, without those that come with a prompt."""
+
+    rounds: int = 0
+    decoded_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    def since(self, earlier: "RoundCounts") -> "RoundCounts":
+        before = (*earlier.accepted_by_position, *[0] * len(self.accepted_by_position))
+        positions = zip(self.accepted_by_position, before, strict=False)
+        return RoundCounts(
+            self.rounds - earlier.rounds,
+            self.decoded_tokens - earlier.decoded_tokens,
+            tuple(now - then for now, then in positions),
+        )
+
+
+def kind_of(metrics: str | None) -> Kind:
+    """Whose text of /metrics this is; None: the server has none."""
+    lines = (metrics or "").splitlines()
+    return next((kind for line in lines for prefix, kind in PREFIXES.items() if line.startswith(prefix)), "unknown")
+
+
+def read_counts(metrics: str | None) -> RoundCounts | None:
+    """The counts of a text of /metrics, summed over engines; None if it has no counters of speculation."""
+    kind, totals, positions = kind_of(metrics), defaultdict[str, float](float), defaultdict[int, float](float)
+    for line in (metrics or "").splitlines():
+        match = SAMPLE.fullmatch(line)
+        if match is None or match[3] == "NaN":
+            continue
+        name, labels, value = match[1], match[2] or "", float(match[3])
+        totals[name] += value
+        position = POSITION.search(labels)
+        if position is not None and name in BY_POSITION:
+            positions[int(position[1])] += value
+    at = tuple(int(positions[index]) for index in range(max(positions, default=-1) + 1))
+    return counts_of(kind, totals, at)
+
+
+def counts_of(kind: Kind, totals: dict[str, Any], positions: tuple[int, ...]) -> RoundCounts | None:
+    if kind == "unknown" or ROUNDS[kind] not in totals:
+        return None
+    rounds = totals[ROUNDS[kind]]
+    if kind == "slipstream":  # a prompt gives an answer its first token
+        decoded = totals["slipstream_completion_tokens"] - totals["slipstream_requests"]
+    elif kind == "vllm":
+        decoded = rounds + totals["vllm:spec_decode_num_accepted_tokens"]
+    else:
+        decoded = totals["sglang:generation_tokens"] - totals["sglang:num_requests"]
+    return RoundCounts(int(rounds), int(decoded), positions)

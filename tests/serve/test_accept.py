@@ -1,0 +1,342 @@
+"""`slipstream accept`: its counts against the servers' own and against plain sums, interruption, questions."""
+
+import copy
+import gzip
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slipstream.serve.http.launch import Server
+from slipstream.serve.llm import LLM
+from slipstream.serve.measure.accept import AcceptConfig, accept, main
+from slipstream.serve.measure.conversations import Conversation
+from slipstream.serve.measure.in_process import check_thinking
+from slipstream.serve.measure.questions import read_questions
+from slipstream.serve.measure.server_counts import RoundCounts, read_counts
+from slipstream.serve.request import SamplingParams
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.tests.serve.fake_engine import VOCABULARY
+from slipstream.tests.serve.fake_server import MODEL, write_target
+from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
+
+TURNS = [
+    {"question_id": 1, "category": "writing", "turns": ["Write a line.", "Now a shorter one, please."]},
+    {"question_id": 2, "category": "writing", "turns": ["Write about rain and the sea."]},
+    {"question_id": 3, "category": "math", "turns": ["What is 7 + 5?", "And twice that?", "Half of it?"]},
+    {"question_id": 4, "category": "math", "turns": ["Add up the first ten numbers."]},
+]
+
+
+@pytest.fixture(autouse=True)
+def no_plot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time; one test draws one."""
+    if request.function is not test_a_speed_up_against_another_server:
+        monkeypatch.setattr("slipstream.serve.measure.accept.plot", lambda *words: words[-1].touch())
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("questions") / "question.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
+    return str(file)
+
+
+def figures(output: Path) -> list[dict[str, Any]]:
+    return json.loads((output / "accept.json").read_text())["figures"]
+
+
+def whole(output: Path) -> list[dict[str, Any]]:
+    return [one for one in figures(output) if one["category"] == "all"]
+
+
+# What is asked, in the words of paced_server.py, which does not read earlier turns.
+ROUNDS = {
+    (row["question_id"], place): rounds_of(length_of(text)) for row in TURNS for place, text in enumerate(row["turns"])
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "level", "source", "rates"),
+    [
+        ("vllm-detailed", 3, "server", True),
+        ("vllm", 1, "counters", True),
+        ("vllm", 3, "pieces", False),
+        ("sglang", 3, "server", True),
+        ("plain", 3, "pieces", False),
+    ],
+)
+def test_accept_lengths_of_other_servers(
+    questions: str,
+    tmp_path: Path,
+    dialect: str,
+    level: int,
+    source: str,
+    rates: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with paced(dialect) as server:
+        accept(AcceptConfig(url=server.url, questions=[questions], concurrency=str(level), output=str(tmp_path)))
+    [found] = whole(tmp_path)
+    everything = [count for emitted in ROUNDS.values() for count in emitted]
+    assert found["by_rounds"] == pytest.approx(mean(everything))
+    means = defaultdict(list)
+    for (question, _), emitted in ROUNDS.items():
+        means[TURNS[question - 1]["category"]].append(mean(emitted))
+    assert found["by_answers"] == pytest.approx(mean(mean(lengths) for lengths in means.values()))
+    expected = [mean(count > place for count in everything) for place in (1, 2)] if rates else []
+    assert found["accept_rates"] == pytest.approx(expected)
+    if rates:
+        assert found["conditional_rates"] == pytest.approx([expected[0], expected[1] / expected[0]])
+    assert found["by_counters"] == (None if dialect == "plain" else pytest.approx(mean(everything)))
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()][1:]
+    assert {row["source"] for row in rows if "question" in row} == {source}
+    printed = capsys.readouterr()
+    assert ("~" in printed.out) == (source == "pieces")
+    assert "--baseline-url" in printed.out + printed.err
+
+
+def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> None:
+    with paced("vllm-detailed") as drafting, paced("plain") as plain:
+        urls = {"url": drafting.url, "baseline_url": plain.url}
+        accept(AcceptConfig(**urls, questions=[questions], concurrency="2", temperature="0,1", output=str(tmp_path)))
+        asked = [[body["temperature"] for body in server.requests] for server in (drafting, plain)]
+    assert asked == [[0.0] * 8 + [1.0] * 7] * 2  # the first is a probe
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()][1:]
+    for one in figures(tmp_path):
+        totals = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        for row in rows:
+            same = row["temperature"] == one["setting"]["temperature"] and one["category"] in (
+                "all",
+                row.get("category"),
+            )
+            if "question" in row and same:
+                totals[row["drafted"]][0] += row["completion_tokens"]
+                totals[row["drafted"]][1] += row["latency_s"]
+        fast, slow = (tokens / seconds for tokens, seconds in (totals[True], totals[False]))
+        assert one["speed_up"] == pytest.approx(fast / slow)
+        assert (one["tok_s"], one["tok_s_without"]) == (pytest.approx(fast), pytest.approx(slow))
+    assert (tmp_path / "accept.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [
+        ("on", {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+        ("off", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        ("low", {"reasoning_effort": "low"}),
+        ("default", {}),
+    ],
+)
+def test_thinking_is_asked_for(questions: str, tmp_path: Path, thinking: str, expected: dict[str, Any]) -> None:
+    with paced("vllm-detailed") as server:
+        accept(AcceptConfig(url=server.url, questions=[questions], thinking=thinking, output=str(tmp_path)))
+        bodies = server.requests[1:]
+    names = ("chat_template_kwargs", "reasoning_effort")
+    assert all({name: body[name] for name in names if name in body} == expected for body in bodies)
+
+
+def test_our_server_its_counts_and_the_openai_client(server: Server, client: httpx.Client, tmp_path: Path) -> None:
+    """Multi-turn: every answer is what OpenAI's client gets that converses with the same seeds."""
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"id": "a", "turns": ["hi", "more"]}) + "\n" + json.dumps({"turns": ["abcde"]}) + "\n")
+    before = read_counts(client.get("/metrics").text)
+    config = AcceptConfig(
+        url=f"{server.url}/v1/", questions=[str(file)], max_tokens=20, concurrency="1,2", temperature="0,1", seed=5,
+        output=str(tmp_path / "out"), baseline=False,
+    )  # fmt: skip
+    accept(config)
+    after = read_counts(client.get("/metrics").text)
+    assert before is not None
+    assert after is not None
+    rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()][1:]
+    answers = [row for row in rows if "question" in row]
+    total = after.since(before)  # with the probe's 48 tokens
+    assert total.rounds - 16 == sum(row["rounds"] for row in answers)
+    assert total.decoded_tokens - 47 == sum(row["decoded_tokens"] for row in answers)
+    for one in whole(tmp_path / "out"):
+        assert one["by_rounds"] == pytest.approx(one["by_counters"], rel=0.005)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as other:
+        for question in read_questions([str(file)]):
+            conversation = Conversation(question)
+            more = True
+            while more:
+                options: dict[str, Any] = {"seed": conversation.seed(5), "max_tokens": 20, "temperature": 1.0}
+                answer = other.chat.completions.create(model=MODEL, messages=conversation.prompt, **options)  # type: ignore[call-overload]
+                text = answer.choices[0].message.content
+                asked = [
+                    row["answer"]
+                    for row in answers
+                    if row["question"] == question.id and row["turn"] == conversation.turn
+                ]
+                assert asked == [text] * 4
+                more = conversation.take(text)
+
+
+def test_an_interrupted_run_continues_to_the_same_table(server: Server, questions: str, tmp_path: Path) -> None:
+    """Killed at random points: a file that ends anywhere, in the middle of a line, too."""
+    options: dict[str, Any] = {"url": server.url, "questions": [questions], "max_tokens": 15, "concurrency": "1,3"}
+    accept(AcceptConfig(**options, output=str(tmp_path / "once")))
+    expected, content = figures(tmp_path / "once"), (tmp_path / "once" / "answers.jsonl").read_bytes()
+    rng = random.Random(3)
+    first = content.index(b"\n") + 1
+    timed = ("tok_s", "tok_s_without", "speed_up", "by_counters")
+    for attempt in range(3):
+        output = tmp_path / str(attempt)
+        output.mkdir()
+        (output / "answers.jsonl").write_bytes(content[: rng.randrange(first, len(content))])
+        accept(AcceptConfig(**options, output=str(output)))
+        for one, other in zip(figures(output), expected, strict=True):
+            assert {k: v for k, v in one.items() if k not in timed} == {
+                k: v for k, v in other.items() if k not in timed
+            }
+            assert other["speed_up"] is not None
+    with pytest.raises(ValueError, match=r"max_tokens is 16, but .*answers.jsonl was begun with 15; use that, name"):
+        accept(AcceptConfig(**{**options, "max_tokens": 16}, output=str(tmp_path / "once")))
+    assert (tmp_path / "once" / "answers.jsonl").read_bytes().startswith(content)
+
+
+@pytest.fixture(scope="module")
+def byte_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An EAGLE3 draft of a random target that reads and writes bytes."""
+    target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
+    config = copy.deepcopy(FAMILIES["qwen3"])
+    config.vocab_size = VOCABULARY
+    save_random_target(config, target)
+    write_target(target)
+    save_random_draft(target, draft)
+    return str(draft)
+
+
+def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path) -> None:
+    """Its counts are those of LLM.chat."""
+    engine: dict[str, Any] = {"width": 4, "kv_cache_tokens": 2048, "max_running": 1}
+    options: dict[str, Any] = {"draft": byte_draft, "engine": engine, "max_tokens": 12, "questions": [questions]}
+    chat = LLM(draft=byte_draft, **engine)
+    accept(AcceptConfig(**options, output=str(tmp_path / "out")))
+    conversation, turns = Conversation(read_questions([questions])[0]), []
+    more = True
+    while more:
+        [one] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[list-item]
+        turns.append((one.text, one.stats.rounds, one.stats.accepted_by_position))
+        more = conversation.take(one.text)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()][1:]
+    mine = [row for row in rows if row["question"] == "1"]
+    names = ("answer", "rounds", "accepted_by_position")
+    assert [tuple(row[name] for name in names) for row in mine if row["drafted"]] == turns
+    assert [row["answer"] for row in mine if not row["drafted"]] == [text for text, _, _ in turns]
+    message = "thinking is on, but the target's chat template reads none of enable_thinking"
+    with pytest.raises(ValueError, match=message):
+        check_thinking(chat, "on")
+
+
+def test_it_fails_below_a_length_and_where_requests_fail(
+    server: Server, questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--url", server.url, "--questions", questions, "--max-tokens", "16", "--no-baseline"]
+    for place, (own, word) in enumerate(
+        [(["--fail-below", "2.9"], None), (["--fail-below", "3.1"], "below 3.1"), (["--max-tokens", "999"], "failed")]
+    ):
+        flags = [*words, *own, "--output", str(tmp_path / str(place))]
+        if word is None:
+            main(flags)
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main(flags)
+        assert ended.value.code == 1
+        assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "give one of them"),
+        (["--url", "x", "--draft", "y"], "give one of them"),
+        (["--url", "x", "--concurrency", "1,two"], "concurrency"),
+        (["--url", "x", "--temperature", "0,hot"], "temperature"),
+        (["--url", "x", "--thinking", "deep"], "thinking"),
+        (["--url", "x", "--num-questions", "0"], "num_questions"),
+        (["--url", "x", "--target", "y"], "leave them out"),
+    ],
+)
+def test_bad_options(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_forms_of_questions(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "text"},
+        {"prompt": [1, 2], "id": "ids"},
+        {"id": 7, "messages": [{"role": "user", "content": "q", "id": 3}, {"role": "assistant", "content": "a"}]},
+        {"id": 8, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
+        {"question_id": 9, "category": "math", "turns": ["first", "second"], "src_id": "gsm-3", "source": "x"},
+        {"id": "t", "split": "train", "turns": ["not asked"]},
+    ]
+    file = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(file, "wt") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+    found = read_questions([str(file)])
+    assert [(one.id, one.category, one.first, one.turns) for one in found] == [
+        ("prompts-1", "prompts", "text", ()),
+        ("ids", "prompts", [1, 2], ()),
+        ("7", "prompts", [{"role": "user", "content": "q"}], ()),
+        ("8", "prompts", [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], ()),
+        ("9", "math", [{"role": "user", "content": "first"}], ("second",)),
+    ]
+    assert [one.id for one in read_questions([str(file)], 2)] == ["prompts-1", "ids", "9"]
+    assert len(read_questions(["gsm8k"])) == 381
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x"}\n{"text": "y"}\n', r"q.jsonl:2 has no prompt, messages or turns"),
+        ('{"turns": "x"}\n', "turns is 'x'; it must be a list"),
+        ('{"turns": []}\n', "list of at least one text"),
+        ("", "has no questions"),
+        ("no JSON\n", "q.jsonl:1 is not JSON"),
+        ('{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}\n', "q.jsonl:2: id 1 is that of another question"),
+        (
+            '{"question_id": "s7", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}\n',
+            "question s7 holds a placeholder .* prepare_data.py",
+        ),
+    ],
+)
+def test_bad_questions_are_sentences(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_questions([str(file)])
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "qualitative.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(TURNS), file)
+    assert [(one.id, one.num_turns) for one in read_questions([str(file)])] == [("1", 2), ("2", 1), ("3", 3), ("4", 1)]
+
+
+def test_counters_are_read() -> None:
+    vllm = (
+        'vllm:spec_decode_num_drafts{engine="0"} 10.0\nvllm:spec_decode_num_drafts{engine="1"} 20.0\n'
+        'vllm:spec_decode_num_accepted_tokens{engine="0"} 7.0\nvllm:spec_decode_num_accepted_tokens{engine="1"} 8.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos{engine="0",position="0"} 5\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos{engine="1",position="0"} 6\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos{engine="1",position="1"} 4\n'
+    )
+    assert read_counts(vllm) == RoundCounts(30, 45, (11, 4))
+    assert read_counts('vllm:num_requests_running{engine="0"} 1.0\n') is None
+    assert read_counts(None) is None
+    assert read_counts("sglang:token_usage NaN\nsglang:spec_accept_length 2.5\n") is None

@@ -1,0 +1,179 @@
+"""`slipstream compare`: its intervals against a table and simulations, its figures against plain sums, interruption."""
+
+import asyncio
+import json
+import math
+import random
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from slipstream.serve.load import Answer, Client, LoadResult
+from slipstream.serve.measure.compare import CompareConfig, Side, compare, main, measure_level
+from slipstream.serve.measure.compare_report import compare_passes
+from slipstream.serve.measure.intervals import Ratio, critical_rank_sum, paired_ratio
+from slipstream.serve.measure.journal import Journal
+from slipstream.serve.measure.questions import read_questions
+from slipstream.tests.serve.paced_server import length_of, paced, rounds_of
+
+QUESTIONS = [f"Question number {index}: {'x' * (index % 5)}?" for index in range(10)]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("questions") / "q.jsonl"
+    file.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in QUESTIONS))
+    return str(file)
+
+
+def test_rank_sums() -> None:
+    """Against a printed table of Wilcoxon's test, two-sided at 5 %."""
+    table = {6: 0, 7: 2, 8: 3, 9: 5, 10: 8, 12: 13, 15: 25, 20: 52, 25: 89, 30: 137}
+    assert {pairs: critical_rank_sum(pairs) for pairs in table} == table
+
+
+def test_an_interval_by_hand() -> None:
+    ratio = paired_ratio([1.0] * 6, [math.exp(log) for log in (-0.02, -0.01, 0.0, 0.01, 0.03, 5.0)])
+    assert ratio.low == pytest.approx(math.exp(-0.02))
+    assert ratio.high == pytest.approx(math.exp(5.0))
+    assert ratio.value == pytest.approx(math.exp(0.01))  # of the 21 means, the eleventh
+    assert paired_ratio([1.0] * 5, [2.0] * 5) == Ratio(pytest.approx(2.0), None, None)
+
+
+@pytest.mark.parametrize(("slowed", "least"), [(1.0, 17), (1.05, 18)])
+def test_twenty_runs_of_simulated_servers(
+    questions: str, tmp_path: Path, slowed: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes each on a machine that drifts and is disturbed: the same server twice is within the interval, one
+    that is 5 % slower is found, and the interval is at most 3 % to either side."""
+    rng, clock = random.Random(5), [0.0]
+
+    async def send(client: Client, tasks: Any, level: int) -> LoadResult:
+        answers = [Answer(completion_tokens=length_of(prompt[0]["content"])) for prompt, _ in tasks]
+        disturbed = rng.uniform(0.05, 0.5) if rng.random() < 0.06 else 0.0
+        seconds = 0.1 + sum(answer.completion_tokens for answer in answers) / 250  # 16 answers: about a second
+        seconds *= (1 + clock[0] / 2000) * (rng.gauss(1, 0.02) + disturbed) * (slowed if client.model == "B" else 1)
+        clock[0] += seconds
+        return LoadResult(concurrency=level, wall_s=seconds, answers=answers)
+
+    monkeypatch.setattr("slipstream.serve.measure.compare.send_all", send)
+    prompts = [question.first for question in read_questions([questions])]
+    options: dict[str, Any] = {"url": ["A", "B"], "questions": [questions], "concurrency": "8"}
+    right, widths = 0, []
+    for attempt in range(20):
+        config = CompareConfig(**options, output=str(tmp_path / str(attempt)))
+        sides = [Side(Client(name, connections=8, model=name), salts=False) for name in "AB"]
+        with Journal(tmp_path / str(attempt), "slipstream compare", config.kept) as journal:
+            asyncio.run(measure_level(config, prompts, 8, sides, journal))
+            speed = compare_passes(journal.results, 2)[1].speed
+        assert speed is not None
+        assert speed.low is not None
+        assert speed.high is not None
+        right += not speed.differs if slowed == 1 else speed.high < 1
+        widths.append(max(speed.high / speed.value - 1, 1 - speed.low / speed.value))
+    assert right >= least
+    assert median(widths) < 0.03
+
+
+def test_figures_are_those_of_plain_sums(questions: str, tmp_path: Path) -> None:
+    with paced("vllm-detailed", pace=0.001) as one, paced("plain", pace=0.002) as other:
+        options: dict[str, Any] = {
+            "questions": [questions],
+            "concurrency": "1,3",
+            "seconds": 0.0,
+            "output": str(tmp_path),
+        }
+        compare(CompareConfig(url=[one.url, other.url], **options))
+    found = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    assert [(line["concurrency"], line["server"], line["passes"]) for line in found] == [
+        (1, 0, 6), (1, 1, 6), (3, 0, 6), (3, 1, 6),
+    ]  # fmt: skip
+    passes = [json.loads(line) for line in (tmp_path / "passes.jsonl").open()][1:]
+    texts = [QUESTIONS[place % len(QUESTIONS)] for place in range(48)]  # six passes of two blocks of four
+    lengths = [length_of(text) for text in texts]
+    for line in found[:2]:
+        blocks = [one["sides"][line["server"]] for one in passes if one["concurrency"] == 1]
+        assert [block["tokens"] for block in blocks] == [sum(lengths[at : at + 8]) for at in range(0, 48, 8)]
+        assert line["tok_s"] == pytest.approx(sum(lengths) / sum(block["wall_s"] for block in blocks))
+        assert line["ttft_ms"] == pytest.approx(mean(time for block in blocks for time in block["ttft_ms"]))
+        assert line["requests"] == 48
+    everything = [count for text in texts for count in rounds_of(length_of(text))]
+    assert found[0]["accept_length"] == pytest.approx(mean(everything))
+    assert found[1]["accept_length"] is None
+    assert found[1]["same_answers"] == 48
+    speeds = [[b["tokens"] / b["wall_s"] for b in (p["sides"][place] for p in passes[:6])] for place in (0, 1)]
+    assert found[1]["speed"]["value"] == pytest.approx(paired_ratio(*speeds).value)
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_servers_take_turns_and_a_run_continues(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
+    with paced("vllm") as one, paced("vllm") as other:
+        log: list[str] = []
+        for name, server in (("A", one), ("B", other)):
+            server.requests = Log(name, log)  # type: ignore[assignment]
+        options: dict[str, Any] = {"url": [one.url, other.url], "questions": [questions], "concurrency": "2"}
+        compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
+        assert "".join(log[::4]) == "AB" + "ABBA" * 6
+        file = tmp_path / "passes.jsonl"
+        content = file.read_bytes()
+        file.write_bytes(content[: content.rindex(b"\n", 0, -1) + 20])  # killed while it wrote the last pass
+        del log[:]
+        compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
+        assert "".join(log[::4]) == "AB" + "ABBA"
+    lines = [json.loads(line) for line in file.open()]
+    assert [line["sides"][0]["answers"] for line in lines[1:]] == [
+        line["sides"][0]["answers"] for line in map(json.loads, content.splitlines()[1:])
+    ]
+    assert len({body["cache_salt"] for body in one.requests}) == 13 + 3  # a warm-up, and two for each pass of a run
+    assert "5 passes already" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match="temperature is 1.0, but .* was begun with 0.0; use that, name another output"
+    ):
+        compare(CompareConfig(**options, temperature=1.0, output=str(tmp_path)))
+
+
+class Log(list[dict[str, Any]]):
+    """Requests of a server, whose name is added to a log that servers share."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def append(self, body: dict[str, Any]) -> None:
+        super().append(body)
+        self.log.append(self.name)
+
+
+def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with paced("plain") as server:
+        options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
+        compare(CompareConfig(url=[f"{server.url}/v1"], **options, output=str(tmp_path)))
+    [found] = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    assert found["speed"] is None
+    assert found["requests"] == 48
+    assert "to A" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "url is empty"),
+        (["--url", "x", "y", "--concurrency", "two"], "concurrency"),
+        (["--url", "x", "y", "--thinking", "deep"], "thinking"),
+        (["--url", "x", "y", "--requests", "0"], "requests"),
+    ],
+)
+def test_bad_options(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_server_that_fails_ends_it_with_a_sentence(questions: str, tmp_path: Path) -> None:
+    with paced() as one, pytest.raises(ValueError, match="base_url http://127.0.0.1:9 is not"):
+        compare(CompareConfig(url=[one.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))
