@@ -14,12 +14,9 @@ VERBS = {
     "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
     "capture-states": ("slipstream.data_tools.capture_states", "run the target once, keep its states for training"),
     "exact-check": ("slipstream.serve.exact_check", "show that a draft changes no token of any answer"),
-<<<<<<< HEAD
     "doctor": ("slipstream.doctor.cli", "say why a draft is accepted badly, and what to do"),
-=======
     "accept": ("slipstream.serve.measure.accept", "accept length and speed-up of a draft, by category"),
     "compare": ("slipstream.serve.measure.compare", "speed of several servers side by side, with intervals"),
->>>>>>> accept
     "convert": ("slipstream.data_tools.convert", "write a draft in another server's or trainer's layout"),
     "report": ("slipstream.train.report", "draw a training run as an HTML page"),
 }
