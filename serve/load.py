@@ -55,8 +55,8 @@ class Answer:
             self._add_sglang(choice.get("meta_info") or {})
         speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
         if speculation.get("num_spec_steps"):
-            accepted = speculation["num_accepted_draft_tokens"]
-            self._add_rounds(speculation["num_spec_steps"], accepted, speculation["acceptance_histogram"])
+            accepted, histogram = speculation.get("num_accepted_draft_tokens"), speculation.get("acceptance_histogram")
+            self._add_rounds(speculation["num_spec_steps"], accepted, histogram or [])
             self.drafted_tokens = speculation.get("num_draft_tokens", 0)
 
     def _add_sglang(self, meta: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Answer:
         """`histogram`: rounds by how many drafted tokens they accepted. The prompt's pass gives the first token. The
         smaller number is right, since a round that ends the answer may emit no token of its own, and vLLM does not
         count rounds that verified nothing."""
-        after_first = self.completion_tokens - 1
+        after_first = self.completion_tokens - 1 if self.completion_tokens else rounds + (accepted or 0)
         self.rounds = rounds
         self.decoded_tokens = after_first if accepted is None else min(after_first, rounds + accepted)
         at_least = [sum(histogram[count:]) for count in range(1, len(histogram))]

@@ -141,7 +141,7 @@ class ServerVoice:
         alone = setting.concurrency == 1 and not self.tells and self._speculates
         before = await self.count() if alone else None
         answer = await self.client.ask(conversation.prompt, self.fields(conversation, setting, manner))
-        if answer.error is not None or answer.rounds or not self._speculates:
+        if answer.error is not None or answer.rounds or self.tells or not self._speculates:
             return Told(answer, "server" if answer.rounds else "none")
         after = await self.count() if before is not None else None
         if before is not None and after is not None and after.rounds > before.rounds:
