@@ -219,7 +219,9 @@ class EngineClient:
             return
         try:
             receiver.receive(output)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+            raise
+        except BaseException:  # a panic of the tokenizer, which is written in Rust, is no Exception
             logger.exception("request %s failed in the server", output.request_id)
             self.abort(output.request_id)
             self._receivers.pop(output.request_id, None)
