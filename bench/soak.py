@@ -12,6 +12,7 @@ request and no KV page in use. Prints one line of JSON, and exits with status 1 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -19,12 +20,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import aiohttp
+import httpx
 import numpy as np
 import psutil
 
@@ -64,42 +67,51 @@ class Server:
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split(" at ")[1].split()[0]
 
-    def memory_mb(self) -> float:
-        """Of the server and its engine: what is theirs alone, so that shared pages count once."""
-        own = psutil.Process(self.process.pid)
-        return sum(one.memory_full_info().uss for one in (own, *own.children(recursive=True))) / 2**20
-
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
 
-@asynccontextmanager
-async def watched(server: Server, tally: Tally) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without limits, while another asks for /health and memory is read."""
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(server.url, connector=connector, timeout=timeout) as session:
-        probe = asyncio.create_task(watch(server, tally))
-        try:
-            yield session
-        finally:
-            probe.cancel()
-            await asyncio.gather(probe, return_exceptions=True)
+@contextmanager
+def watched(server: Server, tally: Tally) -> Iterator[None]:
+    """Meanwhile another process, whose times do not contain those of busy clients, asks for /health and reads memory."""
+    ours, theirs = multiprocessing.Pipe()
+    probe = multiprocessing.get_context("spawn").Process(target=watch, args=(server.url, server.process.pid, theirs))
+    probe.start()
+    try:
+        yield
+    finally:
+        ours.send(None)
+        tally.health_s, tally.memory_mb, wrong = ours.recv()
+        tally.wrong += wrong
+        probe.join()
 
 
-async def watch(server: Server, tally: Tally) -> None:
-    began = time.monotonic()
-    async with aiohttp.ClientSession(server.url) as session:
-        while True:
+def watch(url: str, pid: int, pipe: Connection) -> None:
+    """Sends seconds of /health, (time, MB) pairs and what went wrong, once it gets a message."""
+    began, health, memory, wrong = time.monotonic(), list[float](), list[tuple[float, float]](), list[str]()
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not pipe.poll(PROBE_SECONDS):
             asked = time.perf_counter()
-            async with session.get("/health") as answer:
-                if answer.status != 200:
-                    tally.end("health", wrong=f"/health: {answer.status}")
-            tally.health_s.append(time.perf_counter() - asked)
-            if len(tally.health_s) % 10 == 0:
-                tally.memory_mb.append((time.monotonic() - began, server.memory_mb()))
-            await asyncio.sleep(PROBE_SECONDS)
+            answer = client.get("/health")
+            health.append(time.perf_counter() - asked)
+            if answer.status_code != 200:
+                wrong.append(f"/health: {answer.status_code} {answer.text}")
+            if len(health) % 10 == 0:
+                memory.append((time.monotonic() - began, memory_mb(pid)))
+    pipe.send((health, memory, wrong))
+
+
+def memory_mb(pid: int) -> float:
+    """Of a server and its engine: what is theirs alone, so that shared pages count once."""
+    own = psutil.Process(pid)
+    return sum(one.memory_full_info().uss for one in (own, *own.children(recursive=True))) / 2**20
+
+
+def session_to(server: Server) -> aiohttp.ClientSession:
+    """Without limits."""
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(server.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def stream_once(session: aiohttp.ClientSession, rng: random.Random, tally: Tally) -> None:
@@ -150,7 +162,7 @@ async def run_clients(server: Server, tally: Tally, clients: int, minutes: float
             except aiohttp.ClientError as error:
                 tally.end("connection", wrong=repr(error))
 
-    async with watched(server, tally) as session:
+    async with session_to(server) as session:
         await asyncio.gather(*map(client, range(clients)))
 
 
@@ -172,7 +184,7 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
             if number % 10_000 == 0:
                 print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
 
-    async with watched(server, tally) as session:
+    async with session_to(server) as session:
         await asyncio.gather(*(client() for _ in range(clients)))
 
 
@@ -216,14 +228,15 @@ def main() -> int:
     parser.add_argument("--output", help="JSON lines file to append to")
     given = parser.parse_args()
     tally, load = Tally(), psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
-    options = {"target": given.target, "draft": given.draft, "served-model-name": MODEL, "kv-cache-tokens": "32768"}
+    options = {"target": given.target, "draft": given.draft, "served-model-name": MODEL, "kv-cache-tokens": "8192"}
     server = Server([f"--{name}={value}" for name, value in options.items()])
     began = time.monotonic()
     try:
-        if given.kind == "clients":
-            asyncio.run(run_clients(server, tally, given.clients or 1000, given.minutes))
-        else:
-            asyncio.run(run_fuzz(server, tally, given.requests, given.clients or 16))
+        with watched(server, tally):
+            if given.kind == "clients":
+                asyncio.run(run_clients(server, tally, given.clients or 1000, given.minutes))
+            else:
+                asyncio.run(run_fuzz(server, tally, given.requests, given.clients or 16))
         figures = summary(tally, time.monotonic() - began) | {"left": asyncio.run(leftovers(server))}
         figures["exit"] = server.end()
     finally:

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.tests.test_deploy import image_command, unit_command
 from slipstream.tests.test_packaging import PROJECT, ROOT
 
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
 TARGET = ROOT / "assets" / "tiny-target"
 INSIDE = """
 import importlib.metadata, json, pathlib, torch
@@ -47,7 +49,7 @@ class Environment:
 
     def start(self, *argv: str | Path) -> subprocess.Popen[str]:
         command = [self.bin / str(argv[0]), *argv[1:]]
-        return subprocess.Popen(command, cwd=self.work, env=self.variables, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=self.work, env=self.variables, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,25 +78,38 @@ def test_what_is_installed(environment: Environment) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_server_answers_and_drains(environment: Environment) -> None:
-    server = environment.start("serve", "--target", TARGET, "--draft", "ngram", "--port", "0")
-    assert server.stdout is not None
+@pytest.mark.parametrize("started_by", ["hand", "systemd", "container"])
+def test_the_installed_server_answers_and_drains(environment: Environment, started_by: str) -> None:
+    """Also as the unit and the image of deploy/ start it, with the same options, key and format of the log."""
+    own = ["--target", str(TARGET), "--draft", "ngram", "--port", "0"]
+    commands = {"hand": ["serve", "--log-format", "json"], "systemd": unit_command(), "container": image_command()}
+    (environment.work / "serve.yaml").write_text("max_running: 4\n")
+    (environment.work / "keys").write_text("secret\n")
+    places = {"/etc/slipstream": str(environment.work), "${CREDENTIALS_DIRECTORY}": str(environment.work)}
+    command = list(commands[started_by])
+    for old, new in places.items():
+        command = [word.replace(old, new) for word in command]
+    server = environment.start(Path(command[0]).name, *command[1:], *own)
+    assert server.stderr is not None
     try:
-        url = server.stdout.readline().split(" at ")[1].split()[0]
+        lines = map(json.loads, server.stderr)
+        url = next(line["url"] for line in lines if line["message"] == "serving").replace("0.0.0.0", "127.0.0.1")
         body = {"prompt": "Tom has 3 boxes.", "max_tokens": 8, "temperature": 0}
         first, again = (post(f"{url}/v1/completions", body) for _ in range(2))
         assert first["usage"]["completion_tokens"] > 0
         assert first["choices"][0]["text"] == again["choices"][0]["text"]
-        with urllib.request.urlopen(f"{url}/metrics") as page:
-            assert b'slipstream_requests_total{finish_reason="length"} 2.0' in page.read()
+        told = next(line for line in lines if line["message"] == "request")
+        assert (told["path"], told["status"], told["finish_reasons"]) == ("/v1/completions", 200, ["length"])
+        assert told["completion_tokens"] == first["usage"]["completion_tokens"]
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == -signal.SIGTERM
+        server.communicate(timeout=30)
+        assert server.returncode == -signal.SIGTERM
     finally:
         server.kill()
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
