@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.config import parse, read_options
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.listener import bind
+from slipstream.serve.logs import configure, release_streams, report
 from slipstream.serve.options import NoOptions, ServeConfig
 
 DESCRIPTION = (
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = run(read_config(argv), engine)
     finally:
         engine.kill()
+        release_streams()
     raise SystemExit(status)
 
 
@@ -40,10 +42,11 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
     try:
         if config.dry_run:
-            from slipstream.serve.dry_run import report
+            from slipstream.serve import dry_run
 
-            print(report(config))
+            print(dry_run.report(config))
             return 0
+        configure(config.log_format)
         listener = bind(config.host, config.port)
         from slipstream.serve.http.launch import serve
 
@@ -51,7 +54,7 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, EngineError) as error:
-        print(f"serve: error: {error}", file=sys.stderr)
+        report(f"serve: error: {error}", config.log_format)
         return 1
 
 

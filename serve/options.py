@@ -176,6 +176,8 @@ class ServeConfig(EngineConfig):
     """After SIGTERM, seconds to let open requests finish while new ones are refused."""
     health_timeout: float = 120.0
     """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
+    log_format: str = "text"
+    """text, or json: one object a line, with a line for every request, on stderr."""
     dry_run: bool = False
     """Print what the server would need and which GPUs it would fit, without loading weights, and exit."""
     unsafe_simulate: bool = False
@@ -187,6 +189,8 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"port is {self.port}; it must be between 0 (any free port) and 65535")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format is {self.log_format!r}; choose text or json")
         check_date(self.date)
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")

@@ -27,7 +27,7 @@ ALLOWED = {
 }
 # Room of serve/ -> what of the other rooms it may import.
 ROOMS = {
-    "http": ("engine.process",),
+    "http": ("engine.counts", "engine.process"),
     "engine": ("runner", "attention", "drafters.registry"),
     "runner": ("engine.plan", "drafters.base", "attention"),
     "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.kv", "runner.request_state", "attention"),
@@ -39,6 +39,7 @@ HTTP = ("starlette", "uvicorn", "httpx")
 HOST_SIDE = (
     "budget",
     "cost_files",
+    "counts",
     "host_stages",
     "kv_cache",
     "kv_windows",

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-NOT_INSTALLED = ("tests", "bench", "configs", "assets", "docs")
+NOT_INSTALLED = ("tests", "bench", "configs", "assets", "deploy", "docs")
 SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
 
 

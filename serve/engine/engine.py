@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
@@ -312,3 +313,7 @@ class Engine:
         for stage in self.stages:
             gauges |= stage.metrics()
         return gauges
+
+    def counts(self) -> EngineCounts:
+        """All that was counted since the start, and the KV pages of this moment."""
+        return replace(self.planner.counts, kv_pages=self.scheduler.cache.usage())

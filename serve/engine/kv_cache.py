@@ -69,8 +69,22 @@ class PageCache:
         self._root = Node((), 0, None)
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         return len(self._free) + len(self._cached)
+
+    def usage(self) -> dict[tuple[str, str], int]:
+        """Pages by group (0: of all tokens) and state: used, cached, free."""
+        pools: list[PageCache | WindowPages] = [self, *self.windows]
+        found = {}
+        for group, pool in enumerate(pools):
+            available = pool.num_available
+            states = {"used": pool.total_pages - available, "cached": available - pool.num_free, "free": pool.num_free}
+            found.update({(str(group), state): count for state, count in states.items()})
+        return found
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

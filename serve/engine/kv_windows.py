@@ -70,6 +70,10 @@ class WindowPages:
         self._hit: set[int] = set()  # attached pages that a hit has found
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         return len(self._free) + len(self._cached)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells, is_forced
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
@@ -46,6 +47,7 @@ class Launched:
     sequences: list[Sequence]  # that decode
     chunks: list[Chunk]
     traced: dict[str, int]  # places among `everyone` of those that gain tokens and want a trace, by request id
+    expected_ms: float = 0.0  # of the step, as the policy predicts
 
     @property
     def everyone(self) -> list[Sequence]:
@@ -60,7 +62,8 @@ class Planner:
         self, scheduler: Scheduler, policy: BudgetPolicy, limits: Limits, drafter: str, *, host_drafts: bool = False
     ) -> None:
         self.scheduler, self.policy, self.limits, self.host_drafts = scheduler, policy, limits, host_drafts
-        self._tracer = Tracer(drafter)
+        self.counts = EngineCounts()
+        self._tracer, self._drafter = Tracer(drafter), drafter
         self._number = 0
         self._sent_version = -1  # of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
@@ -117,6 +120,7 @@ class Planner:
         choice = self.policy.choose(
             len(plan.slots), num_rows, num_drafted=num_drafted, filtered=filtered, offers=offers
         )
+        self._launched[plan.number].expected_ms = choice.ms
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
@@ -173,15 +177,43 @@ class Planner:
         del self._launched[plan.number]
         drafted = (output.num_verified[:count] - 1).tolist()
         tokens = [output.emitted(index) for index in range(count)]
-        outputs += self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
+        emitted = self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
         firsts = [int(output.tokens[count + index, 0]) for index in range(len(launched.chunks))]
         each_first = [token if chunk.is_last else None for token, chunk in zip(firsts, launched.chunks, strict=True)]
-        outputs += self.scheduler.commit_chunks(launched.chunks, each_first)
+        emitted += self.scheduler.commit_chunks(launched.chunks, each_first)
+        self._count(plan, output, launched, emitted, ms)
+        outputs += emitted
         outputs = add_logprobs(outputs, plan, output, launched)
         if launched.traced:
             rounds = {name: launched.everyone[place].num_rounds for name, place in launched.traced.items()}
             outputs = self._tracer.add_traces(outputs, plan, output, launched.traced, rounds)
         return outputs
+
+    def _count(self, plan: StepPlan, output: StepOutput, launched: Launched, emitted: list[Output], ms: float) -> None:
+        """For /metrics. `emitted`: what requests gained; those that had ended or were preempted have none."""
+        counts, kept = self.counts, {one.request_id: len(one.tokens) for one in emitted}
+        counts.add_step(
+            budget=plan.nodes if plan.slots else 0,
+            node_rows=int(output.num_verified[: len(plan.slots)].sum()),
+            prompt_rows=sum(len(chunk.tokens) for chunk in plan.chunks),
+            ms=ms,
+            predicted_ms=launched.expected_ms,
+        )
+        counts.emitted_tokens += sum(kept.values())
+        sources = {
+            slot: one.source
+            for one in plan.edits.proposals
+            for slot, count in zip(one.slots, one.counts, strict=True)
+            if count
+        }
+        for place, sequence in enumerate(launched.sequences):
+            if (length := kept.get(sequence.request.id)) is not None:
+                counts.add_round(
+                    sources.get(plan.slots[place], self._drafter),
+                    num_drafted=int(output.num_verified[place]) - 1,
+                    num_accepted=min(length, int(output.num_emitted[place]) - 1),
+                    is_tree=output.accepted is not None,
+                )
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts what was accepted, and the step's time. Requests without drafts do not count; nor do those that change

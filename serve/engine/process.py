@@ -17,17 +17,20 @@ import socket
 import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from slipstream.serve import logs
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 HEADER = struct.Struct("!Q")
+
+logger = logging.getLogger(__name__)
 
 
 class EngineLike(Protocol):
@@ -41,6 +44,7 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> Output | None: ...
     def step(self) -> list[Output]: ...
     def metrics(self) -> dict[str, float]: ...
+    def counts(self) -> EngineCounts: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +66,7 @@ class Ping:
 class Step:
     outputs: list[Output]
     metrics: dict[str, float] | None  # the engine's gauges, if due
+    counts: EngineCounts | None = None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +116,8 @@ class Pipe:
 def build_engine(config: EngineConfig) -> EngineLike:
     from slipstream.serve.engine import build  # here, so that only the engine's process loads it
 
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured passes
+    # INFO: the chosen backends and captured passes. A ServeConfig names the format, `LLM` has none.
+    logs.configure(getattr(config, "log_format", "text"), level=logging.INFO)
     return build.build_engine(config)
 
 
@@ -133,7 +138,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     except ConnectionError:
         pass  # the HTTP process closed the pipe; drop this step's outputs
     except Exception as error:
-        traceback.print_exc()  # before the message: the server closes the pipe when it has read it
+        logger.exception("the engine failed in a step")  # before the message, at which the server closes the pipe
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
         raise SystemExit(1) from error
     engine.close()
@@ -146,11 +151,11 @@ def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -
         pipe.send(Failed(one_line(error)))
         raise SystemExit(1) from error
     except Exception as error:
-        traceback.print_exc()
+        logger.exception("the engine could not be built")
         pipe.send(Failed(f"{type(error).__name__}: {one_line(error)}"))
         raise SystemExit(1) from error
     pipe.send(engine.info)
-    pipe.send(Step([], engine.metrics()))
+    pipe.send(Step([], engine.metrics(), engine.counts()))
     return engine
 
 
@@ -187,7 +192,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
         if is_due:
             metrics_due = now + METRICS_SECONDS
         if outputs or is_due:
-            pipe.send(Step(outputs, engine.metrics() if is_due else None))
+            pipe.send(Step(outputs, engine.metrics(), engine.counts()) if is_due else Step(outputs, None))
 
 
 def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | Ping | None]:

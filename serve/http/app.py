@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from slipstream.serve.chat.tools import ToolError
@@ -30,7 +30,8 @@ from slipstream.serve.http.limits import (
     BoundedPool,
     parse_json,
 )
-from slipstream.serve.http.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.http.metrics import EngineView, Metrics
+from slipstream.serve.http.request_log import HEADER, RequestLog, note
 from slipstream.serve.http.responses import ResponseCall
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
@@ -41,6 +42,7 @@ from slipstream.serve.http.schemas import (
     TokenizeBody,
     read_body,
 )
+from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
@@ -77,6 +79,7 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
+        note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, seconds=self._request_timeout)
         completion.submit(call.requests, call.stop, call.answers, call.echoes)
         left.add_done_callback(lambda _: completion.abort())
@@ -123,13 +126,35 @@ class Api:
             return JSONResponse({"status": "unhealthy", "reason": problem, **state}, 503)
         return JSONResponse({"status": "ok", **state})
 
-    async def prometheus(self, _: Request) -> Response:
+    @property
+    def not_ready(self) -> str | None:
+        """Why a load balancer should send requests elsewhere, or None."""
+        if self.is_draining:
+            return "the server is shutting down"
+        if self.engine.is_congested:
+            return "the engine is not taking requests"
+        return self.engine_problem
+
+    async def ready(self, _: Request) -> Response:
+        if (reason := self.not_ready) is not None:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def prometheus(self, request: Request) -> Response:
         engine = self.engine
-        text = self.metrics.render(engine.metrics, engine.num_open, is_healthy=self.engine_problem is None)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+        view = EngineView(
+            engine.metrics,
+            engine.counts,
+            num_open=engine.num_open,
+            is_up=self.engine_problem is None,
+            is_ready=self.not_ready is None,
+        )
+        text, content_type = self.metrics.render(view, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
 
     def error_response(self, error: ApiError, headers: dict[str, str] | None = None) -> Response:
-        self.metrics.responses[error.status] += 1
+        self.metrics.count_error(error.status)
+        note(error=str(error))
         # json.dumps escapes: a message may quote text that has no UTF-8 form.
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
@@ -199,7 +224,8 @@ class Api:
                 yield DONE
         except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)
-            self.metrics.responses[failed.status] += 1
+            self.metrics.count_error(failed.status)
+            note(error=str(failed))
             for event in call.failed(failed):
                 yield sse(event)
         finally:
@@ -262,7 +288,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(500, str(cause), code="engine_failed")
     if isinstance(cause, ValueError):
         return ApiError(400, str(cause))
-    name = uuid.uuid4().hex
+    name = REQUEST_ID.get() or uuid.uuid4().hex
     logger.error("request failed, id %s", name, exc_info=error)
     return ApiError(500, f"internal error; see the server's log under the id {name}", code="internal_error")
 
@@ -289,6 +315,7 @@ def create_app(api: Api) -> Starlette:
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{name:path}", guarded(api.model)),
         Route("/health", guarded(api.health)),
+        Route("/ready", guarded(api.ready)),
         Route("/metrics", guarded(api.prometheus)),
     ]
     known = ", ".join(route.path for route in routes if "{" not in route.path)
@@ -304,6 +331,9 @@ def create_app(api: Api) -> Starlette:
             message = f"{request.method} {request.url.path} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    browsers = Middleware(CORSMiddleware, allow_origins=api.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    middleware = [browsers] if api.cors_origins else []
+    origins, every = api.cors_origins, ["*"]
+    browsers = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
+    )
+    middleware = [Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})

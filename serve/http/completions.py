@@ -26,6 +26,7 @@ from slipstream.serve.http.logprobs import (
     scored_tokens,
 )
 from slipstream.serve.http.metrics import Metrics
+from slipstream.serve.http.request_log import NOTES, note_choice
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
 from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, TokenTrace
 
@@ -92,7 +93,8 @@ class Choice:
         self.prompt_logprobs: Logprobs | None = None
         self.stats: RequestStats | None = None  # set by the last output
         self._index, self._text, self._completion = index, text, completion
-        self._arrival = time.perf_counter()
+        self._asked = self._arrival = time.perf_counter()
+        self._notes = NOTES.get()  # of the HTTP request, which outputs of the engine do not know
         self._has_tokens = False
         self._echo = echo  # until it is sent
         self._num_chars = 0 if echo is None else len(echo.text)
@@ -119,7 +121,8 @@ class Choice:
             assert output.stats is not None, "the last Output carries the counts"
             reason = "stop" if self._text.stopped else reason
             self.stats = self._text.cut(output.stats)
-            self._completion.metrics.count_finished(reason, self.stats)
+            self._completion.metrics.count_finished(reason, self.stats, time.perf_counter() - self._asked)
+            note_choice(reason, self.stats, self._notes)
         has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
         if pieces or scored or reason is not None:
             told = "tool_calls" if has_calls else reason
@@ -187,7 +190,8 @@ class Choice:
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, EngineError):  # refused requests do not count: they never ran
-            self._completion.metrics.finished["error"] += 1
+            self._completion.metrics.count_failed()
+        note_choice("error", None, self._notes)
         self._completion.put(error)
 
     def _measure(self, num_tokens: int) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: /health can be reached unless every connection is being answered. There are fewer connections than file
 descriptors; a client that does not complete its request in time is disconnected; and at the limit, a new connection
-replaces the one that has waited longest for its client.
+replaces the one that has waited longest for its client. A client that reads nothing of its answer for STALL_SECONDS is
+disconnected, too, and its request ends.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
 CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients also keep idle connections
 RESERVED_FILES = 64  # file descriptors left for everything else
 REQUEST_SECONDS = 60.0  # to receive a request: 4 MB at 70 kB/s
+STALL_SECONDS = 120.0  # without a byte of an answer taken
 REPORT_SECONDS = 60.0  # between equal lines in the log
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -61,6 +63,14 @@ class Connection(H11Protocol):
         self.tracker.forget(self)
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.tracker.stall(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.tracker.go_on(self)
+
     def on_response_complete(self) -> None:
         self.tracker.await_request(self)
         super().on_response_complete()
@@ -81,6 +91,7 @@ class Connection(H11Protocol):
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        self.tracker.stall(self)  # until it is sent
 
 
 class ConnectionTracker:
@@ -90,6 +101,8 @@ class ConnectionTracker:
         self.limit = limit
         # When each began to wait, oldest first. Those that have received their request since are removed lazily.
         self._waiting: dict[Connection, float] = {}
+        # Answers that their clients do not take: since when, and how many bytes were left then.
+        self._stalled: dict[Connection, tuple[float, int]] = {}
 
     def protocol(self) -> type[Connection]:
         """The class that uvicorn instantiates for every connection."""
@@ -111,6 +124,13 @@ class ConnectionTracker:
 
     def forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
+        self._stalled.pop(connection, None)
+
+    def stall(self, connection: Connection) -> None:
+        self._stalled[connection] = time.monotonic(), connection.transport.get_write_buffer_size()
+
+    def go_on(self, connection: Connection) -> None:
+        self._stalled.pop(connection, None)
 
     def _close_oldest(self) -> bool:
         """Closes the connection that has waited longest for its client. False if none is waiting."""
@@ -127,10 +147,23 @@ class ConnectionTracker:
         while self._close_oldest():
             pass
 
+    def _close_stalled(self) -> None:
+        """Those that still take some bytes get more time."""
+        now = time.monotonic()
+        for connection, (since, size) in list(self._stalled.items()):
+            if connection.transport.get_write_buffer_size() < size:
+                self.stall(connection)
+            elif now - since > STALL_SECONDS:
+                del self._stalled[connection]
+                message = "a client (%s) has read nothing of its answer for %g s; closing its connection"
+                logger.warning(message, (connection.client or ("unknown",))[0], STALL_SECONDS)
+                connection.transport.abort()
+
     async def close_late(self) -> None:
-        """A task that refuses requests that are not received in time."""
+        """A task that refuses requests that are not received in time, and gives up answers that nobody reads."""
         while True:
-            await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4))
+            await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4, STALL_SECONDS / 4))
+            self._close_stalled()
             latest = time.monotonic() - REQUEST_SECONDS
             for connection in [known for known, since in self._waiting.items() if since < latest]:
                 del self._waiting[connection]

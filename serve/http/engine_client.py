@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.process import (
     Abort,
     EngineFactory,
@@ -63,6 +64,7 @@ class EngineClient:
         self.ended = asyncio.Event()  # set with `failure`
         self.num_failed = 0  # requests that were open when the engine ended
         self.metrics: dict[str, float] = {}  # the engine's latest gauges
+        self.counts = EngineCounts()  # the engine's latest; they outlive it
         self._make_engine = make_engine
         self._receivers: dict[str, Receiver] = {}
         self._outbox: list[Request | Abort | Ping | None] = []
@@ -192,6 +194,8 @@ class EngineClient:
         if isinstance(message, Step):
             if message.metrics is not None:
                 self.metrics = message.metrics
+            if message.counts is not None:
+                self.counts = message.counts
             # Ends first: their clients' next requests may then come in time for the next step.
             for output in sorted(message.outputs, key=lambda output: output.finish_reason is None):
                 self._deliver(output)
@@ -215,7 +219,9 @@ class EngineClient:
             return
         try:
             receiver.receive(output)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+            raise
+        except BaseException:  # a panic of the tokenizer, which is written in Rust, is no Exception
             logger.exception("request %s failed in the server", output.request_id)
             self.abort(output.request_id)
             self._receivers.pop(output.request_id, None)

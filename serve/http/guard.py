@@ -24,7 +24,7 @@ class Guard:
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
         """Raises ValueError for a file that cannot be read or holds no key."""
-        return cls(read_keys(config), ("/health", *(["/metrics"] if config.metrics_open else [])))
+        return cls(read_keys(config), ("/health", "/ready", *(["/metrics"] if config.metrics_open else [])))
 
     @property
     def is_open(self) -> bool:

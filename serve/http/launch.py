@@ -19,6 +19,7 @@ from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
 from slipstream.serve.http.frontend import Frontend, read_tokenizer
 from slipstream.serve.http.guard import Guard, warning
 from slipstream.serve.http.listener import address
+from slipstream.serve.logs import say
 from slipstream.serve.options import ServeConfig
 
 GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
@@ -38,6 +39,7 @@ class Server(uvicorn.Server):
         options = uvicorn.Config(
             create_app(api),
             http=self.connections.protocol(),
+            log_config=None,  # `serve` has configured it (serve/logs.py)
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -47,6 +49,7 @@ class Server(uvicorn.Server):
         self.api, self.listener, self.url = api, listener, address(listener)
         self.banner = banner(config, api.frontend, self.url, needs_key=not api.guard.is_open)
         self.warning = warning(config, api.guard)
+        self._logs_json = config.log_format == "json"
         self.status = 0  # exit status of `serve`
         self._drain_timeout = config.drain_timeout
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
@@ -57,7 +60,10 @@ class Server(uvicorn.Server):
             logger.warning(self.warning)
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         self._tasks = [asyncio.create_task(self.connections.close_late()), asyncio.create_task(self._end_with_engine())]
-        print(self.banner, flush=True)
+        if self._logs_json:
+            logger.info("serving", extra={"url": self.url, "model": self.api.frontend.model_name})
+        else:
+            say(self.banner)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -185,13 +185,23 @@ class BoundedPool:
             await self._free.acquire()
         finally:
             self.num_waiting -= 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, without_panics, work, *arguments)
         future.add_done_callback(self._release)
         return await asyncio.shield(future)  # a cancelled caller does not free the thread
 
     def _release(self, future: asyncio.Future) -> None:
         self._free.release()
         future.exception()  # marks it as retrieved: asyncio logs exceptions that no one awaits
+
+
+def without_panics(work: Callable[..., Result], *arguments: object) -> Result:
+    """A panic of the tokenizer, which is written in Rust, is no Exception, and nobody who waits would catch it."""
+    try:
+        return work(*arguments)
+    except Exception:
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"{type(panic).__name__}: {panic}") from panic
 
 
 @dataclass(frozen=True, slots=True)

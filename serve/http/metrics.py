@@ -1,41 +1,72 @@
-"""Counts and times of the server, rendered in Prometheus' text format (version 0.0.4)."""
+"""Counts and times of the server and its engine, as Prometheus reads them.
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+The server counts what requests see; the engine counts what its steps do and sends that with its gauges
+(serve/engine/counts.py). Names and labels are an interface: docs/operations.md lists and docs/grafana.json draws them.
+"""
 
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from slipstream.serve.engine import counts as engine_counts
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.request import RequestStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "slipstream"
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # s
 TOKEN_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # s
+DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)  # s
 ACCEPT_BOUNDS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)  # tokens per round
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
+# Engine counters without labels: the name at /metrics, the attribute of EngineCounts, the help text.
+ENGINE_TOTALS = (
+    ("steps", "steps", "Steps of the engine: passes of the target."),
+    ("emitted_tokens", "emitted_tokens", "Tokens that steps have emitted, also for requests that have not ended."),
+)
+ENGINE_HISTOGRAMS = (
+    ("step_seconds", "seconds", "Times of steps."),
+    ("step_budget_nodes", "budget", "Nodes that the policy let a step verify, of all requests, roots included."),
+    ("step_time_ratio", "time_ratio", "Measured times of steps over those that the cost model predicted."),
+)
 
-class Histogram:
-    """Counts observations in buckets, each up to and including its bound."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)  # the last bucket is above all bounds
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
+disable_created_metrics()  # no second series per counter for when it began
 
 
 class Metrics:
     """Counters that every request adds to. Aborted requests count with what they had."""
 
     def __init__(self) -> None:
-        self.finished: Counter[str] = Counter()  # sequences by finish reason; "error": the engine failed
-        self.responses: Counter[int] = Counter()  # error responses by status
-        self.totals = RequestStats()
-        self.time_to_first_token = Histogram(TTFT_BOUNDS)
-        self.inter_token_latency = Histogram(TOKEN_BOUNDS)
-        self.accept_length = Histogram(ACCEPT_BOUNDS)
+        self.registry = CollectorRegistry()
+        self._finished = self._counter("requests", "Finished sequences by finish reason.", "finish_reason")
+        for reason in FINISH_REASONS:  # so that a rate is known from the first one on
+            self._finished.labels(reason)
+        self._errors = self._counter("error_responses", "Error responses by status.", "status")
+        self._totals = {
+            "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens of finished sequences."),
+            "cached_tokens": self._counter("cached_tokens", "Prompt tokens found in the prefix cache."),
+            "completion_tokens": self._counter("completion_tokens", "Generated tokens of finished sequences."),
+            "rounds": self._counter("rounds", "Rounds of finished sequences: passes that verified a proposal."),
+        }
+        self._prefix_hits = self._counter("prefix_hits", "Finished sequences that found some of their prompt cached.")
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From request to first token.", TTFT_BOUNDS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time per further token.", TOKEN_BOUNDS
+        )
+        self.duration = self._histogram("request_duration_seconds", "From request to last token.", DURATION_BOUNDS)
+        self.accept_length = self._histogram("accept_length", "Tokens per round of finished sequences.", ACCEPT_BOUNDS)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", text, buckets=bounds, registry=self.registry)
 
     def count_tokens(self, num_tokens: int, seconds: float, is_first: bool) -> None:
         """Tokens that arrived together, `seconds` after the request (`is_first`) or after the previous ones.
@@ -44,59 +75,105 @@ class Metrics:
         """
         if is_first:
             self.time_to_first_token.observe(seconds)
-        else:
-            self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+            return
+        for _ in range(num_tokens):
+            self.inter_token_latency.observe(seconds / num_tokens)
 
-    def count_finished(self, reason: str, stats: RequestStats) -> None:
-        self.finished[reason] += 1
-        self.totals.add(stats)
+    def count_finished(self, reason: str, stats: RequestStats, seconds: float) -> None:
+        """A sequence has ended, `seconds` after its request."""
+        self._finished.labels(reason).inc()
+        self.duration.observe(seconds)
+        for name, total in self._totals.items():
+            total.inc(getattr(stats, name))
+        if stats.cached_tokens:
+            self._prefix_hits.inc()
         if stats.rounds:
             self.accept_length.observe((stats.completion_tokens - stats.prefills) / stats.rounds)
 
-    def render(self, gauges: Mapping[str, float], num_open: int, is_healthy: bool) -> str:
-        """`gauges`: the engine's, rendered as slipstream_engine_<name>."""
-        totals = self.totals
-        reasons = {reason: self.finished[reason] for reason in ("stop", "length", "abort", "error")}
-        statuses = dict(sorted(self.responses.items()))
-        positions = dict(enumerate(totals.accepted_by_position))
-        lines = [*family("requests_total", "counter", "Finished sequences by finish reason.", reasons, "finish_reason")]
-        lines += family("error_responses_total", "counter", "Error responses by status.", statuses, "status")
-        for name, value, text in (
-            ("prompt_tokens", totals.prompt_tokens, "Prompt tokens of finished sequences."),
-            ("cached_tokens", totals.cached_tokens, "Prompt tokens found in the prefix cache."),
-            ("completion_tokens", totals.completion_tokens, "Generated tokens."),
-            ("rounds", totals.rounds, "Rounds: target passes that verified a proposal."),
-            ("drafted_tokens", totals.drafted_tokens, "Drafted tokens that a pass verified."),
-            ("accepted_tokens", totals.accepted_tokens, "Drafted tokens that became part of an answer."),
+    def count_failed(self) -> None:
+        """A sequence has ended because the engine, or its step, failed."""
+        self._finished.labels("error").inc()
+
+    def count_error(self, status: int) -> None:
+        """An error response."""
+        self._errors.labels(str(status)).inc()
+
+    def render(self, engine: "EngineView", accept: str = "") -> tuple[bytes, str]:
+        """All metrics, and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus text."""
+        encode, content_type = choose_encoder(accept)
+        collector = EngineCollector(engine)
+        self.registry.register(collector)
+        try:
+            return encode(self.registry), content_type
+        finally:
+            self.registry.unregister(collector)
+
+
+class EngineView:
+    """What the server knows of its engine at a scrape. `gauges`, by name, become `engine_<name>`."""
+
+    def __init__(
+        self, gauges: Mapping[str, float], counts: EngineCounts, *, num_open: int, is_up: bool, is_ready: bool
+    ) -> None:
+        self.gauges, self.counts = gauges, counts
+        self.num_open, self.is_up, self.is_ready = num_open, is_up, is_ready
+
+
+class EngineCollector(Collector):
+    """The engine's counts and gauges, as prometheus_client's metric families."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, counts = self._engine, self._engine.counts
+        yield gauge("open_requests", "Sequences that have not ended.", engine.num_open)
+        yield gauge("engine_up", "1 while the engine's process answers.", float(engine.is_up))
+        yield gauge("ready", "1 while new requests are taken, as /ready says.", float(engine.is_ready))
+        for name, value in engine.gauges.items():
+            yield gauge(f"engine_{name}", f"What the engine reports as {name}.", value)
+        for name, attribute, text in ENGINE_TOTALS:
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=getattr(counts, attribute))
+        rows = labelled("rows", "Rows of passes: nodes of proposals, roots included, and prompt tokens.", "kind")
+        rows.add_metric(["node"], counts.node_rows)
+        rows.add_metric(["prompt"], counts.prompt_rows)
+        yield rows
+        yield from self._drafts()
+        for name, attribute, text in ENGINE_HISTOGRAMS:
+            yield histogram(name, text, getattr(counts, attribute))
+        pages = GaugeMetricFamily(
+            f"{PREFIX}_kv_pages", "KV pages by group of layers and state.", labels=["group", "state"]
+        )
+        for labels, number in counts.kv_pages.items():
+            pages.add_metric(labels, number)
+        yield pages
+
+    def _drafts(self) -> Iterator[Metric]:
+        counts = self._engine.counts
+        rounds = labelled("draft_rounds", "Proposals of which a pass verified tokens.", "source")
+        for source, count in counts.rounds.items():
+            rounds.add_metric([source], count)
+        yield rounds
+        for name, text, values in (
+            ("drafted_tokens", "Drafted tokens that passes verified.", counts.drafted),
+            ("accepted_tokens", "Drafted tokens that became part of an answer.", counts.accepted),
         ):
-            lines += family(f"{name}_total", "counter", text, {"": value})
-        text = "Accepted tokens by position in the draft."
-        lines += family("accepted_by_position_total", "counter", text, positions, "position")
-        lines += histogram("accept_length", "Tokens per round of finished sequences.", self.accept_length)
-        lines += histogram("time_to_first_token_seconds", "From request to first token.", self.time_to_first_token)
-        lines += histogram("inter_token_latency_seconds", "Time per further token.", self.inter_token_latency)
-        lines += family("open_requests", "gauge", "Sequences that have not ended.", {"": num_open})
-        lines += family("engine_up", "gauge", "1 while the engine's process answers.", {"": int(is_healthy)})
-        for name, gauge in gauges.items():
-            lines += family(f"engine_{name}", "gauge", f"What the engine reports as {name}.", {"": gauge})
-        return "\n".join(lines) + "\n"
+            family = labelled(name, text, "source", "position")
+            for labels, count in values.items():
+                family.add_metric(labels, count)
+            yield family
 
 
-def family(name: str, kind: str, text: str, counts: Mapping[Any, float], label: str = "") -> Iterator[str]:
-    """One metric: a count for each value of `label`, or a single count without a label."""
-    yield f"# HELP slipstream_{name} {text}"
-    yield f"# TYPE slipstream_{name} {kind}"
-    for value, count in counts.items():
-        yield f'slipstream_{name}{{{label}="{value}"}} {count}' if label else f"slipstream_{name} {count}"
+def labelled(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
 
 
-def histogram(name: str, text: str, values: Histogram) -> Iterator[str]:
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
+
+
+def histogram(name: str, text: str, values: engine_counts.Histogram) -> HistogramMetricFamily:
     """Buckets are cumulative, as the format requires."""
-    yield from family(name, "histogram", text, {})
-    below = 0
-    for bound, count in zip((*values.bounds, float("inf")), values.counts, strict=True):
-        below += count
-        label = "+Inf" if bound == float("inf") else f"{bound:g}"
-        yield f'slipstream_{name}_bucket{{le="{label}"}} {below}'
-    yield f"slipstream_{name}_sum {values.total:.9g}"
-    yield f"slipstream_{name}_count {below}"
+    bounds = [f"{bound:g}" for bound in values.bounds] + ["+Inf"]
+    buckets = list(zip(bounds, accumulate(values.counts), strict=True))
+    return HistogramMetricFamily(f"{PREFIX}_{name}", text, buckets=buckets, sum_value=values.total)

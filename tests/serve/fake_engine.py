@@ -7,6 +7,7 @@ accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 import time
 from hashlib import blake2b
 
+from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, TokenTrace
 
@@ -129,6 +130,9 @@ class FakeEngine:
 
     def metrics(self) -> dict[str, int]:
         return {"running": len(self.running), "aborted": self.num_aborted, "largest_batch": self.largest_batch}
+
+    def counts(self) -> EngineCounts:
+        return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})
 
     def close(self) -> None:
         pass

@@ -21,6 +21,8 @@ from slipstream.tests.serve.test_detokenize import byte_level
 
 LETTERS = [byte_level().convert_tokens_to_ids(chr(code)) for code in range(ord("a"), ord("z") + 1)]
 
+FAILED = "slipstream_requests_total", {"finish_reason": "error"}
+
 
 def call(num_choices: int) -> Completion:
     """A call whose engine only takes note."""
@@ -88,7 +90,7 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
         completion.choices[1].fail(EngineError("the engine is gone"))
         with pytest.raises(RequestFailed, match="the engine is gone"):
             await take()
-        assert completion.metrics.finished == {"error": 1}
+        assert completion.metrics.registry.get_sample_value(*FAILED) == 1
         assert completion.engine.abort.mock_calls == [mock_call("0"), mock_call("1")]
         return texts
 

@@ -105,13 +105,13 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_request_fails_and_the_engine_goes_on(client: httpx.Client, server: Server, stream: bool) -> None:
-    before = server.api.metrics.finished["error"]
+def test_one_request_fails_and_the_engine_goes_on(client: httpx.Client, stream: bool) -> None:
+    before = gauge(client, 'requests_total{finish_reason="error"}')
     failed = client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 9, "cache_salt": "fail", "stream": stream})
     assert failed.status_code == (200 if stream else 500), "a stream has begun"
     assert '"no memory"' in failed.text.rstrip().splitlines()[-1]
     assert '"engine_failed"' in failed.text
-    assert server.api.metrics.finished["error"] == before + 1
+    assert gauge(client, 'requests_total{finish_reason="error"}') == before + 1
     assert gauge(client, "open_requests") == 0
     assert client.post(COMPLETIONS, json={"prompt": "abc"}).status_code == 200
 

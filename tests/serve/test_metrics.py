@@ -1,4 +1,4 @@
-"""Counters and their text form, which a strict reader of the Prometheus format takes apart."""
+"""Counts and times as a strict reader of Prometheus' text format takes them apart, and as the engine counts them."""
 
 import re
 
@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.serve.http.metrics import Histogram, Metrics
+from slipstream.serve.engine.counts import EngineCounts, Histogram
+from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.request import RequestStats
 
 HEAD = re.compile(r"# HELP (\w+) [^\n]+\n# TYPE \1 (counter|gauge|histogram)\n")
-SAMPLE = re.compile(r'(\w+?)(_bucket|_sum|_count)?(?:\{(\w+="[^"\\]*")\})? (\S+)\n')
+SAMPLE = re.compile(r'(\w+?)(_bucket|_sum|_count)?(?:\{((?:\w+="[^"\\]*",?)+)\})? (\S+)\n')
 
 
 def read(text: str) -> tuple[dict[str, str], dict[tuple[str, str], float]]:
@@ -33,43 +34,58 @@ def read(text: str) -> tuple[dict[str, str], dict[tuple[str, str], float]]:
     return kinds, values
 
 
+def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num_open: int = 0) -> str:
+    text, kind = metrics.render(EngineView(gauges, counts, num_open=num_open, is_up=True, is_ready=False))
+    assert kind.startswith("text/plain; version=")
+    return text.decode()
+
+
 def test_what_a_scrape_shows() -> None:
-    metrics = Metrics()
+    metrics, engine = Metrics(), EngineCounts(kv_pages={("0", "used"): 7, ("1", "free"): 9})
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
-    metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts))
-    metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1))
-    metrics.responses[400] += 1
+    metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts), 2.0)
+    metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1), 0.2)
+    metrics.count_error(400)
     metrics.count_tokens(1, 0.3, is_first=True)
     metrics.count_tokens(4, 0.02, is_first=False)  # tokens of a step share its time
-    kinds, values = read(metrics.render({"running": 2}, num_open=3, is_healthy=True))
+    engine.add_step(budget=6, node_rows=5, prompt_rows=3, ms=8.0, predicted_ms=10.0)
+    engine.add_round("eagle3", num_drafted=3, num_accepted=1, is_tree=False)
+    engine.add_round("eagle", num_drafted=5, num_accepted=2, is_tree=True)
+    engine.add_round("eagle", num_drafted=0, num_accepted=0, is_tree=True)  # not a proposal
+    kinds, values = read(scrape(metrics, {"running": 2}, engine, num_open=3))
     expected = {
         **{("requests_total", f'finish_reason="{name}"'): count for name, count in (("stop", 1), ("abort", 0))},
         ("error_responses_total", 'status="400"'): 1,
-        **{(f"{name}_total", ""): value for name, value in counts.items()},
-        ("prompt_tokens_total", ""): 15,
-        ("completion_tokens_total", ""): 10,
-        ("accepted_tokens_total", ""): 4,
-        ("accepted_by_position_total", 'position="0"'): 3,
-        ("accepted_by_position_total", 'position="1"'): 1,
+        **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 10},
+        **{("rounds_total", ""): 4, ("prefix_hits_total", ""): 1},
         **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
+        **{("request_duration_seconds_count", ""): 2, ("request_duration_seconds_bucket", 'le="0.25"'): 1},
         ("time_to_first_token_seconds_count", ""): 1,
         **{("inter_token_latency_seconds_count", ""): 4, ("inter_token_latency_seconds_sum", ""): 0.02},
         ("inter_token_latency_seconds_bucket", 'le="0.004"'): 0,
         ("inter_token_latency_seconds_bucket", 'le="0.006"'): 4,
-        **{("open_requests", ""): 3, ("engine_up", ""): 1, ("engine_running", ""): 2},
+        **{("open_requests", ""): 3, ("engine_up", ""): 1, ("ready", ""): 0, ("engine_running", ""): 2},
+        **{("steps_total", ""): 1, ("rows_total", 'kind="node"'): 5, ("rows_total", 'kind="prompt"'): 3},
+        **{("step_seconds_sum", ""): 0.008, ("step_budget_nodes_sum", ""): 6, ("step_time_ratio_sum", ""): 0.8},
+        **{("draft_rounds_total", f'source="{name}"'): 1 for name in ("eagle", "eagle3")},
+        **{("drafted_tokens_total", f'position="{place}",source="eagle3"'): 1 for place in (1, 2, 3)},
+        ("accepted_tokens_total", 'position="1",source="eagle3"'): 1,
+        ("drafted_tokens_total", 'position="tree",source="eagle"'): 5,
+        **{("accepted_tokens_total", f'position="{place}",source="eagle"'): 1 for place in (1, 2)},
+        **{("kv_pages", 'group="0",state="used"'): 7, ("kv_pages", 'group="1",state="free"'): 9},
     }
-    assert {key: values["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
+    found = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
+    assert {key: found["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
     for name, kind in (("rounds_total", "counter"), ("open_requests", "gauge"), ("accept_length", "histogram")):
         assert kinds[f"slipstream_{name}"] == kind
 
 
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_buckets_are_cumulative(observed: list[float]) -> None:
-    metrics = Metrics()
-    metrics.time_to_first_token = Histogram((0.5, 1.0, 50.0))
+    engine = EngineCounts(seconds=Histogram((0.5, 1.0, 50.0)))
     for value in observed:
-        metrics.time_to_first_token.observe(value)
-    _, values = read(metrics.render({}, num_open=0, is_healthy=True))
+        engine.seconds.observe(value)
+    _, values = read(scrape(Metrics(), {}, engine))
     for bound in ("0.5", "1", "50", "+Inf"):
-        count = values["slipstream_time_to_first_token_seconds_bucket", f'le="{bound}"']
+        count = values["slipstream_step_seconds_bucket", f'le="{bound}"']
         assert count == sum(value <= float(bound) for value in observed)

@@ -1,6 +1,7 @@
 """What requests may ask of speculation: no drafts for one of them, and where its tokens come from."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,8 @@ def check_counts(answer: Answer) -> None:
 def test_a_trace_survives_preemption_prefix_hits_and_ends(
     drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
 ) -> None:
-    """Rounds go on counting; a token that a prompt's pass gives when a request resumes is the target's."""
+    """Rounds go on counting; a token that a prompt's pass gives when a request resumes is the target's. What the engine
+    counts for /metrics is the sum of all that."""
     engine, rng = build(drafter, make, page_size=1), random.Random(3)
     requests = with_speculation(requests_of(), TRACE)
 
@@ -232,14 +234,22 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
         if engine.scheduler.num_running > 1 and rng.random() < 0.3:
             engine.scheduler._preempt_newest()
 
+    accepted, drafted, emitted = Counter[tuple[str, str]](), 0, 0
     for _ in range(2):
         answers = run(engine, requests, preempt)
         assert tokens_of(answers) == expected
         for answer in answers.values():
             check_counts(answer)
+            accepted.update((one.source, str(one.position)) for one in answer.trace if one.position)
+            drafted += answer.counts.drafted_tokens
+            emitted += len(answer.tokens)
             assert [one.round for one in answer.trace].count(0) == answer.counts.prefills
             rounds = [one.round for one in answer.trace if one.round]
             assert rounds == sorted(rounds)
+    counts = engine.counts()
+    assert counts.accepted == accepted
+    assert (sum(counts.drafted.values()), counts.emitted_tokens) == (drafted, emitted)
+    assert counts.kv_pages["0", "used"] == 0
     assert engine.scheduler.num_preemptions > 3
     assert max(answer.counts.cached_tokens for answer in answers.values()) > 8
 

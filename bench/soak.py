@@ -1,0 +1,254 @@
+"""Many clients that come and go, or random requests, against a server that must stay whole: a measured soak.
+
+python bench/soak.py clients --draft runs/demo/draft/best --clients 1000 --minutes 3
+python bench/soak.py fuzz --draft ngram --requests 100000
+
+Starts `serve` on a free port and ends it by SIGTERM. `clients`: streaming clients, of which some hang up at a random
+token; each request must end with a finish reason, a 429, or its own hanging up, and none may be lost or answered twice.
+`fuzz`: bodies of bench/fuzzed.py; none may get a 5xx or no answer. Both then ask the server what is left: no open
+request and no KV page in use. Prints one line of JSON, and exits with status 1 where anything of that does not hold.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import aiohttp
+import httpx
+import numpy as np
+import psutil
+
+from slipstream.bench.fuzzed import CHAT, COMPLETIONS, MODEL, RESPONSES, body
+from slipstream.bench.lines import Lines, origin
+
+PROBE_SECONDS = 0.1  # between two requests of /health
+SETTLE_SECONDS = 30.0  # within which what clients have left must be gone
+QUESTION = "Tom has {} boxes of {} eggs and gives {} of them away. How many eggs does he have?"
+SLOWEST = 60.0  # seconds for an answer to a random request, beyond which the server counts as hung
+JSON = {"content-type": "application/json"}
+HANG_UP = 0.3  # share of streaming clients that leave before the end
+
+
+@dataclass(slots=True)
+class Tally:
+    """What clients have seen."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    health_s: list[float] = field(default_factory=list)
+    memory_mb: list[tuple[float, float]] = field(default_factory=list)  # seconds, of both processes
+
+    def end(self, outcome: str, *, wrong: str = "") -> None:
+        self.outcomes[outcome] += 1
+        if wrong:
+            self.wrong.append(wrong[:500])
+
+
+class Server:
+    """`serve` in processes of its own."""
+
+    def __init__(self, options: list[str]) -> None:
+        command = [sys.executable, "-m", "slipstream.serve.cli", "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split(" at ")[1].split()[0]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextmanager
+def watched(server: Server, tally: Tally) -> Iterator[None]:
+    """Meanwhile another process, whose times do not contain those of busy clients, asks for /health and reads memory."""
+    ours, theirs = multiprocessing.Pipe()
+    probe = multiprocessing.get_context("spawn").Process(target=watch, args=(server.url, server.process.pid, theirs))
+    probe.start()
+    try:
+        yield
+    finally:
+        ours.send(None)
+        tally.health_s, tally.memory_mb, wrong = ours.recv()
+        tally.wrong += wrong
+        probe.join()
+
+
+def watch(url: str, pid: int, pipe: Connection) -> None:
+    """Sends seconds of /health, (time, MB) pairs and what went wrong, once it gets a message."""
+    began, health, memory, wrong = time.monotonic(), list[float](), list[tuple[float, float]](), list[str]()
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not pipe.poll(PROBE_SECONDS):
+            asked = time.perf_counter()
+            answer = client.get("/health")
+            health.append(time.perf_counter() - asked)
+            if answer.status_code != 200:
+                wrong.append(f"/health: {answer.status_code} {answer.text}")
+            if len(health) % 10 == 0:
+                memory.append((time.monotonic() - began, memory_mb(pid)))
+    pipe.send((health, memory, wrong))
+
+
+def memory_mb(pid: int) -> float:
+    """Of a server and its engine: what is theirs alone, so that shared pages count once."""
+    own = psutil.Process(pid)
+    return sum(one.memory_full_info().uss for one in (own, *own.children(recursive=True))) / 2**20
+
+
+def session_to(server: Server) -> aiohttp.ClientSession:
+    """Without limits."""
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(server.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def stream_once(session: aiohttp.ClientSession, rng: random.Random, tally: Tally) -> None:
+    """One request of a client: to its end, or to where it hangs up."""
+    prompt = QUESTION.format(*(rng.randrange(2, 99) for _ in range(3)))
+    asked = {"prompt": prompt, "max_tokens": rng.randrange(8, 96), "temperature": rng.choice((0, 1)), "stream": True}
+    asked["ignore_eos"] = rng.random() < 0.7
+    leaves_at = rng.randrange(1, 40) if rng.random() < HANG_UP else None
+    async with session.post(COMPLETIONS, json=asked) as answer:
+        if answer.status == 429:
+            await answer.read()
+            tally.end("429")
+            await asyncio.sleep(float(answer.headers["Retry-After"]) * (0.5 + rng.random()))
+            return
+        if answer.status != 200:
+            tally.end(str(answer.status), wrong=await answer.text())
+            return
+        reasons, events = [], 0
+        async for line in answer.content:
+            if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
+                continue
+            event = json.loads(line[6:])
+            if events == 0:
+                if event["id"] in tally.ids:
+                    tally.wrong.append(f"{event['id']} came twice")
+                tally.ids.add(event["id"])
+            events += 1
+            if "error" in event:
+                tally.end("error", wrong=str(event))
+                return
+            reasons += [choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"]]
+            if events == leaves_at and not reasons:
+                tally.end("hung up")
+                answer.close()
+                return
+    tally.end(reasons[0] if reasons else "lost", wrong="" if len(reasons) == 1 else f"finish reasons {reasons}")
+
+
+async def run_clients(server: Server, tally: Tally, clients: int, minutes: float) -> None:
+    end = time.monotonic() + 60 * minutes
+
+    async def client(number: int) -> None:
+        rng = random.Random(number)
+        await asyncio.sleep(rng.random() * 5)
+        while time.monotonic() < end:
+            try:
+                await stream_once(session, rng, tally)
+            except aiohttp.ClientError as error:
+                tally.end("connection", wrong=repr(error))
+
+    async with session_to(server) as session:
+        await asyncio.gather(*map(client, range(clients)))
+
+
+async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) -> None:
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        for number in numbers:
+            rng = random.Random(number)
+            path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
+            sent = json.dumps(body(rng, path))
+            try:
+                async with asyncio.timeout(SLOWEST), session.post(path, data=sent, headers=JSON) as answer:
+                    text = await answer.text()
+                is_wrong = answer.status >= 500 or '"server_error"' in text
+                tally.end(str(answer.status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                tally.end("no answer", wrong=f"{number} {path} {sent}: {error!r}")
+            if number % 10_000 == 0:
+                print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
+
+    async with session_to(server) as session:
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def leftovers(server: Server) -> dict[str, float]:
+    """Open requests and KV pages in use, once both are 0 or the time is up."""
+    deadline, left = time.monotonic() + SETTLE_SECONDS, dict[str, float]()
+    async with aiohttp.ClientSession(server.url) as session:
+        while time.monotonic() < deadline:
+            async with session.get("/metrics") as page:
+                lines = [line for line in (await page.text()).splitlines() if line[:1] != "#"]
+            numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+            used = [name for name in numbers if name.startswith("slipstream_kv_pages{") and '"used"' in name]
+            left = {"open": numbers["slipstream_open_requests"], "pages_used": sum(numbers[name] for name in used)}
+            if not any(left.values()):
+                break
+            await asyncio.sleep(0.5)
+    return left
+
+
+def summary(tally: Tally, seconds: float) -> dict[str, Any]:
+    health = 1000 * np.quantile(tally.health_s, (0.5, 0.99, 1.0))
+    settled = [mb for at, mb in tally.memory_mb if at > 30] or [mb for _, mb in tally.memory_mb]
+    return {
+        "seconds": round(seconds),
+        "requests": sum(tally.outcomes.values()),
+        "outcomes": dict(tally.outcomes.most_common()),
+        **{f"health_{name}_ms": round(ms, 1) for name, ms in zip(("p50", "p99", "max"), health, strict=True)},
+        "memory_mb_after_30_s": [round(settled[0]), round(max(settled)), round(settled[-1])],  # first, most, last
+        "wrong": len(tally.wrong),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("clients", "fuzz"))
+    parser.add_argument("--target", default="assets/tiny-target")
+    parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--clients", type=int, help="default: 1,000 that stream, or 16 that send random requests")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--output", help="JSON lines file to append to")
+    given = parser.parse_args()
+    tally, load = Tally(), psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
+    options = {"target": given.target, "draft": given.draft, "served-model-name": MODEL, "kv-cache-tokens": "8192"}
+    server = Server([f"--{name}={value}" for name, value in options.items()])
+    began = time.monotonic()
+    try:
+        with watched(server, tally):
+            if given.kind == "clients":
+                asyncio.run(run_clients(server, tally, given.clients or 1000, given.minutes))
+            else:
+                asyncio.run(run_fuzz(server, tally, given.requests, given.clients or 16))
+        figures = summary(tally, time.monotonic() - began) | {"left": asyncio.run(leftovers(server))}
+        figures["exit"] = server.end()
+    finally:
+        server.process.kill()
+    line = {"kind": given.kind, "clients": given.clients, "draft": given.draft, "cores_busy_before": round(load, 1)}
+    lines = Lines(given.output, origin("soak", "cpu"))
+    lines.add(line | figures)
+    lines.print()
+    for wrong in tally.wrong[:20]:
+        print(wrong, file=sys.stderr)
+    return int(bool(tally.wrong) or any(figures["left"].values()) or figures["exit"] != -signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""What an engine has counted since it started: steps, their rows, drafts by source and position, and times.
+
+Plain data that is pickled to the server with the engine's gauges. Counts only grow; /metrics shows them
+(serve/http/metrics.py). Imports no torch.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+NODE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+SECOND_BOUNDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+RATIO_BOUNDS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # measured over predicted
+IN_TREE = "tree"  # the position of nodes of trees, whose depths only the device knows
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations by bucket, each up to and including its bound; the last bucket is above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """`sources` are what traces call so: the drafter's name, and those of host stages (ngram, grammar)."""
+
+    steps: int = 0
+    node_rows: int = 0  # rows of passes that were nodes of proposals, roots included
+    prompt_rows: int = 0
+    emitted_tokens: int = 0
+    rounds: Counter[str] = field(default_factory=Counter)  # by source: proposals that were verified
+    drafted: Counter[tuple[str, str]] = field(default_factory=Counter)  # by source and position: verified tokens
+    accepted: Counter[tuple[str, str]] = field(default_factory=Counter)  # likewise: those that were emitted
+    budget: Histogram = field(default_factory=lambda: Histogram(NODE_BOUNDS))  # nodes that steps that decode may verify
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECOND_BOUNDS))  # steps' times
+    time_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))  # over those predicted
+    kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
+
+    def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
+        """`budget`: the nodes that the policy allowed, of which the pass verified `node_rows`; 0 where nobody decodes.
+        `predicted_ms`: 0 where the policy predicted nothing."""
+        self.steps += 1
+        self.node_rows += node_rows
+        self.prompt_rows += prompt_rows
+        self.seconds.observe(ms / 1000)
+        if budget:
+            self.budget.observe(budget)
+        if predicted_ms > 0:
+            self.time_ratio.observe(ms / predicted_ms)
+
+    def add_round(self, source: str, *, num_drafted: int, num_accepted: int, is_tree: bool) -> None:
+        """A pass verified `num_drafted` tokens of a request's proposal, and the first `num_accepted` places of its
+        draft became text."""
+        if not num_drafted:
+            return
+        self.rounds[source] += 1
+        if is_tree:
+            self.drafted[source, IN_TREE] += num_drafted
+        else:
+            self.drafted.update((source, str(place)) for place in range(1, num_drafted + 1))
+        self.accepted.update((source, str(place)) for place in range(1, num_accepted + 1))

@@ -1,0 +1,55 @@
+"""The systemd unit and the image of deploy/ start the server with options that it has."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slipstream.serve.cli import read_config
+from slipstream.tests.test_packaging import PROJECT, ROOT
+
+UNIT = (ROOT / "deploy" / "slipstream.service").read_text()
+IMAGE = (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def unit_command() -> list[str]:
+    """What systemd executes."""
+    return shlex.split(next(line for line in UNIT.splitlines() if line.startswith("ExecStart="))[len("ExecStart=") :])
+
+
+def image_command() -> list[str]:
+    """The container's entry point."""
+    line = next(line for line in IMAGE.splitlines() if line.startswith("ENTRYPOINT"))
+    found: list[str] = json.loads(line.removeprefix("ENTRYPOINT"))
+    return found
+
+
+@pytest.mark.parametrize("command", [unit_command(), image_command()], ids=["unit", "image"])
+def test_commands_have_options_that_exist(command: list[str], tmp_path: Path) -> None:
+    assert Path(command[0]).name in PROJECT["project"]["scripts"]
+    (tmp_path / "serve.yaml").write_text("target: x\n")
+    options = [word.replace("/etc/slipstream", str(tmp_path)) for word in command[1:]]
+    assert read_config(options).log_format == "json"
+
+
+def test_the_unit_waits_longer_than_the_server_drains() -> None:
+    wait = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    assert wait is not None
+    assert int(wait[1]) >= read_config([]).drain_timeout + 15
+
+
+def test_the_image_installs_the_same_torch_as_the_package() -> None:
+    [needed] = [one for one in PROJECT["project"]["dependencies"] if one.startswith("torch>")]
+    assert f'"{needed}"' in IMAGE
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    (tmp_path / "slipstream.service").write_text(UNIT.replace(unit_command()[0], shutil.which("true") or ""))
+    command = ["systemd-analyze", "verify", tmp_path / "slipstream.service"]
+    verified = subprocess.run(command, capture_output=True, text=True)
+    assert (verified.returncode, verified.stderr) == (0, "")
