@@ -235,6 +235,7 @@ class Api:
             "created": 0,
             "owned_by": "slipstream",
             "max_model_len": self.frontend.max_model_len,
+            "num_spec_tokens": self.frontend.num_spec_tokens,
             "exact": not self.frontend.inexact,
             "inexact_reason": self.frontend.inexact or None,
             "system_fingerprint": self.frontend.fingerprint,
