@@ -176,6 +176,8 @@ class ServeConfig(EngineConfig):
     """After SIGTERM, seconds to let open requests finish while new ones are refused."""
     health_timeout: float = 120.0
     """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
+    playground: bool = True
+    """Serve a page at / that chats with the model and shows where each token comes from."""
     dry_run: bool = False
     """Print what the server would need and which GPUs it would fit, without loading weights, and exit."""
     unsafe_simulate: bool = False

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from slipstream.serve.chat.tools import ToolError
+from slipstream.serve.http import playground
 from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
@@ -62,6 +63,7 @@ class Api:
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
         self.guard, self.cors_origins = guard, config.cors_origins
+        self.pages = playground.routes() if config.playground else []
         self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
         self.bodies = BodyReader(frontend.limits.body_bytes)
@@ -307,4 +309,6 @@ def create_app(api: Api) -> Starlette:
 
     browsers = Middleware(CORSMiddleware, allow_origins=api.cors_origins, allow_methods=["*"], allow_headers=["*"])
     middleware = [browsers] if api.cors_origins else []
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})
+    return Starlette(
+        routes=[*routes, *api.pages], middleware=middleware, exception_handlers={HTTPException: on_http_error}
+    )
