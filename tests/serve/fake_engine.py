@@ -8,7 +8,7 @@ import time
 from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, TokenTrace
+from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, SamplingParams, TokenTrace
 
 ROUND = 3
 CONTEXT = 256
@@ -114,8 +114,13 @@ class FakeEngine:
             stats=final,
             logprobs=None if params.logprobs is None else logprobs_of(tokens, params.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None or num_done else of_prompt,
-            trace=trace_of(tokens, -(-num_done // ROUND)) if params.wants_trace else None,
+            trace=self.trace_of(params, tokens, num_done) if params.wants_trace else None,
         )
+
+    def trace_of(self, params: SamplingParams, tokens: list[int], num_done: int) -> list[TokenTrace]:
+        if not params.wants_drafts:
+            return [TokenTrace("target", 0, num_done, rows=1)]
+        return trace_of(tokens, -(-num_done // ROUND))
 
     def count(self, stats: RequestStats, num_tokens: int, *, drafted: bool) -> None:
         if stats.completion_tokens and drafted:

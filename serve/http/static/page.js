@@ -25,6 +25,8 @@ async function connect(then = null) {
     const told = drafts ? `up to ${drafts} guesses per pass` : "no draft: only repeated or fixed text is guessed, if at all";
     byId("model").textContent = `${model.id} · ${told}`;
     showKeys(drafts);
+    const [longest, most] = [byId("max-tokens"), Math.ceil(model.max_model_len / 2)];
+    if (longest.value > most) longest.value = most;
   } catch (error) {
     if (error.status === 401) askForKey(error, () => connect(then));
     else showProblem(error, () => connect(then));
@@ -56,7 +58,8 @@ function showKeys(drafts) {
 
 function readSettings() {
   const value = (id) => byId(id).value.trim();
-  const settings = { max_tokens: byId("max-tokens").valueAsNumber || 256 };
+  const settings = {};
+  if (value("max-tokens")) settings.max_tokens = Number(value("max-tokens"));
   if (value("temperature")) settings.temperature = Number(value("temperature"));
   settings.seed = value("seed") ? Number(value("seed")) : Math.floor(Math.random() * SEEDS);
   if (value("schema")) {
@@ -176,7 +179,7 @@ function compared(turn, drafted, plain) {
 /** What happened, and what to do about it. */
 function explained(error) {
   if (!(error instanceof ApiError)) return ["The page itself failed.", `${error}. Reload it.`];
-  const said = error.message.replace(/\.?$/, ".");
+  const said = `It says: ${error.message.replace(/\.?$/, ".")}`;
   switch (error.code) {
     case "unreachable":
       return ["The server cannot be reached.", "See whether it still runs (its log says why it ended), start it again, and try again."];
@@ -194,8 +197,8 @@ function explained(error) {
       return ["The answer took too long.", `${said} Ask for a shorter answer in the settings.`];
   }
   if (error.status === 429) return ["The server is full.", `${said} Wait a moment, and try again.`];
-  if (error.status >= 500) return ["The server cannot answer now.", `It says: ${said} Look into its log, start it again if it has ended, and try again.`];
-  return ["The server refused the request.", `It says: ${said} Change the message or the settings, and send it again.`];
+  if (error.status >= 500) return ["The server cannot answer now.", `${said} Look into its log, start it again if it has ended, and try again.`];
+  return ["The server refused the request.", `${said} Change the message or the settings, and send it again.`];
 }
 
 function failed(error, turn, question) {
