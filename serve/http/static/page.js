@@ -22,9 +22,10 @@ async function connect(then = null) {
     const model = await api.model();
     byId("key-dialog").close();
     const drafts = model.num_spec_tokens;
-    const told = drafts ? `up to ${drafts} guesses per pass` : "no draft: only repeated or fixed text is guessed, if at all";
+    const told = drafts ? `up to ${drafts} guesses per pass` : "no draft: only text that a format fixes is guessed";
     byId("model").textContent = `${model.id} · ${told}`;
     showKeys(drafts);
+    byId("compare-label").hidden = drafts === 0;
     const [longest, most] = [byId("max-tokens"), Math.ceil(model.max_model_len / 2)];
     if (longest.value > most) longest.value = most;
   } catch (error) {
@@ -48,8 +49,8 @@ function showKeys(drafts) {
       const isLast = step === MOST_KEYS && drafts > MOST_KEYS;
       return sample("draft", step, `${step === 1 ? "draft’s " : ""}${ordinal(step)}${step === 1 ? " guess" : isLast ? " or later" : ""}`);
     }),
-    sample("ngram", 2, "repeated text (n-grams)"),
-    sample("grammar", 2, "fixed by the format"),
+    sample("ngram", 2, "n-grams (repeats)"),
+    sample("grammar", 2, "fixed by format"),
     sample("target", 0, "guess refused here", "refused"),
   );
 }
@@ -127,7 +128,6 @@ async function send(question) {
 /** Streams one answer onto the page. Ends quietly where the user stops it; throws ApiError. */
 async function answered(parent, title, which, body) {
   const answer = new Answer(parent, title);
-  const follows = () => window.innerHeight + window.scrollY > document.documentElement.scrollHeight - 80;
   let [how, isDue] = ["", false];
   const draw = () => {
     isDue = false;
@@ -135,25 +135,31 @@ async function answered(parent, title, which, body) {
   };
   try {
     for await (const event of api.chat(body, running.signal)) {
-      const follow = follows();
       for (const choice of event.choices) {
-        answer.add(choice, performance.now());
+        following(() => answer.add(choice, performance.now()));
         if (choice.finish_reason === "length") how = "cut at the longest answer allowed";
       }
       if (!isDue) requestAnimationFrame(draw);
       isDue = true;
-      if (follow) window.scrollTo({ top: document.documentElement.scrollHeight });
     }
   } catch (error) {
     if (!running.signal.aborted) {
-      answer.end("it ends here, since it failed");
+      following(() => answer.end("it ends here, since it failed"));
       throw error;
     }
     how = "stopped";
   }
-  answer.end(how);
+  following(() => answer.end(how));
   if (answer.node.isConnected) charts.update(which, answer.progress, true);
   return answer;
+}
+
+/** Keeps the end of the page in sight, where it is, while a change makes it longer. */
+function following(change) {
+  const page = document.documentElement;
+  const isAtEnd = window.innerHeight + window.scrollY > page.scrollHeight - 40;
+  change();
+  if (isAtEnd) window.scrollTo({ top: page.scrollHeight });
 }
 
 function compared(turn, drafted, plain) {
@@ -170,7 +176,8 @@ function compared(turn, drafted, plain) {
     : "";
   const why = count ? " Two tokens that are almost equally likely can change places on some hardware; " : "";
   const link = count ? element("a", { href: "playground/help.html#differences" }, "when that happens") : null;
-  turn.append(element("p", { class: `verdict ${count ? "unequal" : "equal"}` }, same, pace, why, link));
+  const verdict = element("p", { class: `verdict ${count ? "unequal" : "equal"}` }, same, pace, why, link);
+  following(() => turn.append(verdict));
   return same + pace;
 }
 
@@ -224,7 +231,8 @@ function showProblem(error, again) {
     byId("message").value = "";
     retry();
   });
-  byId("alert").replaceChildren(element("p", {}, element("strong", {}, what), ` ${remedy}`), button);
+  const told = element("p", {}, element("strong", {}, what), ` ${remedy}`);
+  following(() => byId("alert").replaceChildren(told, button));
   say("");
 }
 
