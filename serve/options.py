@@ -178,6 +178,8 @@ class ServeConfig(EngineConfig):
     """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
     log_format: str = "text"
     """text, or json: one object a line, with a line for every request, on stderr."""
+    playground: bool = True
+    """Serve a page at / that chats with the model and shows where each token comes from."""
     dry_run: bool = False
     """Print what the server would need and which GPUs it would fit, without loading weights, and exit."""
     unsafe_simulate: bool = False

@@ -53,24 +53,29 @@ class Tracer:
         rounds: Mapping[str, int],
     ) -> list[Output]:
         """The Outputs of a step, with the traces of those that want one. `rounds`: how many each has had, by id."""
-        slots, replaced = slots_of(plan), self._replaced.pop(plan.number, {})
+        slots, replaced, rows = slots_of(plan), self._replaced.pop(plan.number, {}), num_rows(plan, output)
         found = list[Output]()
         for one in outputs:
             place = traced.get(one.request_id)
             if place is None or not one.tokens:  # it has failed
                 found.append(one)
                 continue
-            entries = [TokenTrace(TARGET, position=0, round=0)]
+            entries = [TokenTrace(TARGET, position=0, round=0, rows=rows)]
             if place < len(plan.slots):
                 drafted = replaced.get(slots[place]) or self._stored[slots[place]]
-                entries = trace_round(drafted, output, place, rounds[one.request_id])
+                entries = trace_round(drafted, output, place, rounds[one.request_id], rows)
             found.append(replace(one, trace=entries[: len(one.tokens)]))
         if output.proposed is not None:
             self._stored |= {slots[one]: Drafted(self._drafter, output.proposed[:, one]) for one in traced.values()}
         return found
 
 
-def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int) -> list[TokenTrace]:
+def num_rows(plan: StepPlan, output: StepOutput) -> int:
+    """Of a step's pass that somebody uses: verified nodes, roots included, and tokens of prompts."""
+    return int(output.num_verified[: len(plan.slots)].sum()) + sum(len(chunk.tokens) for chunk in plan.chunks)
+
+
+def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int, rows: int) -> list[TokenTrace]:
     """Of the tokens that segment `place` of a step has emitted, which verified the first nodes of `drafted`.
 
     Refused at a token's place are the children of the node before it that were verified, but the accepted one.
@@ -85,5 +90,5 @@ def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int) -
         refused = tuple(other for other in children.get(path[position - 1], ()) if other != token)
         is_drafted = position < len(emitted)
         origin = (drafted.source, position) if is_drafted else (TARGET, 0)
-        found.append(TokenTrace(*origin, number, refused))
+        found.append(TokenTrace(*origin, number, refused, num_verified - 1, rows))
     return found

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from slipstream.serve.chat.tools import ToolError
+from slipstream.serve.http import playground
 from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
@@ -64,6 +65,7 @@ class Api:
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
         self.guard, self.cors_origins = guard, config.cors_origins
+        self.pages = playground.routes() if config.playground else []
         self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
         self.bodies = BodyReader(frontend.limits.body_bytes)
@@ -261,6 +263,7 @@ class Api:
             "created": 0,
             "owned_by": "slipstream",
             "max_model_len": self.frontend.max_model_len,
+            "num_spec_tokens": self.frontend.num_spec_tokens,
             "exact": not self.frontend.inexact,
             "inexact_reason": self.frontend.inexact or None,
             "system_fingerprint": self.frontend.fingerprint,
@@ -336,4 +339,6 @@ def create_app(api: Api) -> Starlette:
         CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
     )
     middleware = [Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})
+    return Starlette(
+        routes=[*routes, *api.pages], middleware=middleware, exception_handlers={HTTPException: on_http_error}
+    )

@@ -449,6 +449,8 @@ def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict
             "position": trace.position,
             "round": trace.round,
             "refused": [described(other) for other in trace.refused],
+            "drafted": trace.drafted,
+            "rows": trace.rows,
         }
         for token, trace in traced
     ]

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, TokenTrace
+from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, SamplingParams, TokenTrace
 
 ROUND = 3
 CONTEXT = 256
@@ -37,12 +37,11 @@ def logprobs_of(tokens: list[int], k: int) -> Logprobs:
 def trace_of(tokens: list[int], number: int) -> list[TokenTrace]:
     """Of a round: two drafted tokens and the target's own, before which another was refused."""
     if number == 0:
-        return [TokenTrace("target", 0, 0) for _ in tokens]
-    places = enumerate(tokens, 1)
-    return [
-        TokenTrace("fake", place, number) if place < ROUND else TokenTrace("target", 0, number, ((token + 1) % 256,))
-        for place, token in places
-    ]
+        return [TokenTrace("target", 0, 0, rows=len(tokens)) for _ in tokens]
+    origins = [("fake", place, number, ()) for place in range(1, ROUND)]
+    refused = [((token + 1) % 256,) for token in tokens[ROUND - 1 :]]
+    origins += [("target", 0, number, own) for own in refused]
+    return [TokenTrace(*origin, drafted=ROUND - 1, rows=ROUND) for origin in origins[: len(tokens)]]
 
 
 def manner(request: Request) -> str:
@@ -116,8 +115,13 @@ class FakeEngine:
             stats=final,
             logprobs=None if params.logprobs is None else logprobs_of(tokens, params.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None or num_done else of_prompt,
-            trace=trace_of(tokens, -(-num_done // ROUND)) if params.wants_trace else None,
+            trace=self.trace_of(params, tokens, num_done) if params.wants_trace else None,
         )
+
+    def trace_of(self, params: SamplingParams, tokens: list[int], num_done: int) -> list[TokenTrace]:
+        if not params.wants_drafts:
+            return [TokenTrace("target", 0, num_done, rows=1)]
+        return trace_of(tokens, -(-num_done // ROUND))
 
     def count(self, stats: RequestStats, num_tokens: int, *, drafted: bool) -> None:
         if stats.completion_tokens and drafted:

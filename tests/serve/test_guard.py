@@ -38,7 +38,7 @@ HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Be
 
 
 @pytest.mark.parametrize(
-    "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"]
+    "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/playground"]
 )
 @pytest.mark.parametrize("header", HEADERS)
 def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: str | None) -> None:

@@ -47,6 +47,8 @@ def expected(client: httpx.Client, prompt: str, count: int) -> list[Entry]:
             "position": one.position,
             "round": one.round,
             "refused": [{"id": other, "token": names.get(other, "")} for other in one.refused],
+            "drafted": one.drafted,
+            "rows": one.rows,
         }
         for token, one in zip(tokens, found, strict=True)
     ]

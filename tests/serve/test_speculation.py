@@ -201,6 +201,7 @@ def test_a_trace_says_where_each_token_comes_from(
                 continue
             explained = [(one.source != "target", one.position, one.round, list(one.refused)) for one in answer.trace]
             assert explained == explain(answer, rounds)
+            assert all(one.drafted == rounds[one.round - 1][1] - 1 for one in answer.trace if one.round)
             check_counts(answer)
             sources.update(one.source for one in answer.trace)
             refused += sum(len(one.refused) for one in answer.trace)
@@ -257,7 +258,26 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
 def test_a_trace_of_a_request_without_drafts(build: Build, expected: dict[str, list[int]]) -> None:
     requests = with_speculation(requests_of(), Speculation(enabled=False, trace=True))
     for name, answer in run(build("eagle3"), requests).items():
-        assert answer.trace == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
+        told = [one._replace(rows=0) for one in answer.trace]
+        assert told == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
+
+
+def test_a_trace_tells_the_rows_of_each_pass(build: Build) -> None:
+    """Of all requests: two without drafts, their prompts included; and one with drafts."""
+    requests = with_speculation(requests_of(2), Speculation(enabled=False, trace=True))
+    engine, passes = build("eagle3", prefill_budget=64), list[int]()
+    engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
+    answers = run(engine, requests)
+    assert [one.rows for one in answers["1"].trace] == passes  # the longest runs from the first step to the last
+    engine, passes = build("eagle3"), list[int]()
+    engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
+    [answer] = run(engine, with_speculation(requests_of(1), TRACE)).values()
+    assert [one.rows for one in answer.trace] == [passes[one.round] for one in answer.trace]
+    assert max(one.drafted for one in answer.trace) > 1
+
+
+def rows_of(plan: StepPlan) -> int:
+    return plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 @pytest.mark.parametrize("make", [build_engine, build_overlapping])

@@ -1,0 +1,305 @@
+// The playground: a chat whose tokens show where they come from.
+
+import { Answer, ordinal, watchDetails } from "./answer.js";
+import { Api, ApiError } from "./api.js";
+import { Charts } from "./charts.js";
+import { byId, element, number } from "./elements.js";
+import { differences } from "./tokens.js";
+
+const ALTERNATIVES = 5;
+const MOST_KEYS = 4; // positions in the legend
+const SEEDS = 2 ** 32;
+
+const api = new Api();
+const charts = new Charts(byId("charts"));
+let messages = []; // the conversation so far
+let running = null; // an AbortController while an answer comes
+let retry = null; // what the alert's button does
+let afterKey = null; // what to do once there is a key
+
+async function connect(then = null) {
+  try {
+    const model = await api.model();
+    byId("key-dialog").close();
+    const drafts = model.num_spec_tokens;
+    const told = drafts ? `up to ${drafts} guesses per pass` : "no draft: only text that a format fixes is guessed";
+    byId("model").textContent = `${model.id} · ${told}`;
+    showKeys(drafts);
+    byId("compare-label").hidden = drafts === 0;
+    const [longest, most] = [byId("max-tokens"), Math.ceil(model.max_model_len / 2)];
+    if (longest.value > most) longest.value = most;
+  } catch (error) {
+    if (error.status === 401) askForKey(error, () => connect(then));
+    else showProblem(error, () => connect(then));
+    return;
+  }
+  then?.();
+}
+
+function showKeys(drafts) {
+  const sample = (kind, step, text, more = "") => {
+    const shown = element("span", { class: `token ${kind} ${more}` }, text);
+    shown.style.setProperty("--step", step);
+    return element("li", {}, shown);
+  };
+  const steps = Array.from({ length: Math.min(drafts, MOST_KEYS) }, (_, index) => index + 1);
+  byId("keys").replaceChildren(
+    sample("target", 0, "the model itself"),
+    ...steps.map((step) => {
+      const isLast = step === MOST_KEYS && drafts > MOST_KEYS;
+      return sample("draft", step, `${step === 1 ? "draft’s " : ""}${ordinal(step)}${step === 1 ? " guess" : isLast ? " or later" : ""}`);
+    }),
+    sample("ngram", 2, "n-grams (repeats)"),
+    sample("grammar", 2, "fixed by format"),
+    sample("target", 0, "guess refused here", "refused"),
+  );
+}
+
+// What is asked
+
+function readSettings() {
+  const value = (id) => byId(id).value.trim();
+  const settings = {};
+  if (value("max-tokens")) settings.max_tokens = Number(value("max-tokens"));
+  if (value("temperature")) settings.temperature = Number(value("temperature"));
+  settings.seed = value("seed") ? Number(value("seed")) : Math.floor(Math.random() * SEEDS);
+  if (value("schema")) {
+    const schema = JSON.parse(value("schema"));
+    settings.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  return settings;
+}
+
+function checkedSettings() {
+  const [field, problem] = [byId("schema"), byId("schema-problem")];
+  problem.textContent = "";
+  field.removeAttribute("aria-invalid");
+  try {
+    return readSettings();
+  } catch (error) {
+    problem.textContent = `This is not JSON (${error.message}). Correct it, or leave the field empty.`;
+    field.setAttribute("aria-invalid", "true");
+    byId("settings").open = true;
+    field.focus();
+    return null;
+  }
+}
+
+function bodyOf(question, settings, enabled) {
+  const system = byId("system").value.trim();
+  return {
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: question }],
+    ...settings,
+    logprobs: true,
+    top_logprobs: ALTERNATIVES,
+    speculation: { enabled, trace: true },
+  };
+}
+
+async function send(question) {
+  const settings = checkedSettings();
+  if (settings === null || running) return;
+  clearProblem();
+  const [compares, conversation] = [byId("compare").checked, messages];
+  const turn = element("article", { class: "turn" }, element("h3", {}, "You"), element("p", { class: "question" }, question));
+  const answers = element("div", { class: "answers" });
+  turn.append(answers);
+  byId("turns").append(turn);
+  turn.scrollIntoView({ block: "start" });
+  charts.clear();
+  setRunning(new AbortController());
+  say("The model is answering.");
+  try {
+    const drafted = await answered(answers, compares ? "With the draft" : "Answer", "main", bodyOf(question, settings, true));
+    let verdict = drafted.told();
+    if (compares && !running.signal.aborted) {
+      const plain = await answered(answers, "Without the draft", "other", bodyOf(question, settings, false));
+      if (!running.signal.aborted) verdict = compared(turn, drafted, plain);
+    }
+    conversation.push({ role: "user", content: question }, drafted.message);
+    say(`Done. ${verdict}`);
+  } catch (error) {
+    failed(error, turn, question);
+  } finally {
+    setRunning(null);
+  }
+}
+
+/** Streams one answer onto the page. Ends quietly where the user stops it; throws ApiError. */
+async function answered(parent, title, which, body) {
+  const answer = new Answer(parent, title);
+  let [how, isDue] = ["", false];
+  const draw = () => {
+    isDue = false;
+    if (answer.node.isConnected) charts.update(which, answer.progress);
+  };
+  try {
+    for await (const event of api.chat(body, running.signal)) {
+      for (const choice of event.choices) {
+        following(() => answer.add(choice, performance.now()));
+        if (choice.finish_reason === "length") how = "cut at the longest answer allowed";
+      }
+      if (!isDue) requestAnimationFrame(draw);
+      isDue = true;
+    }
+  } catch (error) {
+    if (!running.signal.aborted) {
+      following(() => answer.end("it ends here, since it failed"));
+      throw error;
+    }
+    how = "stopped";
+  }
+  following(() => answer.end(how));
+  if (answer.node.isConnected) charts.update(which, answer.progress, true);
+  return answer;
+}
+
+/** Keeps the end of the page in sight, where it is, while a change makes it longer. */
+function following(change) {
+  const page = document.documentElement;
+  const isAtEnd = window.innerHeight + window.scrollY > page.scrollHeight - 40;
+  change();
+  if (isAtEnd) window.scrollTo({ top: page.scrollHeight });
+}
+
+function compared(turn, drafted, plain) {
+  const [here, there] = differences(drafted.progress.tokens, plain.progress.tokens);
+  drafted.mark(here);
+  plain.mark(there);
+  const count = Math.max(here.size, there.size);
+  const same = count
+    ? `${count} ${count === 1 ? "token differs" : "tokens differ"}, marked by a frame.`
+    : `The same ${drafted.progress.tokens.length} tokens.`;
+  const [fast, slow] = [drafted.progress.speed, plain.progress.speed];
+  const pace = fast && slow
+    ? ` With the draft ${number(fast / slow, 2)} times the speed: ${number(fast)} and ${number(slow)} tokens/s.`
+    : "";
+  const why = count ? " Two tokens that are almost equally likely can change places on some hardware; " : "";
+  const link = count ? element("a", { href: "playground/help.html#differences" }, "when that happens") : null;
+  const verdict = element("p", { class: `verdict ${count ? "unequal" : "equal"}` }, same, pace, why, link);
+  following(() => turn.append(verdict));
+  return same + pace;
+}
+
+// What goes wrong
+
+/** What happened, and what to do about it. */
+function explained(error) {
+  if (!(error instanceof ApiError)) return ["The page itself failed.", `${error}. Reload it.`];
+  const said = `It says: ${error.message.replace(/\.?$/, ".")}`;
+  switch (error.code) {
+    case "unreachable":
+      return ["The server cannot be reached.", "See whether it still runs (its log says why it ended), start it again, and try again."];
+    case "connection_lost":
+      return ["The connection broke off during the answer.", "See whether the server still runs, and try again."];
+    case "context_length_exceeded":
+      return ["The conversation is too long for the model.", `${said} Begin a new chat, or ask for a shorter answer.`];
+    case "engine_failed":
+      return ["The engine failed during the answer.", `${said} Start the server again if it has ended, and try again.`];
+    case "server_shutting_down":
+      return ["The server is shutting down.", "It takes no more requests. Start it again, and try again."];
+    case "server_overloaded":
+      return ["The server is full.", `${said} Wait a moment, and try again.`];
+    case "request_timeout":
+      return ["The answer took too long.", `${said} Ask for a shorter answer in the settings.`];
+  }
+  if (error.status === 429) return ["The server is full.", `${said} Wait a moment, and try again.`];
+  if (error.status >= 500) return ["The server cannot answer now.", `${said} Look into its log, start it again if it has ended, and try again.`];
+  return ["The server refused the request.", `${said} Change the message or the settings, and send it again.`];
+}
+
+function failed(error, turn, question) {
+  const again = () => {
+    turn.remove();
+    send(question);
+  };
+  if (error.status === 401) {
+    turn.remove();
+    askForKey(error, () => connect(() => send(question)));
+  } else {
+    if (!byId("message").value) byId("message").value = question;
+    showProblem(error, again);
+  }
+}
+
+function showProblem(error, again) {
+  const [what, remedy] = explained(error);
+  const button = element("button", { type: "button", id: "retry" }, "Try again");
+  retry = again;
+  button.addEventListener("click", () => {
+    clearProblem();
+    byId("message").value = "";
+    retry();
+  });
+  const told = element("p", {}, element("strong", {}, what), ` ${remedy}`);
+  following(() => byId("alert").replaceChildren(told, button));
+  say("");
+}
+
+function clearProblem() {
+  byId("alert").replaceChildren();
+}
+
+function askForKey(error, then) {
+  byId("key-problem").textContent = api.hasKey ? `${error.message}. Check it, and type it again.` : "";
+  byId("key").value = "";
+  api.useKey("");
+  afterKey = then;
+  byId("model").textContent = "needs an API key";
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+  byId("key").focus();
+}
+
+// The page's controls
+
+function setRunning(controller) {
+  running = controller;
+  byId("stop").hidden = controller === null;
+  byId("send").disabled = controller !== null;
+}
+
+function say(text) {
+  byId("status").textContent = text;
+}
+
+function submitMessage() {
+  const question = byId("message").value.trim();
+  if (!question || running) return;
+  byId("message").value = "";
+  send(question);
+}
+
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submitMessage();
+});
+byId("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submitMessage();
+});
+byId("stop").addEventListener("click", () => {
+  running?.abort();
+  byId("message").focus();
+});
+byId("new-chat").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  byId("turns").replaceChildren();
+  clearProblem();
+  charts.clear();
+  byId("message").focus();
+});
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = byId("key").value.trim();
+  api.useKey(key);
+  afterKey();
+});
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
+byId("key-dialog").addEventListener("close", () => {
+  byId("key").value = "";
+});
+watchDetails();
+showKeys(3);
+connect();
