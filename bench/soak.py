@@ -74,7 +74,7 @@ class Server:
 
 @contextmanager
 def watched(server: Server, tally: Tally) -> Iterator[None]:
-    """Meanwhile another process, whose times do not contain those of busy clients, asks for /health and reads memory."""
+    """Meanwhile another process, whose times are not those of busy clients, asks for /health and reads memory."""
     ours, theirs = multiprocessing.Pipe()
     probe = multiprocessing.get_context("spawn").Process(target=watch, args=(server.url, server.process.pid, theirs))
     probe.start()
