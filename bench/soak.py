@@ -97,7 +97,11 @@ def watch(url: str, pid: int, pipe: Connection) -> None:
     with httpx.Client(base_url=url, timeout=60) as client:
         while not pipe.poll(PROBE_SECONDS):
             asked = time.perf_counter()
-            answer = client.get("/health")
+            try:
+                answer = client.get("/health")
+            except httpx.TransportError as error:
+                wrong.append(f"/health: {error!r}")
+                break
             health.append(time.perf_counter() - asked)
             if answer.status_code != 200:
                 wrong.append(f"/health: {answer.status_code} {answer.text}")
@@ -190,6 +194,7 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
                 tally.end(str(answer.status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
             except (aiohttp.ClientError, TimeoutError) as error:
                 tally.end("no answer", wrong=f"{number} {path} {sent}: {error!r}")
+                return
             if number % 10_000 == 0:
                 print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
 
