@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -51,6 +52,7 @@ class Tally:
     ids: set[str] = field(default_factory=set)
     health_s: list[float] = field(default_factory=list)
     memory_mb: list[tuple[float, float]] = field(default_factory=list)  # seconds, of both processes
+    starved: float = 0.0  # share of the time in which the server could have run, and had no core
 
     def end(self, outcome: str, *, wrong: str = "") -> None:
         self.outcomes[outcome] += 1
@@ -74,7 +76,7 @@ class Server:
 
 @contextmanager
 def watched(server: Server, tally: Tally) -> Iterator[None]:
-    """Meanwhile another process, whose times do not hold those of busy clients, asks for /health and reads memory."""
+    """Meanwhile another process, whose times are not those of busy clients, asks for /health and reads memory."""
     ours, theirs = multiprocessing.Pipe()
     probe = multiprocessing.get_context("spawn").Process(target=watch, args=(server.url, server.process.pid, theirs))
     probe.start()
@@ -82,24 +84,35 @@ def watched(server: Server, tally: Tally) -> Iterator[None]:
         yield
     finally:
         ours.send(None)
-        tally.health_s, tally.memory_mb, wrong = ours.recv()
+        tally.health_s, tally.memory_mb, tally.starved, wrong = ours.recv()
         tally.wrong += wrong
         probe.join()
 
 
 def watch(url: str, pid: int, pipe: Connection) -> None:
-    """Sends seconds of /health, (time, MB) pairs and what went wrong, once it gets a message."""
+    """Sends seconds of /health, (time, MB) pairs, the share of time without a core and what went wrong, once it gets a
+    message."""
+    waited = waited_s(pid)
     began, health, memory, wrong = time.monotonic(), list[float](), list[tuple[float, float]](), list[str]()
     with httpx.Client(base_url=url, timeout=60) as client:
         while not pipe.poll(PROBE_SECONDS):
             asked = time.perf_counter()
-            answer = client.get("/health")
+            try:
+                answer = client.get("/health")
+            except httpx.TransportError as error:
+                wrong.append(f"/health: {error!r}")
+                break
             health.append(time.perf_counter() - asked)
             if answer.status_code != 200:
                 wrong.append(f"/health: {answer.status_code} {answer.text}")
             if len(health) % 10 == 0:
                 memory.append((time.monotonic() - began, memory_mb(pid)))
-    pipe.send((health, memory, wrong))
+    pipe.send((health, memory, (waited_s(pid) - waited) / (time.monotonic() - began), wrong))
+
+
+def waited_s(pid: int) -> float:
+    """How long a process's main thread, the event loop, was ready to run and had no core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def memory_mb(pid: int) -> float:
@@ -181,6 +194,7 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
                 tally.end(str(answer.status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
             except (aiohttp.ClientError, TimeoutError) as error:
                 tally.end("no answer", wrong=f"{number} {path} {sent}: {error!r}")
+                return
             if number % 10_000 == 0:
                 print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
 
@@ -212,6 +226,7 @@ def summary(tally: Tally, seconds: float) -> dict[str, Any]:
         "requests": sum(tally.outcomes.values()),
         "outcomes": dict(tally.outcomes.most_common()),
         **{f"health_{name}_ms": round(ms, 1) for name, ms in zip(("p50", "p99", "max"), health, strict=True)},
+        "starved": round(tally.starved, 2),
         "memory_mb_after_30_s": [round(settled[0]), round(max(settled)), round(settled[-1])],  # first, most, last
         "wrong": len(tally.wrong),
     }

@@ -97,7 +97,7 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a positive number"),
+            ("repetition_penalty", 1e-4 <= self.repetition_penalty <= 1e4, "between 0.0001 and 10000"),  # fp32 holds it
             ("logprobs", 0 <= (self.logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
         ):

@@ -1,0 +1,86 @@
+"""Request ids, the lines of the log in JSON, and readiness."""
+
+import json
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from slipstream.serve import logs
+from slipstream.serve.http.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_server import COMPLETIONS, RESPONSES, serving, wait_until
+
+HEADER = "X-Request-Id"
+
+
+@pytest.fixture
+def lines() -> Iterator[list[dict[str, Any]]]:
+    """All that is logged as JSON, in order."""
+    root, level, warn = logging.getLogger(), logging.getLogger("slipstream").level, warnings.showwarning
+    handler, found = logs.configure("json"), list[dict[str, Any]]()
+    handler.emit = lambda record: found.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
+    yield found
+    root.removeHandler(handler)
+    logging.getLogger("slipstream").setLevel(level)
+    logging.captureWarnings(False)
+    warnings.showwarning = warn
+
+
+def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[dict[str, Any]]) -> None:
+    body = {"prompt": "abc", "max_tokens": 7, "n": 2}
+    answer = client.post(COMPLETIONS, json=body, headers={HEADER: "trace-1/a"})
+    assert answer.headers[HEADER] == "trace-1/a"
+    streamed = client.post(RESPONSES, json={"input": "abc", "max_output_tokens": 5, "stream": True})
+    refused = client.post(COMPLETIONS, json={"prompt": 5}, headers={HEADER: 'bad "id"'})
+    failed = client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "fail"})
+    unknown, _ = client.get("/nothing"), client.get("/health")
+    wait_until(lambda: len([line for line in lines if line["message"] == "request"]) == 5, "five lines")
+    told = [line for line in lines if line["message"] == "request"]
+    assert [line["status"] for line in told] == [200, 200, 400, 500, 404]
+    ids = [one.headers[HEADER] for one in (answer, streamed, refused, failed, unknown)]
+    assert [line["request_id"] for line in told] == ids
+    assert len(set(ids)) == 5
+    assert told[0]["answer"] == answer.json()["id"]
+    assert told[0]["finish_reasons"] == ["length", "length"]
+    assert told[0]["completion_tokens"] == answer.json()["usage"]["completion_tokens"] == 14
+    assert (told[1]["path"], told[1]["stream"], told[1]["completion_tokens"]) == (RESPONSES, True, 5)
+    assert told[2]["error"] == refused.json()["error"]["message"]
+    assert told[3]["finish_reasons"] == ["error"]
+    assert all(line["seconds"] >= 0 and line["time"].endswith("Z") for line in told)
+
+
+def test_an_internal_error_is_found_by_its_request_id(
+    client: httpx.Client, server: Server, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object, **__: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.api.frontend, "encode", break_down)
+    answer = client.post(COMPLETIONS, json={"prompt": "abc"}, headers={HEADER: "find-me"})
+    assert answer.json()["error"]["message"].endswith(" find-me")
+    [error] = [line for line in lines if line["level"] == "error"]
+    assert error["request_id"] == "find-me"
+    assert "RuntimeError: secret" in error["exception"]
+
+
+def test_ready_is_what_a_load_balancer_asks(byte_target: str) -> None:
+    config = ServeConfig(target=byte_target, port=0, health_timeout=0.5, max_model_len=100_000, api_key="k")
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        assert (client.get("/ready").status_code, client.get("/v1/models").status_code) == (200, 401)
+        engine = psutil.Process(server.api.engine.pid)
+        engine.suspend()
+        wait_until(lambda: client.get("/ready").status_code == 503, "the engine is stuck")
+        assert "has not answered" in client.get("/ready").json()["reason"]
+        engine.resume()
+        wait_until(lambda: client.get("/ready").status_code == 200, "it goes on")
+        body = {"prompt": "x", "max_tokens": 200, "cache_salt": "slow", "stream": True}
+        with client.stream("POST", COMPLETIONS, json=body, headers={"Authorization": "Bearer k"}) as stream:
+            next(stream.iter_lines())
+            server.handle_exit(signal.SIGTERM, None)
+            assert client.get("/ready").json()["reason"] == "the server is shutting down"
