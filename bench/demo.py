@@ -223,7 +223,8 @@ def print_next_steps(draft: Path, output: Path, seconds: float) -> None:
         f"  {output}/acceptance.png        accept rates and speed-up\n"
         f"  {output}/report.json           the figures above\n"
         "Try next:\n"
-        f"  .venv/bin/serve --draft {draft}           # chat with it at http://127.0.0.1:8000/v1\n"
+        f"  .venv/bin/serve --draft {draft}           # then open http://127.0.0.1:8000/ in a browser:\n"
+        "                                     a chat that shows which words the draft guessed\n"
         f"  .venv/bin/serve --draft {draft} --help    # every option, those of this draft included\n"
         '  README.md, "A real model": the same steps for a model from the hub'
     )

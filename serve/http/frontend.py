@@ -95,7 +95,8 @@ class Frontend:
     def chat_prompt(self, body: Conversation | TokenizeBody, choice: ToolChoice) -> list[int]:
         assert body.messages is not None
         if self.template is None:
-            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", body.prompt_field)
+            message = f"{self.model_name} has no chat template; use /v1/completions"
+            raise ApiError(400, message, body.prompt_field, "no_chat_template")
         reserved = {*RESERVED_IN_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in body.chat_template_kwargs:
             if name in reserved:

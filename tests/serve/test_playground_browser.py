@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, MODEL, gauge, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, MODEL, gauge, serving, wait_until, write_target
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -255,6 +255,26 @@ def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -
     body = sent.value.post_data_json
     assert (body["temperature"], body["seed"], body["response_format"]["json_schema"]["schema"]) == (0.5, 7, schema)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_model_without_a_chat_template(open_page: Open, tmp_path: Path) -> None:
+    """Its text is continued, with the same marks."""
+    target = str(write_target(tmp_path / "target", chat=False))
+    with serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
+        page = open_page(server.url)
+        ask(page, waits=False)
+        page.get_by_role("alert").get_by_text("This model is not made for chat.").wait_for()
+        page.get_by_label("Continue the text").check()
+        page.get_by_role("button", name="Try again").click()
+        page.locator("#status", has_text="Done").wait_for(state="attached")
+        spans = page.locator(".answer .token")
+        body = {"prompt": QUESTION, "max_tokens": TOKENS, "logprobs": 5, "speculation": {"trace": True}}
+        [choice] = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        assert "".join(spans.all_text_contents()) == choice["text"]
+        spans.nth(1).hover()
+        chance = choice["logprobs"]["token_logprobs"][1]
+        assert f"{100 * math.exp(chance):.0f} %" in page.locator("#details").inner_text()
+        assert page.locator("#details tbody tr").count() == 5
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(open_page: Open, byte_target: str) -> None:

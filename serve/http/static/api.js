@@ -26,11 +26,13 @@ export class Api {
     return (await response.json()).data[0];
   }
 
-  /** Events of a streamed chat completion. Throws ApiError; an AbortError if the signal ends it. */
-  async *chat(body, signal) {
+  /** Events of a streamed answer: of chat, or of a completion if the body has a prompt. Throws ApiError; an AbortError
+   * if the signal ends it. */
+  async *answer(body, signal) {
     const headers = { "Content-Type": "application/json" };
     const options = { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal };
-    const response = await this.#send("v1/chat/completions", options);
+    const path = "prompt" in body ? "v1/completions" : "v1/chat/completions";
+    const response = await this.#send(path, options);
     for await (const data of serverSentData(response.body, signal)) {
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

@@ -57,7 +57,7 @@ export class Charts {
   constructor(parent) {
     const make = (options) => new Chart(parent, options);
     this.length = make({
-      title: "Accept length", unit: "tokens per pass", digits: 2, xName: "passes",
+      title: "Accept length", unit: "tokens/pass", digits: 2, xName: "passes",
       explanation: "How many tokens a pass of the model gave on average. Without a draft it is 1.",
     });
     this.speed = make({

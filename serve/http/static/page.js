@@ -4,9 +4,8 @@ import { Answer, ordinal, watchDetails } from "./answer.js";
 import { Api, ApiError } from "./api.js";
 import { Charts } from "./charts.js";
 import { byId, element, number } from "./elements.js";
-import { differences } from "./tokens.js";
+import { ALTERNATIVES, differences } from "./tokens.js";
 
-const ALTERNATIVES = 5;
 const MOST_KEYS = 4; // positions in the legend
 const SEEDS = 2 ** 32;
 
@@ -86,22 +85,20 @@ function checkedSettings() {
 }
 
 function bodyOf(question, settings, enabled) {
+  const asked = { ...settings, speculation: { enabled, trace: true } };
+  if (byId("continues").checked) return { prompt: question, logprobs: ALTERNATIVES, ...asked };
   const system = byId("system").value.trim();
-  return {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: question }],
-    ...settings,
-    logprobs: true,
-    top_logprobs: ALTERNATIVES,
-    speculation: { enabled, trace: true },
-  };
+  const before = system ? [{ role: "system", content: system }] : [];
+  const all = [...before, ...messages, { role: "user", content: question }];
+  return { messages: all, logprobs: true, top_logprobs: ALTERNATIVES, ...asked };
 }
 
 async function send(question) {
   const settings = checkedSettings();
   if (settings === null || running) return;
   clearProblem();
-  const [compares, conversation] = [byId("compare").checked, messages];
-  const turn = element("article", { class: "turn" }, element("h3", {}, "You"), element("p", { class: "question" }, question));
+  const [compares, continues, conversation] = [byId("compare").checked, byId("continues").checked, messages];
+  const turn = element("article", { class: "turn" }, element("h3", {}, continues ? "Text" : "You"), element("p", { class: "question" }, question));
   const answers = element("div", { class: "answers" });
   turn.append(answers);
   byId("turns").append(turn);
@@ -116,7 +113,7 @@ async function send(question) {
       const plain = await answered(answers, "Without the draft", "other", bodyOf(question, settings, false));
       if (!running.signal.aborted) verdict = compared(turn, drafted, plain);
     }
-    conversation.push({ role: "user", content: question }, drafted.message);
+    if (!continues) conversation.push({ role: "user", content: question }, drafted.message);
     say(`Done. ${verdict}`);
   } catch (error) {
     failed(error, turn, question);
@@ -134,7 +131,7 @@ async function answered(parent, title, which, body) {
     if (answer.node.isConnected) charts.update(which, answer.progress);
   };
   try {
-    for await (const event of api.chat(body, running.signal)) {
+    for await (const event of api.answer(body, running.signal)) {
       for (const choice of event.choices) {
         following(() => answer.add(choice, performance.now()));
         if (choice.finish_reason === "length") how = "cut at the longest answer allowed";
@@ -194,6 +191,9 @@ function explained(error) {
       return ["The connection broke off during the answer.", "See whether the server still runs, and try again."];
     case "context_length_exceeded":
       return ["The conversation is too long for the model.", `${said} Begin a new chat, or ask for a shorter answer.`];
+    case "no_chat_template":
+      byId("settings").open = true;
+      return ["This model is not made for chat.", "Tick “Continue the text” in the settings, and try again."];
     case "engine_failed":
       return ["The engine failed during the answer.", `${said} Start the server again if it has ended, and try again.`];
     case "server_shutting_down":

@@ -1,4 +1,6 @@
-// From events of a chat completion to tokens, each with its text, its trace and its log-probabilities.
+// From events of a streamed answer to tokens, each with its text, its trace and its log-probabilities.
+
+export const ALTERNATIVES = 5; // likeliest tokens told of beside each token
 
 /**
  * Reads one choice. Invariant: the texts of all tokens join to the text that the server sent, reasoning before content.
@@ -15,10 +17,10 @@ export class TokenReader {
 
   /** New tokens of an event: {kind, text, id, token, source, position, round, refused, drafted, rows, logprob, top}. */
   read(choice) {
-    const delta = choice.delta ?? {};
+    const delta = choice.delta ?? { content: choice.text };
     if (delta.reasoning_content) this.#text.push({ kind: "reasoning", text: delta.reasoning_content });
     if (delta.content) this.#text.push({ kind: "content", text: delta.content });
-    this.#scored.push(...(choice.logprobs?.content ?? []));
+    this.#scored.push(...(choice.logprobs?.content ?? entriesOf(choice.logprobs)));
     this.#traced.push(...(choice.speculation?.trace ?? []));
     const found = [];
     while (this.#scored.length && this.#traced.length) {
@@ -61,6 +63,21 @@ export class TokenReader {
       token.text += text;
     }
   }
+}
+
+/** The log-probabilities of a completion as chat has them; the likeliest tokens come with the token itself. */
+function entriesOf(logprobs) {
+  return (logprobs?.tokens ?? []).map((token, index) => {
+    const top = Object.entries(logprobs.top_logprobs[index]).map(([other, logprob]) => ({ token: other, logprob }));
+    top.sort((one, other) => other.logprob - one.logprob);
+    return { bytes: bytesOf(token), logprob: logprobs.token_logprobs[index], top_logprobs: top.slice(0, ALTERNATIVES) };
+  });
+}
+
+/** What a token's name spells: it is its text, or "bytes:\xe4\xbd" for a part of a character. */
+function bytesOf(name) {
+  if (!/^bytes:(\\x[0-9a-f]{2})+$/.test(name)) return new TextEncoder().encode(name);
+  return name.match(/[0-9a-f]{2}(?=\\|$)/g).map((digits) => Number.parseInt(digits, 16));
 }
 
 /** Who proposed a token: "target", "draft", "ngram" or "grammar". */
