@@ -33,13 +33,13 @@ lint: .venv/.installed
 
 # Wheels of torch's CPU build are small; on a machine with a GPU install torch first and it stays as it is.
 .venv/.installed: pyproject.toml constraints.txt setup.py $(wildcard serve/drafters/ngram/csrc/*)
-	@start=$$(date +%s); set -e; \
+	@start=$$(date +%s); kept=; set -e; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	if $(BIN)/python -m pip show --quiet torch 2> /dev/null; \
 	then echo "Installing the package and what it needs into .venv: up to 2 GB, one to three minutes"; \
-	else echo "Installing the package and what it needs into .venv: torch with CUDA, about 8 GB, several minutes"; \
+	else kept="-c constraints.txt"; echo "Installing the package and what it needs into .venv: torch with CUDA, about 8 GB, several minutes"; \
 		echo "(without a GPU: stop with Ctrl-C and install torch for the CPU first, as README.md says)"; fi; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$kept -e '.[dev]'; \
 	echo $$(( $$(date +%s) - start )) > $@; \
 	echo "installed in $$(cat $@) s"
 
