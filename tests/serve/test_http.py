@@ -144,6 +144,7 @@ def test_stop_ids(client: httpx.Client) -> None:
 def test_models(client: httpx.Client) -> None:
     [model] = client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
+    assert model["num_spec_tokens"] == 2
     assert (model["exact"], model["inexact_reason"], model["system_fingerprint"]) == (False, "not known", "fp_fake")
     assert client.get(f"/v1/models/{MODEL}").json() == model
     assert client.get("/health").json()["status"] == "ok"

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, MODEL, gauge, serving, wait_until, write_target
@@ -421,6 +422,27 @@ def test_tints_can_be_read_and_told_apart(open_page: Open, server: Server, schem
     assert len({one["tint"] for one in draft}) == 6
 
 
+@pytest.mark.slow
+def test_with_a_real_engine(open_page: Open) -> None:
+    """The bundled target with n-grams, and text that a schema fixes: every origin but a draft network's."""
+    target = str(Path(__file__).parents[2] / "assets" / "tiny-target")
+    config = ServeConfig(target=target, draft="ngram", port=0, width=8)  # whatever passes cost on this machine
+    with serving(config, build_engine) as server:
+        page = open_page(server.url)
+        page.set_default_timeout(60_000)
+        page.locator("summary", has_text="Settings").click()
+        page.fill("#temperature", "0")
+        schema = {"type": "object", "properties": {"unit": {"const": "eggs per day"}}, "required": ["unit"]}
+        page.fill("#schema", json.dumps(schema))
+        page.check("#compare")
+        for _ in range(2):
+            ask(page, "How many eggs are in 3 boxes of 12 eggs?", tokens=160)  # it begins with white space
+        assert all(told.startswith("The same ") for told in page.locator(".verdict").all_inner_texts())
+        assert page.locator(".answer").nth(2).locator(".token.ngram").count() > 0
+        assert page.locator(".answer").first.locator(".token.grammar").count() > 0
+        assert page.locator(".answer").nth(1).locator(".token:not(.target)").count() == 0
+
+
 def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> None:
     """320 pixels, as WCAG's reflow asks; the details stay within."""
     page = open_page(server.url, viewport={"width": 320, "height": 600}, has_touch=True)
@@ -429,5 +451,7 @@ def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> Non
     page.locator(".answer .token").nth(20).tap()
     box = page.locator("#details").bounding_box()
     assert 0 <= box["x"] <= box["x"] + box["width"] <= 320
+    page.locator("h3").last.tap()
+    assert page.locator("#details").is_hidden()
     page.locator("summary", has_text="Settings").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 320

@@ -173,8 +173,11 @@ function hideDetails() {
   shownFor = null;
 }
 
-/** The pointer may move onto the details; Escape, and leaving them, closes them. */
+/** The pointer may move onto the details; Escape, leaving them, and a click or tap elsewhere close them. */
 export function watchDetails() {
+  document.addEventListener("click", (event) => {
+    if (!event.target.closest(".token, .walk, #details")) shownFor?.unpick();
+  });
   byId("details").addEventListener("pointerleave", () => shownFor?.unpick());
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") shownFor?.unpick();
