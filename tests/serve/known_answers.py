@@ -1,6 +1,5 @@
 """What the lossless tests ask for, and drafts that know some of the answers."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ def ending_requests() -> list[Request]:
     return [make_request(str(seed), random_prompt(8, seed), temperature=1.0, seed=seed) for seed in range(8)]
 
 
-@cache
 def known_texts(target: Path) -> list[tuple[int, list[int]]]:
     """Some of the answers that these tests ask for."""
     asked = [ending_requests(), *(uneven_requests(sampling) for sampling in SAMPLINGS.values())]
