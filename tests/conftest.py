@@ -2,6 +2,7 @@
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,6 +21,16 @@ from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
 
 if not torch.cuda.is_available():
     interpreter.hasten()
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage, half a second each, need look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
