@@ -33,6 +33,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that libraries' objects are let go at exit
+
+
 @pytest.fixture(scope="session")
 def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> folder of a random checkpoint of that family, made once per session."""
