@@ -38,5 +38,5 @@ def server(byte_target: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
+    with httpx.Client(base_url=server.url, timeout=120) as connected:
         yield connected

@@ -77,7 +77,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
     reason = "was killed by signal 9 (SIGKILL)" if cause == "SIGKILL" else "failed in a step with RuntimeError"
 
     async def ask_and_break() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as many:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as many:
             asked = [
                 asyncio.create_task(many.post(COMPLETIONS, json={**SLOW, "stream": index % 2 == 0}))
                 for index in range(24)
@@ -135,10 +135,10 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
         prompts.append(text)
         if text == "first":
             started.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
         return encode(text, *arguments, **options)
 
-    def ask(prompt: str, timeout: float = 30) -> httpx.Response:
+    def ask(prompt: str, timeout: float = 120) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 4, "user": LONG}
         return httpx.post(server.url + COMPLETIONS, json=body, timeout=timeout)
 
@@ -147,14 +147,14 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
     with ThreadPoolExecutor() as pool:
         try:
             running = pool.submit(ask, "first")
-            assert started.wait(20)
+            assert started.wait(120)
             waiting = pool.submit(ask, "second")
             wait_until(lambda: api.long_pool.num_waiting == 1, "the second waits for the thread")
             with pytest.raises(httpx.ReadTimeout):
                 ask("left", timeout=0.5)
             wait_until(lambda: api.long_pool.num_waiting == 1, "the one that left waits no longer")
-            assert client.get("/health", timeout=10).status_code == 200
-            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=10).status_code == 200
+            assert client.get("/health", timeout=120).status_code == 200
+            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=120).status_code == 200
             assert not running.done()
         finally:
             go_on.set()
@@ -200,7 +200,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
 def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServeConfig(target=byte_target, port=0, max_running=1, max_waiting=0)
     with serving(config) as server, ThreadPoolExecutor() as pool:
-        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=20)
+        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=120)
 
         def encode_together(text: str, field: str, add_special_tokens: bool) -> list[int]:
             both_are_here.wait()
@@ -208,14 +208,14 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
 
         monkeypatch.setattr(server.api.frontend, "encode", encode_together)
         bodies = [SLOW, {**SLOW, "user": LONG}]  # a thread each
-        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for body in bodies]
+        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=120) for body in bodies]
         assert sorted(call.result().status_code for call in asked) == [200, 429]
 
 
 @contextmanager
 def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, httpx.Client]]:
     config = ServeConfig(target=target, port=0, max_model_len=100_000, **options)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         yield server, client
 
 

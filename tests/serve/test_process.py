@@ -112,7 +112,7 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
     async def run(client: EngineClient) -> None:
         assert (await client.start(CONFIG)).vocab_size == VOCABULARY
         engine, was_late = psutil.Process(client.pid), threading.Event()
-        rescue = threading.Timer(30, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
+        rescue = threading.Timer(120, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
         engine.suspend()
         rescue.start()
         prompt, same, own = list(range(4, VOCABULARY)) * 400, list[Collector](), list[Collector]()
