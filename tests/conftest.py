@@ -2,18 +2,39 @@
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
+from slipstream.tests import interpreter
 from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
+
+if not torch.cuda.is_available():
+    interpreter.hasten()
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage, half a second each, need look at it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that libraries' objects are let go at exit
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +48,29 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_steps() -> Iterator[None]:
+    """No test depends on how fast this machine is: steps that are not captured are said to take a millisecond each."""
+    from slipstream.serve.engine import build  # takes a second, and not all tests need it
+    from slipstream.serve.engine.step_costs import FittedCosts
+
+    class EqualCosts(FittedCosts):
+        is_fitted = False
+
+        def targets(self, rows: Any, *, filtered: bool) -> Any:
+            return np.ones(len(rows))
+
+        def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+            return 0.0
+
+        def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+            return 1.0
+
+        def observe(self, *_: Any, **__: Any) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FittedCosts", EqualCosts)
+        yield

@@ -124,12 +124,14 @@ class NaiveEagle3(NaiveLayers):
         """
         topk, depth = shape
         found: list[tuple[float, list[int], int]] = []  # score, path, parent
-        frontier = [-1]
+        frontier, known = [-1], dict[tuple[int, ...], Tensor]()
         for level in range(depth):
             children: list[int] = []
             for parent in frontier:
                 score, path = found[parent][:2] if parent >= 0 else (0.0, [])
-                logits = self.logits(self._state_behind(aux_states, tokens, path))[0]
+                before = known[tuple(path[:-1])] if path else self.fuse(aux_states)
+                known[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
+                logits = self.logits(known[tuple(path)][-1:])[0]
                 position = torch.tensor([len(tokens) + level])
                 noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
                 best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
@@ -142,13 +144,9 @@ class NaiveEagle3(NaiveLayers):
         scores = [0.0, *(found[index][0] for index in chosen)]
         return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents], scores
 
-    def _state_behind(self, aux_states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        """The state (1, H) that says what follows tokens + path."""
-        hidden = self.fuse(aux_states)
-        for count in range(len(path) + 1):
-            embeds = self.embeddings[[*tokens[1:], *path[:count]]]
-            hidden = torch.cat((hidden, self.states(embeds, hidden)[-1:]))
-        return hidden[-1:]
+    def _with_state_behind(self, hidden: Tensor, tokens: list[int]) -> Tensor:
+        """What the draft reads of tokens (n,), hidden (n - 1, H), and then the state that says what follows them."""
+        return torch.cat((hidden, self.states(self.embeddings[tokens[1:]], hidden)[-1:]))
 
     def _attention(self, x: Tensor, name: str = "") -> Tensor:
         """Causal attention of every row over all before it, or over its window; x (n, 2H) or (n, H) -> (n, H)."""

@@ -73,10 +73,16 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
+
+
+@cache
 def imports_of(file: Path) -> set[str]:
     """Every imported name, wherever it stands: "a.b" for `import a.b`; "a.b" and "a.b.c" for `from a.b import c`."""
     names: set[str] = set()
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -156,8 +162,8 @@ def test_only_the_drafters_folder_names_a_drafter() -> None:
 def test_weights_are_the_business_of_their_module() -> None:
     users = set()
     for file in FILES:
-        called = {id(node.func) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)}
-        reads = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute) and node.attr == "weight"]
+        called = {id(node.func) for node in nodes_of(file) if isinstance(node, ast.Call)}
+        reads = [node for node in nodes_of(file) if isinstance(node, ast.Attribute) and node.attr == "weight"]
         if file.parts[0] in ALLOWED and any(id(node) not in called for node in reads):
             users.add(str(file))
     assert users == OWNERS
@@ -200,7 +206,7 @@ def test_trackers_are_imported_where_they_are_used() -> None:
 def test_functions_are_short() -> None:
     long = []
     for file in FILES:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 num_lines = node.end_lineno - node.lineno + 1

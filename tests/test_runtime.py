@@ -54,10 +54,10 @@ def test_openmp_takes_it() -> None:
 def test_every_program_sets_it_before_it_imports_torch() -> None:
     late = []
     for file in python_files():
-        tree = ast.parse((ROOT / file).read_text())
-        if file.parts[0] == "tests" or '__name__ == "__main__"' not in (ROOT / file).read_text():
+        source = (ROOT / file).read_text()
+        if file.parts[0] == "tests" or '__name__ == "__main__"' not in source:
             continue
-        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
         packages = [str(name).split(".")[0] for name in names]
         first = next((name for name in packages if name in ("slipstream", *OPENMP_USERS)), None)

@@ -8,17 +8,9 @@ import pytest
 from slipstream.bench import host_clock
 from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.serve.engine.plan import PromptChunk, StepPlan
+from slipstream.tests.bench.clocked_engine import Clock
 
 PROMPT = StepPlan(0, chunks=(PromptChunk(0, 0, [5], None, True),))
-
-
-class Clock:
-    """Time that passes only where it is told to."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 class PlayedEngine(SimpleNamespace):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.bench import load_trace, streams
 from slipstream.bench.load_trace import (
     LoadTraceConfig,
     endless,
@@ -18,10 +19,9 @@ from slipstream.bench.load_trace import (
 )
 from slipstream.bench.streams import Arrival, Stream, Streams, accept_length, gaps_ended, gaps_touching, num_tokens
 from slipstream.bench.workload import Task
-from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import RequestStats
+from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.fake_engine import FakeEngine
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 
@@ -29,8 +29,8 @@ TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 class Watched(Streams):
     """Remembers how many requests were open after each start, by the phase that its namespace names."""
 
-    def __init__(self) -> None:
-        super().__init__(FakeEngine(EngineConfig()))  # type: ignore[arg-type]
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(ClockedEngine(clock))  # type: ignore[arg-type]
         self.levels: dict[str, list[int]] = {}
         self.namespaces: list[str] = []
 
@@ -46,29 +46,38 @@ def tasks(count: int) -> list[Task]:
     return [Task([5, 6, 7 + index], 4 + index) for index in range(count)]
 
 
-def test_each_phase_keeps_its_number_of_requests_open() -> None:
-    streams, config = Watched(), LoadTraceConfig(target="x", settings=["none"], levels="1,3,2", requests=5)
-    begins = run_phases(streams, config, [tasks(5)] * 3, "run")
-    streams.finish()
-    assert {phase: max(levels) for phase, levels in streams.levels.items()} == {
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    clock = Clock()
+    for module in (load_trace, streams):
+        monkeypatch.setattr(module, "time", clock)
+    return Watched(clock)
+
+
+def test_each_phase_keeps_its_number_of_requests_open(watched: Watched) -> None:
+    config = LoadTraceConfig(target="x", settings=["none"], levels="1,3,2", requests=5)
+    begins = run_phases(watched, config, [tasks(5)] * 3, "run")
+    watched.finish()
+    assert {phase: max(levels) for phase, levels in watched.levels.items()} == {
         "phase 0": 1,
         "phase 1": 3,
         "phase 2": 2,
     }
-    assert streams.levels["phase 1"][:3] == [1, 2, 3]
+    assert watched.levels["phase 1"][:3] == [1, 2, 3]
     assert begins == sorted(begins)
-    assert [len(stream.tokens) for stream in streams.all.values()] == [4, 5, 6, 7, 8] * 3
-    assert all(stream.stats is not None for stream in streams.all.values())
+    assert [len(stream.tokens) for stream in watched.all.values()] == [4, 5, 6, 7, 8] * 3
+    assert all(stream.stats is not None for stream in watched.all.values())
 
 
-def test_phases_of_some_seconds_ask_again() -> None:
-    streams, config = Watched(), LoadTraceConfig(target="x", settings=["none"], levels="2,1", seconds=0.05)
-    begins = run_phases(streams, config, [tasks(2)] * 2, "run")
-    streams.finish()
-    assert 0.05 <= begins[1] - begins[0] < 1
-    assert max(streams.levels["phase 0"]) == 2
-    assert len(streams.all) > 4
-    assert len(set(streams.namespaces)) > 2, "a question that is asked again finds nothing cached"
+def test_phases_of_some_seconds_ask_again(watched: Watched) -> None:
+    """The second one begins once nothing of the first is open."""
+    config = LoadTraceConfig(target="x", settings=["none"], levels="2,1", seconds=20)
+    begins = run_phases(watched, config, [tasks(2)] * 2, "run")
+    watched.finish()
+    assert 20 <= begins[1] - begins[0] <= 23
+    assert max(watched.levels["phase 0"]) == 2
+    assert len(watched.all) > 4
+    assert len(set(watched.namespaces)) > 2, "a question that is asked again finds nothing cached"
     repeats = [(task.prompt[-1], task.repeat) for task in islice(endless(tasks(2)), 5)]
     assert repeats == [(7, 0), (8, 0), (7, 2), (8, 2), (7, 4)]
 

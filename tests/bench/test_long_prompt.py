@@ -1,24 +1,23 @@
 """The benchmark of long prompts: gaps and first tokens of an engine whose times are known, and the program."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
+from slipstream.bench import long_prompt, streams
 from slipstream.bench.long_prompt import Arrived, Load, LongPromptConfig, figures, main
 from slipstream.bench.streams import Streams
 from slipstream.bench.workload import Task
-from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request
-from slipstream.tests.serve.fake_engine import FakeEngine
+from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
-LONG, CHUNKS, CHUNK_S = [7] * 100, 2, 0.02
+LONG, CHUNKS, CHUNK_S = [7] * 100, 2, 20.0
 
 
-class ChunkedEngine(FakeEngine):
-    """Everything waits while a long prompt is computed, in two steps of 20 ms."""
+class ChunkedEngine(ClockedEngine):
+    """Everything waits while a long prompt is computed, in two steps of 20 s; other steps take 1 s."""
 
     left = 0  # chunks to compute
 
@@ -29,36 +28,35 @@ class ChunkedEngine(FakeEngine):
 
     def step(self) -> list[Output]:
         if self.left:
-            time.sleep(CHUNK_S)
             self.left -= 1
+            self.clock.now += CHUNK_S - (0.0 if self.left else 1.0)
             if self.left:
                 return []
         return super().step()
 
 
-def load(**fields: int) -> Load:
-    config = LongPromptConfig(target="x", streams=3, stream_len=12, quiet_steps=5, **fields)
-    return Load(config, Streams(ChunkedEngine(EngineConfig())), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Load:
+    clock = Clock()
+    for module in (long_prompt, streams):
+        monkeypatch.setattr(module, "time", clock)
+    config = LongPromptConfig(target="x", streams=3, stream_len=12, quiet_steps=5)
+    return Load(config, Streams(ChunkedEngine(clock)), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
 
 
-def test_a_gap_spans_the_time_until_the_first_token() -> None:
-    running = load()
+def test_a_gap_spans_the_time_until_the_first_token(running: Load) -> None:
+    assert running.alone(LONG) == CHUNKS * CHUNK_S
     running.start()
     assert len(running.streams.open) == 3
     for _ in range(3):
         found = running.arrive(LONG)
-        assert found.gap_s is not None
-        assert found.quiet_gap_s is not None
-        assert CHUNKS * CHUNK_S <= found.first_token_s <= found.gap_s < 1
-        assert 0 < found.quiet_gap_s < found.gap_s
+        assert (found.first_token_s, found.gap_s, found.quiet_gap_s) == (CHUNKS * CHUNK_S, CHUNKS * CHUNK_S, 1.0)
         assert found.tok_s < found.quiet_tok_s
     assert len(running.streams.open) == 3, "streams that ended were followed by others"
     assert len(running.streams.all) > 6
-    assert CHUNKS * CHUNK_S <= load().alone(LONG) < 1
 
 
-def test_streams_end_one_after_another() -> None:
-    running = load()
+def test_streams_end_one_after_another(running: Load) -> None:
     running.start()
     assert [request.params.max_tokens for request in running.streams.engine.running.values()] == [4, 8, 12]  # type: ignore[attr-defined]
 

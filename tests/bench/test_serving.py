@@ -23,8 +23,9 @@ from slipstream.serve.llm import LLM
 from slipstream.serve.load import Answer
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
+from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.fake_engine import ROUND, FakeEngine
+from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.fake_server import serving as fake_serving
 
@@ -185,34 +186,6 @@ def test_it_goes_on_where_it_was_interrupted(
     assert not engines.calls, "everything is there"
     main([*command, "--seed", "1", "--concurrency", "3"])
     assert [call[:1] for call in engines.calls] == [("none",)] * 2 + [("ngram",)] * 2, "other settings, other lines"
-
-
-class Clock:
-    """Time that passes only in the engine's steps: 1 s each."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    process_time = perf_counter
-
-
-class ClockedEngine(FakeEngine):
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(EngineConfig(target="x"))
-        self.clock = clock
-
-    @property
-    def num_open(self) -> int:
-        return len(self.running)
-
-    def check(self, request: Any) -> None:
-        assert not self.running, "every request is checked before the first one begins"
-
-    def step(self) -> Any:
-        self.clock.now += 1.0
-        return super().step()
 
 
 def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

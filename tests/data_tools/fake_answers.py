@@ -67,11 +67,13 @@ class FakeEndpoint:
 
     Questions that hold "flaky" get 500, then 429, then a closed connection before their answer; "refused" gets 400,
     "broken" always 503, "odd" a body that is no completion; answers to "long" are cut. With `context` a prompt (in
-    words, or token ids) and its max_tokens, or one token, must fit.
+    words, or token ids) and its max_tokens, or one token, must fit. Questions after the first `held_after` are answered
+    once `go_on` is set.
     """
 
-    def __init__(self, delay_s: float = 0.0, context: int | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, context: int | None = None, held_after: int | None = None) -> None:
         self.delay_s, self.context = delay_s, context
+        self.held_after, self.go_on = held_after, threading.Event()
         self.bodies: list[dict[str, Any]] = []
         self.paths: Counter[str] = Counter()
         self.headers: list[str | None] = []
@@ -95,6 +97,9 @@ class FakeEndpoint:
                     endpoint.bodies.append(body)
                     endpoint.paths[self.path] += 1
                     endpoint.headers.append(self.headers["Authorization"])
+                    is_held = endpoint.held_after is not None and len(endpoint.bodies) > endpoint.held_after
+                if is_held:
+                    endpoint.go_on.wait(60)
                 time.sleep(endpoint.delay_s)
                 status, answer = endpoint.answer(body)
                 with endpoint._lock:

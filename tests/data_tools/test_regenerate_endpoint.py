@@ -126,7 +126,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     rows = [{"id": f"row{n}", "messages": chat(f"What is {n}?", "", f"And {n}?")} for n in range(80)]
     data = write_jsonl(tmp_path / "rows.jsonl", [*rows, rows[3]])
     output = tmp_path / "out.jsonl"
-    with FakeEndpoint(delay_s=0.01) as endpoint:
+    with FakeEndpoint(delay_s=0.01, held_after=80) as endpoint:  # of 160 answers: it is killed before its end
         script = str(Path(regenerate.__file__))
         words = ["--data", str(data), "-o", str(output), "--endpoint", endpoint.url, "--concurrency", "4"]
         process = subprocess.Popen([sys.executable, script, *words], stderr=subprocess.DEVNULL)
@@ -134,6 +134,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
+        endpoint.go_on.set()
         begun = output.read_bytes()
         assert 15 <= begun.count(b"\n") < 80
         output.write_bytes(begun + begun.splitlines()[0][:30])  # and a row that was being written

@@ -197,10 +197,21 @@ def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, in
         assert answers["next"].counts.cached_tokens == count // page_size * page_size
 
 
+def plain_answers(target: Path, requests: list[Request]) -> dict[str, list[int]]:
+    """Tokens by request id without a draft, computed once for a target and requests."""
+    key = str(target), repr(requests)
+    if key not in _PLAIN:
+        _PLAIN[key] = tokens_of(run(build_engine(target), requests))
+    return dict(_PLAIN[key])
+
+
+_PLAIN: dict[tuple[str, str], dict[str, list[int]]] = {}
+
+
 def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]]]:
     """The target's own answers, for a draft to know: length of the prompt, and all tokens."""
-    answers = run(build_engine(target), requests)
-    return [(len(request.prompt), request.prompt + answers[request.id].tokens) for request in requests]
+    answers = plain_answers(target, requests)
+    return [(len(request.prompt), request.prompt + answers[request.id]) for request in requests]
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {  # of every kind, with options

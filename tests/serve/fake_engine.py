@@ -107,14 +107,16 @@ class FakeEngine:
         if reason is not None:
             del self.running[request.id]
         final = self.stats.pop(request.id) if reason else None
-        of_prompt = logprobs_of(request.prompt[1:], params.prompt_logprobs or 0)
+        of_prompt = None
+        if params.prompt_logprobs is not None and not num_done:
+            of_prompt = logprobs_of(request.prompt[1:], params.prompt_logprobs)
         return Output(
             request_id=request.id,
             tokens=tokens,
             finish_reason=reason,
             stats=final,
             logprobs=None if params.logprobs is None else logprobs_of(tokens, params.logprobs),
-            prompt_logprobs=None if params.prompt_logprobs is None or num_done else of_prompt,
+            prompt_logprobs=of_prompt,
             trace=self.trace_of(params, tokens, num_done) if params.wants_trace else None,
         )
 

@@ -4,6 +4,7 @@ share."""
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -80,8 +82,27 @@ def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Ite
         yield servers[0]
     finally:
         servers[0].should_exit = True
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def engine_held(server: Server) -> Iterator[None]:
+    """Its engine stands still, so no request ends, however slow what the block does."""
+    engine = psutil.Process(server.api.engine.pid)
+    engine.suspend()
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+def send_post(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent, and no answer is read."""
+    connection, sent = socket.create_connection(server.listener.getsockname()[:2], timeout=20), json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
+    connection.sendall(f"{head}\r\n\r\n{sent}".encode())
+    return connection
 
 
 def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
@@ -118,7 +139,7 @@ def gauge(client: httpx.Client, name: str) -> float:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120  # far more than a busy machine takes
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true"
         time.sleep(0.02)

@@ -9,14 +9,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from slipstream.serve.http import connections
 from slipstream.serve.http.connections import RESERVED_FILES, LoopErrors, connection_limit, raise_file_limit
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
+from slipstream.tests.serve.fake_server import COMPLETIONS, engine_held, serving, wait_until
 
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1})
@@ -49,14 +48,10 @@ def rest(connection: socket.socket) -> bytes:
 @contextmanager
 def answers_held_back(server: Server, num_requests: int) -> Iterator[list[socket.socket]]:
     """Connections whose requests the engine answers once the block ends."""
-    engine = psutil.Process(server.api.engine.pid)
-    engine.suspend()
-    try:
+    with engine_held(server):
         held = [send(server, SLOW) for _ in range(num_requests)]
         wait_until(lambda: server.api.engine.num_open == num_requests, "the requests are open")
         yield held
-    finally:
-        engine.resume()
     assert all(rest(connection).startswith(b"HTTP/1.1 200 ") for connection in held)
 
 

@@ -23,6 +23,7 @@ from slipstream.tests.serve.engine_runs import (
     build_engine,
     drafted_engines,
     make_request,
+    plain_answers,
     random_prompt,
     run,
     sized_requests,
@@ -36,7 +37,7 @@ from slipstream.tests.serve.played_graphs import ATTENTION, play
 def requests(target: Path) -> list[Request]:
     """What each would say freely is what it must not say."""
     free = sized_requests((5, 9, 33), max_tokens=40, ignore_eos=True, temperature=0.0)
-    answers = tokens_of(run(build_engine(target), free))
+    answers = plain_answers(target, free)
     found = []
     for request in free:
         tokens = answers[request.id]

@@ -32,6 +32,7 @@ from slipstream.tests.serve.engine_runs import (
     check_prefix_hits,
     decoding,
     make_request,
+    plain_answers,
     random_prompt,
     record_proposals,
     run,
@@ -137,7 +138,7 @@ def test_proposals_of_a_batch_equal_the_oracle(
     )
     counts = [answer.counts for answer in answers.values()]
     assert 0 < sum(one.accepted_tokens for one in counts) < sum(one.drafted_tokens for one in counts)
-    assert tokens_of(answers) == tokens_of(run(build_engine(target), sized_requests(temperature=temperature)))
+    assert tokens_of(answers) == plain_answers(target, sized_requests(temperature=temperature))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     answers = run(engine, requests, check)
     assert most_behind == (0 if drafter == "eagle3 window" else MOST_BEHIND)
     assert num_checked > 15
-    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests))
+    assert tokens_of(answers) == plain_answers(target, requests)
 
 
 @pytest.mark.parametrize(("page_size", "drafter"), [(16, "eagle3"), (1, "eagle3 window")])
@@ -220,7 +221,7 @@ def test_any_width_and_page_size_changes_no_token(
     ]
     options = {"depth": 3, "topk": 3, "nodes": 9}
     engine = build_engine(target, draft, drafter=options, width=width, page_size=page_size)
-    assert tokens_of(run(engine, requests)) == tokens_of(run(build_engine(target), requests))
+    assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
 
 
 def test_trees_on_the_kernels_backend(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:

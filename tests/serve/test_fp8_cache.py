@@ -29,6 +29,7 @@ from slipstream.tests.serve.engine_runs import (
     build_engine,
     caches_of,
     make_request,
+    plain_answers,
     random_prompt,
     run,
     sized_requests,
@@ -71,7 +72,7 @@ def add(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
 def test_text_does_not_depend_on_the_draft_the_batch_or_chunks(draft: str, scaled: Path, tmp_path: Path) -> None:
     requests = sized_requests((1, 9, 33, 50), temperature=0.7)
     expected = tokens_of(run(build_engine(scaled, max_running=1, **FP8), requests))
-    assert expected != tokens_of(run(build_engine(scaled), requests)), "the cache is rounded"
+    assert expected != plain_answers(scaled, requests), "the cache is rounded"
     options: dict[str, Any] = {"prefill_budget": 7, "page_size": 1}
     if draft == "eagle3 tree":
         save_random_draft(scaled, tmp_path / draft)

@@ -8,6 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.engine_runs import build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
@@ -514,17 +515,22 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"nodes": 9},
 }
 Build = Callable[..., Engine]
+Expected = Callable[..., dict[str, list[int]]]
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("drafts") / "draft"
     save_random_draft(TINY, folder, 1500)
+    return str(folder)
 
+
+@pytest.fixture(scope="module")
+def build(draft: str) -> Build:
     def make(drafter: str, **options: Any) -> Engine:
         name = drafter.split()[0]
-        draft = name if name in ("none", "ngram") else folder
-        return build_engine(TINY, draft, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
+        own = name if name in ("none", "ngram") else draft
+        return build_engine(TINY, own, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
 
     return make
 
@@ -544,22 +550,23 @@ def requests_of(names: list[str], temperature: float) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(build: Build) -> Callable[[float], dict[str, list[int]]]:
-    found: dict[float, dict[str, list[int]]] = {}
+def expected(build: Build) -> Expected:
+    """(temperature, names in GRAMMARS) -> tokens by request id: no draft, one request at a time."""
+    engine = build("none", max_running=1, grammar_drafts=False)
 
-    def tokens(temperature: float) -> dict[str, list[int]]:
-        if temperature not in found:
-            found[temperature] = tokens_of(
-                run(build("none", max_running=1, grammar_drafts=False), requests_of([*GRAMMARS], temperature))
-            )
-        return found[temperature]
+    @cache
+    def answers(temperature: float, name: str) -> dict[str, list[int]]:
+        return tokens_of(run(engine, requests_of([name], temperature)))
+
+    def tokens(temperature: float, *names: str) -> dict[str, list[int]]:
+        return {request: found for name in names for request, found in answers(temperature, name).items()}
 
     return tokens
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
-    drafter: str, build: Build, expected: Callable[[float], dict[str, list[int]]], grammars: Grammars
+    drafter: str, build: Build, expected: Expected, grammars: Grammars
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
@@ -567,7 +574,7 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
     asked = requests_of([*GRAMMARS], 1.0)
     answers = run(engine, [*asked, free])
     assert engine.scheduler.num_preemptions > 0
-    assert {name: one.tokens for name, one in answers.items() if name != "free"} == expected(1.0)
+    assert {name: one.tokens for name, one in answers.items() if name != "free"} == expected(1.0, *GRAMMARS)
     ends = 0
     for request in asked:
         answer, grammar = answers[request.id], request.params.grammar
@@ -597,27 +604,23 @@ def check_text(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_passes_with_requests_that_are_free(
-    temperature: float, build: Build, expected: Callable[[float], dict[str, list[int]]], tmp_path: Path
-) -> None:
-    save_random_draft(TINY, tmp_path / "draft", 1500)
+def test_captured_passes_with_requests_that_are_free(temperature: float, draft: str, expected: Expected) -> None:
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
-    engine = play(EngineConfig(target=str(TINY), draft=str(tmp_path / "draft"), attention=ATTENTION, **sizes))
+    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
     names = ["schema", "choice"]
     answers = tokens_of(run(engine, [free, *requests_of(names, temperature)]))
-    assert answers.pop("free") == tokens_of(run(build("none"), [free]))["free"]
-    assert answers == {name: one for name, one in expected(temperature).items() if name.split()[0] in names}
+    assert answers.pop("free") == plain_answers(TINY, [free])["free"]
+    assert answers == expected(temperature, *names)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_passes_begin_before_their_masks_are_there(
-    drafter: str, temperature: float, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: str, temperature: float, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the grammar has forced nothing for a time; until then, and after forced text, a pass waits for proposals."""
-    save_random_draft(TINY, tmp_path / "draft", 1500)
-    draft = "none" if drafter == "none" else str(tmp_path / "draft")
+    draft = "none" if drafter == "none" else draft
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
     begun, masked, begin = set[int](), list[int](), engine.runner.begin
@@ -641,7 +644,7 @@ def test_passes_begin_before_their_masks_are_there(
     ]
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=temperature, ignore_eos=True)
     answers = run(engine, [*requests, free])
-    assert tokens_of(answers) == tokens_of(run(build("none"), [*requests, free]))
+    assert tokens_of(answers) == plain_answers(TINY, [*requests, free])
     assert len(begun.intersection(masked)) > 20
     assert set(masked) - begun
     assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"

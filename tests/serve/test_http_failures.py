@@ -21,7 +21,7 @@ from slipstream.serve.http.connections import raise_file_limit
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
+from slipstream.tests.serve.fake_server import COMPLETIONS, engine_held, gauge, send_post, serving, wait_until
 
 LONG = "x" * SHORT_BODY_BYTES
 SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": True}
@@ -31,13 +31,15 @@ SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": Tr
 def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Server, stream: bool) -> None:
     aborted = gauge(client, "engine_aborted")
     body = {**SLOW, "stream": stream, "n": 2}
-    with httpx.Client(base_url=server.url) as leaving:
-        if stream:
-            with leaving.stream("POST", COMPLETIONS, json=body) as response:
-                assert next(response.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                leaving.post(COMPLETIONS, json=body, timeout=0.2)
+    if stream:
+        with (
+            httpx.Client(base_url=server.url) as leaving,
+            leaving.stream("POST", COMPLETIONS, json=body) as response,
+        ):
+            assert next(response.iter_lines())
+    else:
+        with engine_held(server), send_post(server, COMPLETIONS, body):
+            wait_until(lambda: server.api.engine.num_open == 2, "both choices are open")
     wait_until(lambda: gauge(client, "engine_aborted") == aborted + 2, "both choices were aborted")
     wait_until(lambda: gauge(client, "open_requests") == 0, "nothing is open")
 
@@ -75,7 +77,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
     reason = "was killed by signal 9 (SIGKILL)" if cause == "SIGKILL" else "failed in a step with RuntimeError"
 
     async def ask_and_break() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as many:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as many:
             asked = [
                 asyncio.create_task(many.post(COMPLETIONS, json={**SLOW, "stream": index % 2 == 0}))
                 for index in range(24)
@@ -133,10 +135,10 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
         prompts.append(text)
         if text == "first":
             started.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
         return encode(text, *arguments, **options)
 
-    def ask(prompt: str, timeout: float = 30) -> httpx.Response:
+    def ask(prompt: str, timeout: float = 120) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 4, "user": LONG}
         return httpx.post(server.url + COMPLETIONS, json=body, timeout=timeout)
 
@@ -145,14 +147,14 @@ def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left
     with ThreadPoolExecutor() as pool:
         try:
             running = pool.submit(ask, "first")
-            assert started.wait(20)
+            assert started.wait(120)
             waiting = pool.submit(ask, "second")
             wait_until(lambda: api.long_pool.num_waiting == 1, "the second waits for the thread")
             with pytest.raises(httpx.ReadTimeout):
                 ask("left", timeout=0.5)
             wait_until(lambda: api.long_pool.num_waiting == 1, "the one that left waits no longer")
-            assert client.get("/health", timeout=10).status_code == 200
-            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=10).status_code == 200
+            assert client.get("/health", timeout=120).status_code == 200
+            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=120).status_code == 200
             assert not running.done()
         finally:
             go_on.set()
@@ -198,7 +200,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
 def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServeConfig(target=byte_target, port=0, max_running=1, max_waiting=0)
     with serving(config) as server, ThreadPoolExecutor() as pool:
-        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=20)
+        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=120)
 
         def encode_together(text: str, field: str, add_special_tokens: bool) -> list[int]:
             both_are_here.wait()
@@ -206,37 +208,37 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
 
         monkeypatch.setattr(server.api.frontend, "encode", encode_together)
         bodies = [SLOW, {**SLOW, "user": LONG}]  # a thread each
-        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for body in bodies]
+        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=120) for body in bodies]
         assert sorted(call.result().status_code for call in asked) == [200, 429]
 
 
 @contextmanager
 def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, httpx.Client]]:
     config = ServeConfig(target=target, port=0, max_model_len=100_000, **options)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         yield server, client
 
 
 def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str) -> None:
-    with serving_with_client(byte_target, health_timeout=0.5) as (server, client), ThreadPoolExecutor() as pool:
+    with serving_with_client(byte_target, health_timeout=1.0) as (server, client), ThreadPoolExecutor() as pool:
         engine = psutil.Process(server.api.engine.pid)
         for has_work in (False, True):
             if has_work:
-                answer = pool.submit(client.post, COMPLETIONS, json=SLOW | {"prompt": "abc", "max_tokens": 60})
+                answer = pool.submit(client.post, COMPLETIONS, json=SLOW | {"prompt": "abc", "max_tokens": 300})
                 wait_until(lambda: client.get("/health").json()["open_requests"] == 1, "the request is open")
             engine.suspend()
             wait_until(lambda: client.get("/health").status_code == 503, "the server is unhealthy")
             health = client.get("/health").json()
             assert health["status"] == "unhealthy"
             assert "has not answered for" in health["reason"]
-            assert health["engine_unresponsive_seconds"] > 0.5
+            assert health["engine_unresponsive_seconds"] > 1.0
             assert gauge(client, "engine_up") == 0
             refused = client.post(COMPLETIONS, json=SLOW)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
             engine.resume()
             wait_until(lambda: client.get("/health").json()["status"] == "ok", "the server is healthy again")
             assert gauge(client, "engine_up") == 1
-        assert answer.result().json()["choices"][0]["text"] == "abc" * 20
+        assert answer.result().json()["choices"][0]["text"] == "abc" * 100
 
 
 def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) -> None:
@@ -244,12 +246,13 @@ def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) ->
         with client.stream("POST", COMPLETIONS, json=SLOW | {"max_tokens": 300, "stream": True}) as stream:
             lines = stream.iter_lines()
             assert next(lines)
-            server.handle_exit(signal.SIGTERM, None)
-            health = client.get("/health")
-            assert (health.status_code, health.json()["status"]) == (503, "draining")
-            refused = client.post(COMPLETIONS, json=SLOW)
-            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            assert "shutting down" in refused.json()["error"]["message"]
+            with engine_held(server):
+                server.handle_exit(signal.SIGTERM, None)
+                health = client.get("/health")
+                assert (health.status_code, health.json()["status"]) == (503, "draining")
+                refused = client.post(COMPLETIONS, json=SLOW)
+                assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+                assert "shutting down" in refused.json()["error"]["message"]
             assert list(lines)[-2] == "data: [DONE]"
         assert server.status == 0
 

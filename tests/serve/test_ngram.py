@@ -13,7 +13,15 @@ from slipstream.serve.cli import read_config
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
-from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    Answer,
+    build_engine,
+    make_request,
+    plain_answers,
+    random_prompt,
+    run,
+    tokens_of,
+)
 from slipstream.tests.serve.test_overlap import SlowSteps
 
 
@@ -40,7 +48,7 @@ def drafted_per_step(answers: dict[str, Answer]) -> float:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Path) -> None:
     requests = requests_of(temperature=temperature)
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "breadth": 1})
     first, again = run(engine, requests), run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
@@ -90,7 +98,7 @@ def test_steps_verify_what_pays(target: Path) -> None:
     policy = engine.planner.policy
     policy.costs = CostlyNodes(policy.costs.most_rows)
     requests = requests_of(temperature=1.0)
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     first, again = run(engine, requests), run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
     assert drafted_per_step(first) < 2
@@ -108,7 +116,7 @@ def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset"])
 def test_a_corpus_is_known_from_the_start(kind: str, target: Path, tmp_path: Path) -> None:
-    answers = tokens_of(run(build_engine(target), requests_of()))
+    answers = plain_answers(target, requests_of())
     texts = [request.prompt + answers[request.id] for request in requests_of()]
     path = tmp_path / ("texts.jsonl" if kind == "jsonl" else "texts")
     if kind == "jsonl":

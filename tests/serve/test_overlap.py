@@ -16,7 +16,15 @@ from slipstream.serve.engine.step_costs import FittedCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, run_aborting, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    build_engine,
+    make_request,
+    plain_answers,
+    random_prompt,
+    run,
+    run_aborting,
+    tokens_of,
+)
 
 
 class OverlappingBuilder(Builder):
@@ -66,7 +74,7 @@ def test_overlap_changes_no_token(options: dict[str, Any], temperature: float, t
 @pytest.mark.parametrize("name", ["draft", "ngram"])
 def test_overlap_survives_preemption(name: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(30, seed), max_tokens=40, ignore_eos=True) for seed in range(4)]
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine = build_overlapping(target, draft if name == "draft" else name, kv_cache_tokens=150, page_size=1)
     assert tokens_of(run(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
@@ -75,7 +83,7 @@ def test_overlap_survives_preemption(name: str, target: Path, draft: Path) -> No
 @pytest.mark.parametrize("name", ["draft", "ngram"])
 def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(20, seed), max_tokens=30, ignore_eos=True) for seed in range(8)]
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine = build_overlapping(target, draft if name == "draft" else name, max_running=4)
     run_aborting(engine, requests, {1: "1", 3: "3", 4: "7"}, expected)
 
@@ -144,7 +152,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
         make_request(str(seed), [5, 6, 7] * 5 + [seed], max_tokens=200 + seed, temperature=temperature, ignore_eos=True)
         for seed in range(4)
     ]
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
     costs, period = slow_down(engine), RECOMPUTE + PATIENCE + 14
     ahead: dict[bool, list[bool]] = {True: [], False: []}
@@ -211,4 +219,4 @@ def test_closing_a_stream_early_ends_what_is_in_flight(
     assert not model.engine.has_work
     model.engine.scheduler.check()
     again = run(model.engine, [make_request("again", random_prompt(9, 0))])
-    assert tokens_of(again) == tokens_of(run(build_engine(target), [make_request("again", random_prompt(9, 0))]))
+    assert tokens_of(again) == plain_answers(target, [make_request("again", random_prompt(9, 0))])

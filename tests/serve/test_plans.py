@@ -13,7 +13,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan
 from slipstream.serve.request import Request
-from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
 from slipstream.tests.serve.test_overlap import build_overlapping
 
 
@@ -63,7 +63,7 @@ def test_a_pass_without_memory_fails_its_requests_alone(
     build: Any, which: str, number: int, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of()
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine: Engine = build(target, draft, max_running=2, prefill_budget=16)
     own, calls = getattr(type(engine.runner.passes), which), 0
 
@@ -124,7 +124,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
     build: Any, name: str, names: str, target: Path, draft: Path
 ) -> None:
     requests = requests_of()
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine: Engine = build(target, draft if name == "draft" else name, max_running=3)
     stage, verified = Watching(names), list[tuple[int, list[int]]]()
     engine.stages.append(stage)
@@ -150,7 +150,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
 def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> None:
     requests = requests_of()
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = plain_answers(target, requests)
     engine: Engine = build(target, draft)
     engine.stages.append(Watching(refused=requests[2].prompt[-1]))  # proposed in no other answer's place of a root
     answers = run(engine, requests)

@@ -112,16 +112,16 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
     async def run(client: EngineClient) -> None:
         assert (await client.start(CONFIG)).vocab_size == VOCABULARY
         engine, was_late = psutil.Process(client.pid), threading.Event()
-        rescue = threading.Timer(30, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
+        rescue = threading.Timer(120, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
         engine.suspend()
         rescue.start()
-        prompt, same, own = list(range(4, VOCABULARY)) * 40, list[Collector](), list[Collector]()
-        for index in range(300):  # 6 MB, if each were sent
+        prompt, same, own = list(range(4, VOCABULARY)) * 400, list[Collector](), list[Collector]()
+        for index in range(30):  # 6 MB, if each were sent
             same.append(Collector())
             client.submit(request(f"same {index}", prompt=prompt), same[-1])
         await asyncio.sleep(0)
         assert not client.is_congested, "what one prompt's choices share is sent once"
-        while not client.is_congested and len(own) < 1000:
+        while not client.is_congested and len(own) < 100:
             own.append(Collector())
             client.submit(request(f"own {len(own)}", prompt=[*prompt, 4 + len(own) % 9]), own[-1])
             await asyncio.sleep(0)

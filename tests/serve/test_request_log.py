@@ -73,8 +73,8 @@ def test_an_internal_error_is_found_by_its_request_id(
 
 
 def test_ready_is_what_a_load_balancer_asks(byte_target: str) -> None:
-    config = ServeConfig(target=byte_target, port=0, health_timeout=0.5, max_model_len=100_000, api_key="k")
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    config = ServeConfig(target=byte_target, port=0, health_timeout=1.0, max_model_len=100_000, api_key="k")
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         assert (client.get("/ready").status_code, client.get("/v1/models").status_code) == (200, 401)
         engine = psutil.Process(server.api.engine.pid)
         engine.suspend()
@@ -82,7 +82,7 @@ def test_ready_is_what_a_load_balancer_asks(byte_target: str) -> None:
         assert "has not answered" in client.get("/ready").json()["reason"]
         engine.resume()
         wait_until(lambda: client.get("/ready").status_code == 200, "it goes on")
-        body = {"prompt": "x", "max_tokens": 200, "cache_salt": "slow", "stream": True}
+        body = {"prompt": "x", "max_tokens": 9000, "cache_salt": "slow", "stream": True}
         with client.stream("POST", COMPLETIONS, json=body, headers={"Authorization": "Bearer k"}) as stream:
             next(stream.iter_lines())
             server.handle_exit(signal.SIGTERM, None)

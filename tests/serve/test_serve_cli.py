@@ -189,10 +189,10 @@ def ended_by(server: subprocess.Popen[str], end: signal.Signals) -> None:
     """Both processes, by a signal to every process, as Ctrl-C and service managers send it."""
     children = psutil.Process(server.pid).children()
     os.killpg(server.pid, end)
-    _, error = server.communicate(timeout=20)
+    _, error = server.communicate(timeout=120)
     assert server.returncode == (0 if end == signal.SIGINT else -end)
     assert "Traceback" not in error
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
 
 

@@ -34,6 +34,7 @@ from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
     make_request,
+    plain_answers,
     random_prompt,
     run,
     tokens_of,
@@ -192,7 +193,7 @@ def test_trees_change_no_token(
 ) -> None:
     sampling, family = case
     target, requests = make_target(family), requests_of(SAMPLINGS[sampling])
-    truth = tokens_of(run(build_engine(target), requests))
+    truth = plain_answers(target, requests)
     engine, _ = build_tree_engine(target, requests, truth, monkeypatch, **options)
     moves = watch_moves(engine)
     answers = run(engine, requests)
@@ -203,7 +204,7 @@ def test_trees_change_no_token(
 
 def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     target, requests = make_target("qwen3"), requests_of({"temperature": 1.0})
-    truth = tokens_of(run(build_engine(target), requests))
+    truth = plain_answers(target, requests)
     engine, _ = build_tree_engine(target, requests, truth, monkeypatch, kv_cache_tokens=70, page_size=1)
     assert tokens_of(run(engine, requests)) == truth
     assert engine.scheduler.num_preemptions > 0
@@ -214,7 +215,7 @@ def test_numbers_of_nodes_may_change_from_step_to_step(
     drafter: str, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, requests = make_target("qwen3"), requests_of({"temperature": 0.7})
-    truth = tokens_of(run(build_engine(target), requests))
+    truth = plain_answers(target, requests)
     if drafter == "tree":
         engine, _ = build_tree_engine(target, requests, truth, monkeypatch)
     else:

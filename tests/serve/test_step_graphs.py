@@ -32,6 +32,7 @@ from slipstream.tests.serve.engine_runs import (
     caches_of,
     kinds_of_requests,
     make_request,
+    plain_answers,
     random_prompt,
     run,
     serve_traffic,
@@ -175,7 +176,7 @@ def test_the_kernels_of_captured_steps(
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     rng, requests = random.Random(0), sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
-    expected = tokens_of(run(build_engine(make_target("mistral-window")), requests))
+    expected = plain_answers(make_target("mistral-window"), requests)
     config = configure("mistral-window", drafter, page_size=1, max_running=2, prefill_budget=16)
     engine = play(config)
     engine.planner.policy = AnyPolicy(engine.planner, rng)
@@ -212,7 +213,7 @@ def test_mixed_traffic_with_aborts_and_preemption(
     kept = set(captured)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
-    assert tokens_of(run(engine, [greedy])) == tokens_of(run(build_engine(target), [greedy]))
+    assert tokens_of(run(engine, [greedy])) == plain_answers(target, [greedy])
     used, plans = replays_of(engine), [plan for plan, _ in recorded]
     assert {mode for *_, mode in used} == {"plain", "all"}
     assert set(used) < set(captured) == kept, "nothing is captured while serving"
@@ -257,7 +258,7 @@ def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, con
     requests = sized_requests(LENGTHS, max_tokens=12, temperature=0.6, top_k=30)
     options = {"page_size": page_size, "max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96}
     config = configure("qwen3", drafter, prefill_graph_tokens=captured, **options)
-    expected = tokens_of(run(build_engine(Path(config.target)), requests))
+    expected = plain_answers(Path(config.target), requests)
     engine = play(config)
     recorded = record(engine)
     first, again = run(engine, requests), run(engine, requests)
@@ -360,7 +361,7 @@ def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
     config = configure("qwen3", "eagle3", prefill_graph_tokens=0, kv_cache_tokens=4096)
     engine = play(config)
     requests, recorded = sized_requests(LENGTHS, max_tokens=12), record(engine)
-    expected = tokens_of(run(build_engine(Path(config.target)), requests))
+    expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
     keys = engine.runner.steps.keys()  # type: ignore[union-attr]
     assert not any(has_prompts for _, _, has_prompts, _ in keys)
