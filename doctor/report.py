@@ -43,14 +43,17 @@ th { color: var(--pale); font-weight: 500 } td.number { text-align: right; font-
 
 def verdict(examination: "Examination") -> str:
     """One sentence."""
-    diagnosis = examination.diagnosis
-    cause = first_cause(examination.findings)
-    if diagnosis.refusal and cause is None:
-        return f"The draft cannot be read: {diagnosis.refusal}"
+    diagnosis, cause = examination.diagnosis, first_cause(examination.findings)
     if cause is None:
         assert diagnosis.as_read is not None
         return f"Nothing is wrong: accept length {diagnosis.as_read.accept_length:.2f}."
-    gain = "" if cause.after is None else f": accept length {_length(cause.before)} as it is, {cause.after:.2f} mended"
+    if diagnosis.mended is None:
+        return f"The draft cannot be read: {diagnosis.refusal}"
+    before, after = cause.before, cause.after
+    if cause in diagnosis.findings:  # there may be several, each of which was mended after the one before
+        before = None if diagnosis.as_read is None else diagnosis.as_read.accept_length
+        after = diagnosis.mended.accept_length
+    gain = "" if after is None else f": accept length {_length(before)} as it is, {after:.2f} mended"
     return f"First stage that differs: {cause.stage} ({cause.name}){gain}."
 
 
@@ -82,8 +85,8 @@ def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, st
         rows.append(("served here", f"{examination.served:.3f}"))
     if examination.endpoint is not None:
         endpoint = examination.endpoint
-        told = "nothing yet" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
-        doubt = "" if endpoint.is_tested else " (read by its documentation, not tested against a real one)"
+        told = "not told" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
+        doubt = "" if endpoint.is_tested else " (read as its documentation says, never tried with a real one)"
         rows.append((f"{endpoint.server} at {endpoint.url}", told + doubt))
     if examination.given is not None:
         rows.append(("on the conversations' own answers", f"{examination.given.accept_length:.3f}"))
@@ -135,7 +138,9 @@ def as_json(examination: "Examination") -> dict[str, Any]:
             "as_read": None if diagnosis.as_read is None else diagnosis.as_read.accept_length,
             "mended": None if score is None else score.accept_length,
             "served": examination.served,
+            "given_answers": None if examination.given is None else examination.given.accept_length,
         },
+        "endpoint": None if examination.endpoint is None else asdict(examination.endpoint),
         "by_position": [] if score is None else score.by_position,
         "tried": [{"stage": stage, "reading": name, "accept_length": x} for stage, name, x in diagnosis.tried],
         "variants": [{"prompts": name, "accept_length": length} for name, length in examination.variants],
