@@ -13,7 +13,7 @@ from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
 
 LEAST_GAIN = 1.03  # of accept length, from which another reading is taken to be the right one
 CERTAIN = 1.01  # what the gain's 95 % interval must lie above
-ALIKE = 0.98  # of the best gain: of readings that gain as much, the one of the earliest stage is named
+ALIKE = 0.98  # of the best gain: of readings that gain as much, the best of the earliest stage is named
 MOST_CAUSES = 3
 FEW = 3  # batches by which readings are compared; the best one is confirmed by all
 RISK = 0.97  # of the accept length: what another way to read the files must stay below to be called a risk
@@ -111,8 +111,8 @@ def best_reading(
     if not found:
         return None
     most = max(gain for gain, _ in found)
-    near = [reading for gain, reading in found if gain >= ALIKE * most]
-    first = min(near, key=lambda reading: STAGES.index(reading.stage))
+    near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
+    first = min(near, key=lambda one: one[:2])[2]
     whole = replay.score(first.subject)
     if score is not None:
         gain, low = whole.ratio(score)

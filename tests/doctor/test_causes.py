@@ -25,7 +25,7 @@ from slipstream.train.batches import Batch, collate
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent.parent
-TARGET, TRAINED_DRAFT = ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3-flags"
+TARGET, ASSETS = ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets"
 PROMPT, ANSWER, TEXTS = 8, 64, 24
 DEPTH = 3
 Answers = tuple[Path, Target, list[Batch], list[list[int]]]
@@ -90,88 +90,96 @@ def test_nothing_is_wrong_with_healthy_drafts(
 
 
 @pytest.fixture(scope="module")
-def real() -> tuple[Subject, Answers]:
-    """A trained draft with the flags of EAGLE-3.1, and answers of its target, the bundled one."""
-    config = DoctorConfig(
-        draft=str(TRAINED_DRAFT), target=str(TARGET), data=(str(QUESTIONS),), where=("split=heldout",)
-    )
+def bundled() -> Answers:
+    """Answers of the bundled target."""
+    draft = ASSETS / "eagle3-flags"
+    data = {"data": (str(QUESTIONS),), "where": ("split=heldout",)}
+    config = DoctorConfig(draft=str(draft), target=str(TARGET), **data)  # type: ignore[arg-type]
     conversations = read_conversations(config, TEXTS)
     renderer = Renderer(load_target_tokenizer(config), config.date, {})
-    with open_engine(TARGET, TRAINED_DRAFT, "eagle3", config.choices, DEPTH, ANSWER) as engine:
+    with open_engine(TARGET, draft, "eagle3", config.choices, DEPTH, ANSWER) as engine:
         texts, _ = engine.answer([renderer.prompt(one) for one in conversations], conversations)
-    files = DraftFiles(read_json(TRAINED_DRAFT / "config.json"), read_draft_tensors(TRAINED_DRAFT))
     target = load_target(TARGET, load_config(TARGET), torch.float32, CPU)
-    return Subject(family="eagle3", files=files), (TARGET, target, batches_of(texts, 1 << 20), [])
+    return TARGET, target, batches_of(texts, 1 << 20), []
 
 
-TRAINED: dict[str, tuple[str, Callable[[Subject], Subject]]] = {
-    "rotary embedding": ("rotary embedding", lambda s: s.with_values(rope_theta=100.0)),
-    "interleaved rotary embedding": (
-        "rotary embedding",
-        lambda s: s.with_tensors(**interleave(dict(s.files.tensors), s.files.values["head_dim"])),
+def trained(name: str) -> Subject:
+    """A draft that was trained for the bundled target."""
+    folder = ASSETS / name
+    files = DraftFiles(read_json(folder / "config.json"), read_draft_tensors(folder))
+    return Subject(family="eagle3", files=files)
+
+
+def denied(subject: Subject, flag: str) -> Subject:
+    return without_flag(subject, flag).with_values(**{flag: False})
+
+
+def interleaved(subject: Subject) -> Subject:
+    size, changed = subject.files.values["head_dim"], {}
+    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2))).argsort()
+    for name, tensor in subject.files.tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            changed[name] = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            changed[name] = tensor[order]
+    return subject.with_tensors(**changed)
+
+
+TRAINED: dict[str, tuple[str, str, Callable[[Subject], Subject]]] = {  # of a draft: the stage, and what is planted
+    "rotary embedding": ("eagle3-flags", "rotary embedding", lambda s: s.with_values(rope_theta=100.0)),
+    "interleaved rotary embedding": ("eagle3-flags", "rotary embedding", interleaved),
+    "another vocabulary": (
+        "eagle3-flags",
+        "draft vocabulary",
+        lambda s: s.with_tensors(d2t=torch.zeros_like(s.files.tensors["d2t"])),
     ),
-    "another vocabulary": ("draft vocabulary", lambda s: s.with_tensors(d2t=torch.zeros_like(s.files.tensors["d2t"]))),
-    "states one layer later": ("target's states", lambda s: with_layers(s, (3, 6))),
-    "YaRN that the target lacks": (
-        "rotary embedding",
-        lambda s: s.with_values(
-            rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-        ),
-    ),
+    "states in another order": ("eagle3-flags", "target's states", lambda s: with_layers(s, (5, 2))),
     "a residual stream without its norm": (
+        "eagle3-flags",
         "fc and norms",
-        lambda s: without_flag(s, "norm_before_residual").with_values(norm_before_residual=False),
+        lambda s: denied(s, "norm_before_residual"),
     ),
-    "the state before the final norm": (
-        "later steps",
-        lambda s: without_flag(s, "norm_output").with_values(norm_output=False),
-    ),
+    "the state before the final norm": ("eagle3-one-state", "later steps", lambda s: denied(s, "norm_output")),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_causes_in_a_trained_draft(name: str, real: tuple[Subject, Answers]) -> None:
-    subject, answers = real
-    stage, plant = TRAINED[name]
-    check(plant(subject), answers, stage)
+def test_causes_in_a_trained_draft(name: str, bundled: Answers) -> None:
+    draft, stage, plant = TRAINED[name]
+    check(plant(trained(draft)), bundled, stage)
 
 
 @pytest.mark.slow
-def test_risks_of_a_trained_draft(real: tuple[Subject, Answers]) -> None:
-    subject, answers = real
-    assert not examine(subject, answers).findings
-    found = examine(subject.with_values(max_position_embeddings=16), answers)
+def test_risks_of_a_trained_draft(bundled: Answers) -> None:
+    subject = trained("eagle3-flags")
+    assert not examine(subject, bundled).findings
+    found = examine(subject.with_values(max_position_embeddings=16), bundled)
     assert [(finding.kind, finding.stage) for finding in found.findings] == [("risk", "positions")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{}, {"eagle_config": {"fc_norm": True}}])
-def test_a_norm_that_servers_overlook(config: dict[str, Any], real: tuple[Subject, Answers]) -> None:
-    """Not said at the top level, where some look, or not at all."""
-    subject, answers = real
-    eagle = {**subject.files.values["eagle_config"], **config.get("eagle_config", {})}
-    (risk,) = examine(subject.with_values(fc_norm=None, eagle_config=eagle), answers).findings
-    assert (risk.kind, risk.name) == ("risk", "without fc_norm")
+@pytest.mark.parametrize(("draft", "flag"), [("eagle3-flags", "fc_norm"), ("eagle3-one-state", "norm_before_fc")])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_norm_that_servers_overlook(draft: str, flag: str, is_nested: bool, bundled: Answers) -> None:
+    """It is not said at the top level, where some look alone, or not at all."""
+    subject = trained(draft)
+    eagle = {**subject.files.values["eagle_config"], **({flag: True} if is_nested else {})}
+    (risk,) = examine(subject.with_values(**{flag: None}, eagle_config=eagle), bundled).findings
+    assert (risk.kind, risk.name) == ("risk", f"without {flag}")
     assert risk.after is not None
     assert risk.before is None or risk.before < 0.97 * risk.after
 
 
 @pytest.mark.slow
-def test_norm_output_as_specforge_meant_it(real: tuple[Subject, Answers]) -> None:
+@pytest.mark.parametrize(("draft", "meant"), [("eagle3-flags", "true"), ("eagle3", "false")])
+def test_norm_output_as_specforge_meant_it(draft: str, meant: str, bundled: Answers) -> None:
     """Its files of summer 2026 have the field, with one meaning or the other."""
-    subject, answers = real
-    found = check(subject.with_values(drafter=None), answers, "later steps")
+    found = check(trained(draft).with_values(drafter=None, norm_output=True), bundled, "later steps")
     cause = first_cause(found.findings)
     assert "norm_output" in found.refusal
     assert cause is not None
-    assert cause.name == "norm_output true"
-
-
-def interleave(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2))).argsort()
-    names = [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]
-    return {name: tensors[name].unflatten(0, (-1, size))[:, order].flatten(0, 1) for name in names}
+    assert cause.name == f"norm_output {meant}"
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Causes that lie in the texts: prompts of another kind, answers of another model, loops, other servers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def worded(make_target: Callable[[str], Path]) -> Path:
+def worded(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose tokens are words, and whose prompts begin otherwise where it thinks."""
-    folder = make_target("qwen3")
+    folder = shutil.copytree(make_target("qwen3"), tmp_path_factory.mktemp("worded") / "target")
     words = {f"w{token}": token for token in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))  # noqa: S106  a word, not a password
     tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
@@ -91,6 +92,7 @@ def test_thinking_that_only_the_training_had(worded: Path, tmp_path: Path) -> No
     assert found.is_wrong
 
 
+@pytest.mark.slow
 def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> None:
     asked = prompts(thinking=False)
     draft = fitted(worded, tmp_path / "draft", asked, answers_of(worded, asked))
@@ -99,6 +101,7 @@ def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> No
     assert found.served == pytest.approx(found.diagnosis.as_read and found.diagnosis.as_read.accept_length, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> None:
     """The data's answers are those of a model that differs from the target in its last layer."""
     asked = prompts(thinking=False)
