@@ -20,10 +20,10 @@ from slipstream.data_tools.options import ConversationOptions, check_at_least
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.doctor.answers import open_engine
 from slipstream.doctor.diagnosis import KINDS, Diagnosis, Finding, diagnose
-from slipstream.doctor.endpoint import Endpoint, ask_endpoint
+from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import FAMILIES, Replay, Score, Subject
-from slipstream.doctor.report import print_report, write_report
+from slipstream.doctor.report import check_report, print_report, write_report
 from slipstream.doctor.text_causes import endpoint_findings, off_policy, other_prompts, paired, parity, repetition
 from slipstream.doctor.texts import Answered, Conversation, Renderer, batches_of, read_conversations, usable
 from slipstream.models.drafts.base import Choices, DraftFiles
@@ -115,6 +115,7 @@ class Examination:
 
 def main(argv: Sequence[str] | None = None) -> None:
     def program(config: DoctorConfig) -> None:
+        check_report(Path(config.output))
         examination = examine(config)
         print_report(examination)
         print(f"\n{write_report(examination, Path(config.output))}")
@@ -125,6 +126,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def examine(config: DoctorConfig) -> Examination:
+    """Raises ValueError for data without questions, for a draft of an unknown kind, and for an endpoint that does not
+    answer."""
+    if config.endpoint is not None:
+        check_endpoint(config.endpoint, config.api_key)
     path = resolve(config.draft)
     name, folder = find_target(EngineConfig(target=config.target, draft=config.draft, revision=config.revision))
     config = replace(config, target=str(folder), data=config.data or (str(QUESTIONS),))

@@ -58,7 +58,10 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
     causes: list[Finding] = []
     score = as_read
     while len(causes) < MOST_CAUSES:
-        best = best_reading(subject, score, replay, path, tried)
+        readings_tried: list[tuple[str, str, float]] = []
+        best = best_reading(subject, score, replay, path, readings_tried)
+        suffix = f" (after: {causes[-1].name})" if causes else ""
+        tried += [(stage, name + suffix, length) for stage, name, length in readings_tried]
         if best is None:
             break
         reading, found = best

@@ -37,11 +37,11 @@ def ask_endpoint(
 ) -> Endpoint:
     """Asks the conversations of `answered` greedily. `texts`: the answers here.
 
-    Raises ValueError for a server that cannot be reached or fails a request.
+    Raises ValueError if a request fails.
     """
 
     async def ask() -> tuple[LoadResult, str, str]:
-        async with Client(url, connections=AT_ONCE, api_key=api_key) as client:
+        async with _client(url, api_key) as client:
             before = await client.read("/metrics") or ""
             fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
             if kind_of(before) == "sglang":
@@ -68,6 +68,23 @@ def ask_endpoint(
         other_prompts=sum(there.prompt_tokens not in (0, len(here.prompt)) for here, there, _ in pairs),
         other_answers=sum((there.reasoning + there.text).strip() != text.strip() for _, there, text in pairs),
     )
+
+
+def check_endpoint(url: str, api_key: str | None = None) -> None:
+    """Raises ValueError unless a server answers."""
+
+    async def enter() -> None:
+        async with _client(url, api_key):
+            pass
+
+    try:
+        asyncio.run(enter())
+    except ValueError as error:
+        raise ValueError(f"endpoint is {url}: {error}") from error
+
+
+def _client(url: str, api_key: str | None) -> Client:
+    return Client(url, connections=AT_ONCE, api_key=api_key)
 
 
 def _counted(before: str, after: str) -> RoundCounts:

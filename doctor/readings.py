@@ -82,12 +82,12 @@ def taps(case: Case) -> Iterator[Reading]:
     for name, layers in found.items():
         if layers == own or not are_layers(layers, last):
             continue
-        why = "ids are counted otherwise" if name.startswith("one layer") else "these ids are not its own"
+        why = ", as where one side counts layers' inputs and the other their outputs" if "one layer" in name else ""
         yield Reading(
             "target's states",
             f"states {name}: {list(layers)}",
             f"config.json names the target's states {list(own)} (layer outputs), but the draft was trained on "
-            f"{list(layers)}: {why}",
+            f"{list(layers)}{why}",
             f"write {list(layers)} as layer outputs: {layers_field(case.subject, layers)}",
             with_layers(case.subject, layers),
         )

@@ -72,8 +72,9 @@ def print_report(examination: "Examination") -> None:
             print(f"  accept length {_length(finding.before)} -> {finding.after:.2f}")
     for title, rows in tables(examination):
         print(f"\n{title}")
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            print(f"  {name:<34} {value}")
+            print(f"  {name:<{width}}  {value}")
 
 
 def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -86,6 +87,7 @@ def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, st
     if examination.endpoint is not None:
         endpoint = examination.endpoint
         told = "not told" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
+        told += "" if endpoint.depth is None else f", of {endpoint.depth:.1f} drafted tokens a round"
         doubt = "" if endpoint.is_tested else " (read as its documentation says, never tried with a real one)"
         rows.append((f"{endpoint.server} at {endpoint.url}", told + doubt))
     if examination.given is not None:
@@ -113,9 +115,13 @@ def is_page(path: Path) -> bool:
         return file.read(len(START)) == START.encode()
 
 
+def check_report(path: Path) -> None:
+    """Raises ValueError for a file that is not an earlier page."""
+    check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
+
+
 def write_report(examination: "Examination", path: Path) -> Path:
     """Writes the page, and the JSON beside it."""
-    check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
     with atomic_file(path) as temporary:
         temporary.write_text(page(examination), encoding="utf-8")
     with atomic_file(path.with_suffix(".json")) as temporary:
@@ -199,4 +205,4 @@ def _tried(examination: "Examination") -> str:
         for stage, name, length in rows
     )
     head = "<tr><th>stage</th><th>reading</th><th>accept length</th></tr>"
-    return f"<h2>Other readings of the files</h2><table>{head}{cells}</table>" if cells else ""
+    return f"<h2>Other readings of the files, over the first answers</h2><table>{head}{cells}</table>" if cells else ""

@@ -134,9 +134,7 @@ def make(name: str, demo: Path, epochs: int) -> None:
         output=str(output),
         data=DataOptions(path=str(demo / "dataset"), max_length=512, batch_size=2),
         draft=recipe.program.DraftOptions(**options),
-        optim=OptimOptions(
-            name="muon", lr=recipe.lr, epochs=epochs, warmup_ratio=0.03, schedule="linear", momentum=0.85
-        ),
+        optim=OptimOptions(lr=recipe.lr, epochs=epochs, **MUON),
         evaluation=EvaluationOptions(every=200, depth=63 if recipe.program is dflash else 3, documents=40),
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,

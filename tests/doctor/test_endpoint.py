@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.doctor.endpoint import ask_endpoint
+from slipstream.doctor.endpoint import ask_endpoint, check_endpoint
 from slipstream.doctor.texts import Answered, Conversation
 from slipstream.tests.serve.paced_server import PacedServer, length_of, paced, rounds_of
 
@@ -34,6 +34,6 @@ def test_a_server_is_asked(dialect: str) -> None:
     assert not found.is_tested
 
 
-def test_servers_that_do_not_answer() -> None:
-    with pytest.raises(ValueError, match="is not an OpenAI-compatible server"):
-        ask_endpoint("http://127.0.0.1:9", answered(), TEXTS, MOST)
+def test_a_server_that_does_not_answer() -> None:
+    with pytest.raises(ValueError, match="endpoint is http://127.0.0.1:9: .* is not an OpenAI-compatible server"):
+        check_endpoint("http://127.0.0.1:9")
