@@ -24,7 +24,15 @@ from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import FAMILIES, Replay, Score, Subject
 from slipstream.doctor.report import check_report, print_report, write_report
-from slipstream.doctor.text_causes import endpoint_findings, off_policy, other_prompts, paired, parity, repetition
+from slipstream.doctor.text_causes import (
+    endpoint_findings,
+    loops,
+    off_policy,
+    other_prompts,
+    paired,
+    parity,
+    repetition,
+)
 from slipstream.doctor.texts import Answered, Conversation, Renderer, batches_of, read_conversations, usable
 from slipstream.models.drafts.base import Choices, DraftFiles
 from slipstream.models.files.checkpoint import (
@@ -208,13 +216,17 @@ def compare_texts(
     if score is None or subject is None:
         return examination
     on_given, notes = None, list(examination.notes)
+    scores = {name: replay(own).score(subject) for name, own in variants.items()}
+    pairs = {
+        name: pair
+        for name, own in variants.items()
+        if not loops(own) and (pair := paired(answered, score, own, scores[name])) is not None
+    }
     if given:
         on_given = replay(given).score(subject)
         pair = paired(answered, score, given, on_given)
-        notes += [] if pair is None else off_policy(*pair)
-    scores = {name: replay(own).score(subject) for name, own in variants.items()}
-    pairs = {name: paired(answered, score, own, scores[name]) for name, own in variants.items()}
-    notes += other_prompts({name: pair for name, pair in pairs.items() if pair is not None})
+        notes += off_policy(*pair) if pair is not None and not loops(answered) and not loops(given) else ()
+    notes += other_prompts(pairs) if not loops(answered) else ()
     lengths = tuple((name, own.accept_length) for name, own in scores.items())
     return replace(examination, notes=tuple(notes), given=on_given, variants=lengths)
 

@@ -16,9 +16,14 @@ ALIKE = 0.05  # relative difference of accept lengths from which a reading does 
 MOSTLY = 0.5  # share of different answers from which a server's target is said to be another one
 
 
+def loops(answered: Sequence[Answered]) -> bool:
+    """Whether the answers repeat themselves so much that their accept length says little."""
+    return sum(one.repeats for one in answered) > REPEATS * len(answered)
+
+
 def repetition(answered: Sequence[Answered]) -> Iterator[Finding]:
-    repeats = sum(one.repeats for one in answered) / len(answered)
-    if repeats > REPEATS:
+    if loops(answered):
+        repeats = sum(one.repeats for one in answered) / len(answered)
         yield Finding(
             kind="cause",
             stage="text",

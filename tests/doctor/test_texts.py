@@ -1,6 +1,7 @@
 """Causes that lie in the texts: prompts of another kind, answers of another model, loops, other servers."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +22,11 @@ from slipstream.doctor.text_causes import endpoint_findings, repetition
 from slipstream.doctor.texts import Answered, Conversation
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
+from slipstream.tests.test_packaging import ROOT
 
 TEXTS, TOKENS, PROMPT = 16, 24, 6
 TEMPLATE = (
-    "{% if enable_thinking %}w60 w61 w62 {% endif %}"
+    "{% if enable_thinking %}w90 w91 w92 {% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}w5 {% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}w4 {{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
 )
@@ -45,7 +47,7 @@ def worded(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 def prompts(*, thinking: bool) -> list[list[int]]:
     """The token ids that the template gives."""
-    start = [60, 61, 62] if thinking else []
+    start = [90, 91, 92] if thinking else []
     return [[*start, 4, *random_prompt(PROMPT, i), 5] for i in range(TEXTS)]
 
 
@@ -124,6 +126,18 @@ def test_loops() -> None:
     assert answered[1].repeats == 0
     assert [one.name for one in repetition(answered)] == ["answers that repeat themselves"]
     assert not [*repetition([answered[1]])]
+
+
+@pytest.mark.slow
+def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
+    """Digits, of which the bundled target makes nothing."""
+    rng, data = random.Random(0), tmp_path / "data.jsonl"
+    texts = [" ".join(str(rng.randrange(10)) for _ in range(20)) for _ in range(6)]
+    data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts))
+    config = config_of(ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3-flags", data)
+    found = examine(replace(config, max_tokens=96))
+    assert [one.name for one in found.findings if one.kind == "cause"] == ["answers that repeat themselves"]
+    assert found.is_wrong
 
 
 RISK = Finding(
