@@ -141,7 +141,6 @@ TRAINED: dict[str, tuple[str, str, Callable[[Subject], Subject]]] = {  # of a dr
         "fc and norms",
         lambda s: denied(s, "norm_before_residual"),
     ),
-    "the state before the final norm": ("eagle3-one-state", "later steps", lambda s: denied(s, "norm_output")),
 }
 
 
