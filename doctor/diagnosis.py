@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
@@ -11,43 +11,40 @@ from slipstream.doctor.readings import STAGES, Case, Reading, readings, repairs,
 from slipstream.doctor.replay import Replay, Score, Subject
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
 
-LEAST_GAIN = 1.03  # of accept length, by which another reading is taken to be the right one
-CERTAIN = 1.01  # its 95 % interval must lie above
-ALIKE = 0.98  # of the best gain: among readings that gain as much the one of the earliest stage is named
+LEAST_GAIN = 1.03  # of accept length, from which another reading is taken to be the right one
+CERTAIN = 1.01  # what the gain's 95 % interval must lie above
+ALIKE = 0.98  # of the best gain: of readings that gain as much, the best of the earliest stage is named
 MOST_CAUSES = 3
 FEW = 3  # batches by which readings are compared; the best one is confirmed by all
-RISK = 0.97  # of the accept length, below which a careless reader's loss is a risk
+RISK = 0.97  # of the accept length: what another way to read the files must stay below to be called a risk
 
 Kind = Literal["cause", "risk", "note"]
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """cause: what is wrong here; risk: right here, but servers that read the files otherwise lose; note: neither."""
+    """cause: what is wrong; risk: read rightly here, but not by servers that read one field alone; note: neither."""
 
     kind: Kind
     stage: str
     name: str
     cause: str
     remedy: str
-    before: float | None = None  # accept length as it is read, by us or, of a risk, by others; None: refused
-    after: float | None = None  # mended in memory
+    before: float | None = None  # accept length as the files are read, for a risk as others may; None: refused
+    after: float | None = None  # accept length after the remedy, applied in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`refusal`: why the files could not be read as they are."""
+    """`refusal`: why the files cannot be read as they are; empty: they can."""
 
     findings: tuple[Finding, ...]
     tried: tuple[tuple[str, str, float], ...]  # stage, reading, accept length
     refusal: str = ""
     as_read: Score | None = None
     mended: Score | None = None  # with every cause mended; as read where there is none
-    subject: Subject | None = None  # as it was read at last
-
-    @property
-    def is_wrong(self) -> bool:
-        return any(finding.kind == "cause" for finding in self.findings) or bool(self.refusal)
+    subject: Subject | None = None  # as it was read for `mended`
 
 
 def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
@@ -61,15 +58,38 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
     causes: list[Finding] = []
     score = as_read
     while len(causes) < MOST_CAUSES:
-        best = best_reading(subject, score, replay, path, tried)
+        readings_tried: list[tuple[str, str, float]] = []
+        best = best_reading(subject, score, replay, path, readings_tried)
+        suffix = f" (after: {causes[-1].name})" if causes else ""
+        tried += [(stage, name + suffix, length) for stage, name, length in readings_tried]
         if best is None:
             break
         reading, found = best
         before = None if score is None else score.accept_length
         causes.append(_finding("cause", reading, before, found.accept_length))
         subject, score = reading.subject, found
-    risks = [] if score is None else [*inherited(subject, score), *find_risks(subject, score, replay)]
-    return Diagnosis(findings=(*causes, *risks), tried=tuple(tried), refusal=refusal, as_read=as_read, mended=score)
+    if score is None:
+        causes.append(_refused(refusal))
+        return Diagnosis(findings=tuple(causes), tried=tuple(tried), refusal=refusal, subject=subject)
+    others = [*inherited(subject, score), *find_risks(subject, score, replay)]
+    return Diagnosis(
+        findings=(*causes, *others),
+        tried=tuple(tried),
+        refusal=refusal,
+        as_read=as_read,
+        mended=score,
+        subject=subject,
+    )
+
+
+def _refused(refusal: str) -> Finding:
+    return Finding(
+        kind="cause",
+        stage="files",
+        name="files that cannot be read",
+        cause=refusal,
+        remedy="do as this says; none of the other readings known here can be loaded either",
+    )
 
 
 def best_reading(
@@ -85,7 +105,7 @@ def best_reading(
     for reading in tqdm(tuple(others), desc="other readings", unit="reading", leave=False):
         try:
             other = replay.score(reading.subject, FEW)
-        except (ValueError, RuntimeError, KeyError, IndexError):  # the files cannot be meant so
+        except (ValueError, RuntimeError, KeyError, IndexError):  # the files cannot mean this
             continue
         tried.append((reading.stage, reading.name, other.accept_length))
         gain, low = (other.accept_length, 1.0) if quick is None else other.ratio(quick)
@@ -94,8 +114,8 @@ def best_reading(
     if not found:
         return None
     most = max(gain for gain, _ in found)
-    near = [reading for gain, reading in found if gain >= ALIKE * most]
-    first = min(near, key=lambda reading: STAGES.index(reading.stage))
+    near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
+    first = min(near, key=lambda one: one[:2])[2]
     whole = replay.score(first.subject)
     if score is not None:
         gain, low = whole.ratio(score)
@@ -105,8 +125,8 @@ def best_reading(
 
 
 def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
-    """A quantisation that config.json names and the weights do not have. We do not follow it; servers that do read
-    16-bit weights as codes, and lose every draft."""
+    """A quantisation that config.json names and the weights do not have. It is ignored here; servers that follow it
+    read 16-bit weights as codes, and no drafted token is accepted."""
     if "quantization_config" in subject.files.values:
         yield Finding(
             kind="cause",
@@ -120,7 +140,7 @@ def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
 
 
 def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Finding]:
-    """What other readers may take otherwise; of each, what they lose."""
+    """What other servers may read otherwise, and the accept length that they then have."""
     for reading in careless(subject, replay):
         try:
             other = replay.score(reading.subject).accept_length
@@ -131,7 +151,7 @@ def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Findi
 
 
 def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
-    """How servers read what these files leave out or put elsewhere. `subject` keeps what is to be written."""
+    """How servers are known to read what these files leave out or say in another place."""
     values, target = subject.files.values, replay.target.model.config
     config: Any = replay.build(subject).config
     limit = values.get("max_position_embeddings") or target.max_position_embeddings
@@ -152,7 +172,7 @@ def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
                 yield Reading(
                     "target's states",
                     f"states {list(guess)}",
-                    "config.json names no states of the target, and engines guess other ones than it was trained on",
+                    "config.json does not name the target's states, and servers guess others than it was trained on",
                     f"name the layer outputs {list(config.aux_layers)} in config.json",
                     with_layers(subject, guess),
                 )
@@ -171,10 +191,10 @@ def _careless_flags(subject: Subject) -> Iterator[Reading]:
     eagle = values.get("eagle_config") or {}
     for flag in FLAGS:
         tensor, outer, inner = FLAG_TENSORS.get(flag), values.get(flag), eagle.get(flag)
-        has_tensor = tensor is not None and any(name.endswith(tensor) for name in subject.files.tensors)
+        has_tensor = tensor is not None and subject.tensor(tensor) is not None
         if outer or not (inner or has_tensor):
             continue
-        where = "in eagle_config alone" if inner else f"nowhere, though the files have {tensor}"
+        where = "stands in eagle_config alone" if inner else f"is missing, though the files have {tensor}"
         kept = {
             name: None
             for name in subject.files.tensors
@@ -184,7 +204,7 @@ def _careless_flags(subject: Subject) -> Iterator[Reading]:
         yield Reading(
             "fc and norms",
             f"without {flag}",
-            f"{flag} stands {where}: servers that read the top level of config.json leave it out",
+            f"{flag} {where}: servers that read the top level of config.json leave it out",
             f"write {flag} true at the top level of config.json",
             dropped,
         )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.doctor.replay import Subject
-from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork
+from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork, ids_of
+from slipstream.models.drafts.block_layouts import CAUSAL_FIELDS
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.models.targets.decoder import Target
@@ -79,22 +80,22 @@ def taps(case: Case) -> Iterator[Reading]:
         "in the opposite order": own[::-1],
     }
     for name, layers in found.items():
-        if layers == own or min(layers) < 0 or max(layers) > last or len(set(layers)) < len(layers):
+        if layers == own or not are_layers(layers, last):
             continue
-        why = "ids are counted otherwise" if name.startswith("one layer") else "these ids are not its own"
+        why = ", as where one side counts layers' inputs and the other their outputs" if "one layer" in name else ""
         yield Reading(
             "target's states",
             f"states {name}: {list(layers)}",
             f"config.json names the target's states {list(own)} (layer outputs), but the draft was trained on "
-            f"{list(layers)}: {why}",
+            f"{list(layers)}{why}",
             f"write {list(layers)} as layer outputs: {layers_field(case.subject, layers)}",
             with_layers(case.subject, layers),
         )
 
 
-def is_possible(layers: tuple[int, ...], last: int) -> bool:
-    """Whether these are distinct layer outputs in their order, of a target whose final state is `last`."""
-    return min(layers) >= 0 and max(layers) <= last and list(layers) == sorted(set(layers))
+def are_layers(layers: tuple[int, ...], last: int) -> bool:
+    """Whether these are distinct layer outputs of a target whose final state is `last`."""
+    return min(layers) >= 0 and max(layers) <= last and len(set(layers)) == len(layers)
 
 
 def with_layers(subject: Subject, layers: tuple[int, ...]) -> Subject:
@@ -150,28 +151,29 @@ def without_flag(subject: Subject, flag: str) -> Subject:
 
 
 def mask_tokens(case: Case) -> Iterator[Reading]:
-    if case.subject.family != "dflash":
+    if case.subject.family == "dflash":
+        config: Any = case.network.config
+        yield from other_masks(case.subject, case.target, config.mask_token_id)
+
+
+def other_masks(subject: Subject, target: Target, own: int | None) -> Iterator[Reading]:
+    """Tokens that may stand for slots to fill, but for `own`, which config.json names; None: it names none."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
         return
-    config: Any = case.network.config
-    tokenizer, own = case.target.tokenizer, config.mask_token_id
-    named = (
-        {}
-        if tokenizer is None
-        else {name: getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "unk", "bos")}
-    )
-    if tokenizer is not None:
-        named["first unused"] = max(tokenizer.get_vocab().values()) + 1
-    for name, token in named.items():
-        if token is None or token == own or token >= case.target.config.vocab_size:
+    tokens = {name: getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "unk", "bos")}
+    tokens["first unused"] = max(tokenizer.get_vocab().values()) + 1
+    said = "names no mask token" if own is None else f"names token {own} as the mask token"
+    for name, token in tokens.items():
+        if token is None or token == own or token >= target.config.vocab_size:
             continue
-        inner = {**(case.subject.files.values.get("dflash_config") or {}), "mask_token_id": token}
+        inner = {**(subject.files.values.get("dflash_config") or {}), "mask_token_id": token}
         yield Reading(
             "mask token",
-            f"the {name} token as mask",
-            f"config.json names token {own} as the mask of blocks, but the draft was trained with {token}, the "
-            f"tokenizer's {name} token",
+            f"the {name} token as the mask token",
+            f"config.json {said}, but the draft was trained with {token}, the tokenizer's {name} token",
             f"write dflash_config.mask_token_id {token} in config.json",
-            case.subject.with_values(dflash_config=inner, mask_token_id=None),
+            subject.with_values(dflash_config=inner, mask_token_id=None),
         )
 
 
@@ -208,17 +210,18 @@ def ropes(case: Case) -> Iterator[Reading]:
     if turned is not None:
         yield Reading(
             "rotary embedding",
-            "interleaved pairs of dims",
-            "the rotary embedding turns neighbouring dims in the draft's weights (interleaved), and servers turn dims "
-            "half a head apart (neox)",
-            "write the draft again with the rows of q_proj and k_proj in neox order: each head's even rows first, then "
-            "its odd ones",
+            "interleaved rotary embedding",
+            "the draft's weights are for a rotary embedding that pairs neighbouring dims (interleaved); servers pair "
+            "dims half a head apart (neox)",
+            "reorder the rows of q_proj and k_proj in the draft's files: of each head the even rows first, then the "
+            "odd ones",
             turned,
         )
 
 
 def interleaved(subject: Subject, network: DraftNetwork) -> Subject | None:
-    """The files with the rows of q and k so that neighbouring dims turn together; None: it has none."""
+    """The files with the rows of q_proj and k_proj reordered so that neighbouring dims are paired; None without such
+    tensors."""
     size = network.config.head_dim
     order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
     changed: dict[str, Tensor | None] = {}
@@ -233,7 +236,7 @@ def interleaved(subject: Subject, network: DraftNetwork) -> Subject | None:
 
 def windows(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
-    values = case.subject.files.values
+    subject, values = case.subject, case.subject.files.values
     asked, layers = values.get("sliding_window"), values.get("num_hidden_layers") or 1
     if config.sliding_window is not None:
         yield Reading(
@@ -242,8 +245,10 @@ def windows(case: Case) -> Iterator[Reading]:
             f"config.json gives layers a window of {config.sliding_window} positions, but the draft was trained with "
             "full attention",
             "write layer_types with full_attention alone and use_sliding_window false in config.json",
-            case.subject.with_values(layer_types=["full_attention"] * layers, use_sliding_window=False),
+            subject.with_values(layer_types=["full_attention"] * layers, use_sliding_window=False),
         )
+        if subject.family == "dflash":
+            yield other_window_mask(subject, causal=config.sliding_window_non_causal)
     elif asked:
         yield Reading(
             "windows",
@@ -251,8 +256,23 @@ def windows(case: Case) -> Iterator[Reading]:
             f"config.json has sliding_window {asked}, but layer_types or use_sliding_window turn it off; the draft was "
             "trained with it",
             "write layer_types with sliding_attention and use_sliding_window true in config.json",
-            case.subject.with_values(layer_types=["sliding_attention"] * layers, use_sliding_window=True),
+            subject.with_values(layer_types=["sliding_attention"] * layers, use_sliding_window=True),
         )
+
+
+def other_window_mask(subject: Subject, *, causal: bool) -> Reading:
+    """The files with windows whose slots see later slots of their block, or with `causal` do not."""
+    inner = subject.files.values.get("dflash_config") or {}
+    kept = {name: x for name, x in inner.items() if name not in (*CAUSAL_FIELDS, "sliding_window_non_causal")}
+    value = str(not causal).lower()
+    return Reading(
+        "windows",
+        f"sliding_window_non_causal {value}",
+        f"in layers with a window the draft is read as if slots {'saw' if causal else 'did not see'} later slots of "
+        f"their block, but it was trained the other way round",
+        f"write sliding_window_non_causal {value} and is_causal {str(causal).lower()} in config.json",
+        subject.with_values(dflash_config=kept, **dict.fromkeys(CAUSAL_FIELDS), sliding_window_non_causal=not causal),
+    )
 
 
 def vocabularies(case: Case) -> Iterator[Reading]:
@@ -263,32 +283,30 @@ def vocabularies(case: Case) -> Iterator[Reading]:
 
 def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator[Reading]:
     """d2t otherwise than as the ids `own` (Vd,); None: it could not be read."""
-    tensors = subject.files.tensors
-    name = next((key for key in tensors if key.rpartition(".")[2] == "d2t"), None)
-    if name is None:
-        return
-    d2t, size = tensors[name].long(), target.config.vocab_size
-    places = torch.arange(len(d2t))
+    tensors, size = subject.files.tensors, target.config.vocab_size
+    d2t, t2d, head = (subject.tensor(name) for name in ("d2t", "t2d", HEAD))
     found: dict[str, Tensor | None] = {}
-    found["target ids, not differences, in d2t"] = d2t
-    listed = next((tensor for key, tensor in tensors.items() if key.rpartition(".")[2] == "t2d"), None)
-    if listed is not None and listed.dtype == torch.bool and int(listed.sum()) == len(d2t):
-        found["the ids that t2d lists"] = listed.nonzero().flatten()
-    head = tensors.get(HEAD)
-    if head is not None and len(head) == len(d2t):
+    if d2t is not None:
+        found["target ids, not differences, in d2t"] = d2t.long()
+    num_rows = len(d2t) if d2t is not None else len(head) if head is not None else 0
+    if t2d is not None and t2d.dtype == torch.bool and int(t2d.sum()) == num_rows:
+        found["the ids that t2d lists"] = t2d.nonzero().flatten()
+    if head is not None and len(head) == num_rows and num_rows < size:
         found["the ids whose rows of the target's head are most alike"] = most_alike(head, target.shared[HEAD])
+    name = next((key for key in tensors if key.rpartition(".")[2] == "d2t"), "d2t")
     for meaning, ids in found.items():
         if ids is None or len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= size:
             continue
         if own is not None and torch.equal(ids, own):
             continue
+        what = "is not the one it was trained with" if d2t is not None else "is missing from its files"
         yield Reading(
             "draft vocabulary",
             meaning,
-            f"the map d2t of the draft's ids is not the one it was trained with; right are {meaning}",
+            f"the map d2t from the draft's ids to the target's {what}; the right one has {meaning}",
             "take d2t and t2d from the checkpoint of the training (a map that was made again differs silently), or "
             f"write d2t from {meaning}",
-            subject.with_tensors(**{name: ids - places}),
+            subject.with_values(draft_vocab_size=num_rows).with_tensors(**{name: ids - torch.arange(len(ids))}),
         )
 
 
@@ -304,35 +322,35 @@ def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
 
 
 def heads(case: Case) -> Iterator[Reading]:
-    tensors, shared = case.subject.files.tensors, case.target.shared
+    subject, shared = case.subject, case.target.shared
     own = case.network.target_ids
-    if case.subject.family == "eagle3" and HEAD in tensors:
+    if subject.family == "eagle3" and subject.names(HEAD):
         rows = shared[HEAD] if own is None else shared[HEAD][own.to(shared[HEAD].device)]
         yield Reading(
             "head and embedding",
             "the target's head",
             "lm_head of the draft's files is not the head that it was trained with: the target's does better",
             "write the target's rows of the draft vocabulary as lm_head.weight",
-            case.subject.with_tensors(**{HEAD: rows}),
+            subject.with_tensors(**dict.fromkeys(subject.names(HEAD), rows)),
         )
-    if EMBEDDING in tensors and case.network.embed_tokens is not None:
+    if subject.names(EMBEDDING) and case.network.embed_tokens is not None:
         yield Reading(
             "head and embedding",
             "the target's embedding",
             "embed_tokens of the draft's files is not the embedding that it was trained with: the target's does better",
             "delete embed_tokens.weight from the draft's files",
-            case.subject.with_tensors(**{EMBEDDING: None}),
+            subject.with_tensors(**dict.fromkeys(subject.names(EMBEDDING))),
         )
 
 
 def repairs(subject: Subject, target: Target, path: Path, is_refused: bool) -> Iterator[Reading]:
     """Readings of files that are refused as they are, or hold what readers leave out."""
-    values, tensors = subject.files.values, subject.files.tensors
     yield from quantised(subject)
     yield from other_families(subject)
     if is_refused:
         yield from left_open(subject, target)
         yield from other_maps(subject, target, None)
+        yield from other_heads(subject, target)
     mask = path / "mask_embedding.pt"
     if subject.family == "dflash" and mask.exists():
         loaded = torch.load(mask, map_location="cpu", weights_only=True)
@@ -345,16 +363,54 @@ def repairs(subject: Subject, target: Target, path: Path, is_refused: bool) -> I
             "serve it with a server that reads the file, or train the draft again with a token of the target as mask",
             replace(subject, mask_embedding=vector.flatten().float()),
         )
+    if subject.family == "eagle3":
+        yield from flags_of_tensors(subject)
+
+
+def flags_of_tensors(subject: Subject) -> Iterator[Reading]:
+    """Flags that contradict the norms in the files."""
+    values = subject.files.values
     for flag, tensor in FLAG_TENSORS.items():
-        if subject.family != "eagle3" or tensor in tensors or values.get(flag) is None:
+        said = [fields[flag] for fields in (values, values.get("eagle_config") or {}) if fields.get(flag) is not None]
+        has = subject.tensor(tensor) is not None
+        if not said or all(bool(one) == has for one in said):
             continue
         yield Reading(
             "fc and norms",
-            f"without {flag}",
-            f"config.json sets {flag}, but the files have no {tensor}",
-            f"delete {flag} from config.json, or take the tensor from the checkpoint of the training",
-            without_flag(subject, flag).with_values(**{flag: None}),
+            f"{flag} {str(has).lower()}",
+            f"config.json says {flag} {str(any(said)).lower()}, but the files have "
+            f"{f'{tensor}, which servers then leave unused' if has else f'no {tensor}'}",
+            f"write {flag} true at the top level of config.json"
+            if has
+            else f"delete {flag} from config.json, or take {tensor} from the checkpoint of the training",
+            without_flag(subject, flag).with_values(**{flag: True if has else None}),
         )
+
+
+def other_heads(subject: Subject, target: Target) -> Iterator[Reading]:
+    """A head that is missing, or that a draft which shares its target's must not have; the same of embeddings."""
+    head, d2t = subject.tensor(HEAD), subject.tensor("d2t")
+    if subject.family == "eagle3" and head is None:
+        rows = target.shared[HEAD]
+        own = rows if d2t is None else rows[ids_of(d2t.long()).clamp(0, len(rows) - 1).to(rows.device)]
+        yield Reading(
+            "head and embedding",
+            "the target's head",
+            "the files have no lm_head.weight, so that servers guess whose head is meant; it is the target's"
+            + ("" if d2t is None else ", of which d2t names the rows"),
+            "write the target's rows of the draft vocabulary as lm_head.weight",
+            subject.with_tensors(**{HEAD: own}),
+        )
+    for name in (HEAD, EMBEDDING):
+        found = subject.names(name)
+        if found and subject.family != "eagle3":
+            yield Reading(
+                "head and embedding",
+                f"without {name}",
+                f"the files have a {name} that is not the target's, but the draft was trained with the target's",
+                f"delete {name} from the draft's files",
+                subject.with_tensors(**dict.fromkeys(found)),
+            )
 
 
 def quantised(subject: Subject) -> Iterator[Reading]:
@@ -438,17 +494,12 @@ def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
             **({counted: "as outputs", tuple(layer - 1 for layer in counted): "as inputs"} if counted else {}),
         }
         for layers, whose in candidates.items():
-            if (
-                len(set(layers)) == len(layers)
-                and min(layers) >= 0
-                and max(layers) <= last
-                and list(layers) == sorted(layers)
-            ):
+            if are_layers(layers, last) and list(layers) == sorted(layers):
                 yield Reading(
                     "target's states",
                     f"states {list(layers)}",
-                    "config.json does not say for certain which of the target's states fc reads; engines guess, and "
-                    f"most guesses are wrong. Right are {list(layers)} (layer outputs; {whose})",
+                    "config.json leaves open which of the target's states fc reads; servers guess, and most guesses "
+                    f"are wrong. Right are {list(layers)} (layer outputs; {whose})",
                     f"name them: {layers_field(subject, layers)}",
                     with_layers(subject, layers),
                 )
@@ -461,6 +512,7 @@ def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
                 subject.with_choices(norm_output=value),
             )
     if subject.family == "dflash":
+        yield from other_masks(subject, target, None)
         for value in (True, False):
             yield Reading(
                 "block convention",

@@ -63,10 +63,18 @@ class Subject:
         return dataclasses.replace(self, files=self.files._replace(values=kept))
 
     def with_tensors(self, **tensors: Tensor | None) -> "Subject":
-        """With other tensors; None deletes one. Dots in names are written __."""
-        changed = {**self.files.tensors, **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+        """With other tensors; None deletes one."""
+        changed = {**self.files.tensors, **tensors}
         kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
         return dataclasses.replace(self, files=self.files._replace(tensors=kept))
+
+    def names(self, name: str) -> list[str]:
+        """What the files call the tensor with this public name: some trainers prefix it."""
+        return [own for own in (name, f"model.{name}") if own in self.files.tensors]
+
+    def tensor(self, name: str) -> Tensor | None:
+        """The tensor with this public name."""
+        return next((self.files.tensors[own] for own in self.names(name)), None)
 
     def with_choices(self, **choices: Any) -> "Subject":
         return dataclasses.replace(self, choices=dataclasses.replace(self.choices, **choices))
@@ -118,8 +126,15 @@ class Score:
                 found[f"{low}-{high}" if high else f"{low} and more"] = sum(own) / len(own)
         return found
 
+    def of(self, answers: Sequence[int]) -> "Score":
+        """Over these answers alone, in this order."""
+        places = {answer: place for place, answer in enumerate(answers)}
+        rounds = [dataclasses.replace(one, answer=places[one.answer]) for one in self.rounds if one.answer in places]
+        return Score(tuple(self.emitted[answer] for answer in answers), tuple(rounds), self.depth)
+
     def ratio(self, other: "Score") -> tuple[float, float]:
-        """accept_length / other's, and the lower end of its 95 % interval, by drawing answers again."""
+        """accept_length / other's, and the lower end of its 95 % interval, by resampling answers. Both are over the
+        same answers, or over answers to the same conversations in the same order."""
         counts = [[0] * len(self.emitted) for _ in range(2)]
         for own, score in zip(counts, (self, other), strict=True):
             for one in score.rounds:
@@ -127,8 +142,9 @@ class Score:
         rng, ratios = random.Random(SEED), []
         for _ in range(RESAMPLES):
             drawn = rng.choices(range(len(self.emitted)), k=len(self.emitted))
-            mine, theirs = (sum(own[answer] for answer in drawn) for own in counts)
-            ratios.append(theirs / max(mine, 1))  # both emit the same tokens
+            emitted = [sum(score.emitted[answer] for answer in drawn) for score in (self, other)]
+            rounds = [max(sum(own[answer] for answer in drawn), 1) for own in counts]
+            ratios.append(emitted[0] / rounds[0] * rounds[1] / max(emitted[1], 1))
         return self.accept_length / other.accept_length, sorted(ratios)[RESAMPLES // 40]
 
 
@@ -190,11 +206,6 @@ class Replay:
         """Of all texts, or of those of the first batches. Raises ValueError for files that cannot be read so."""
         draft: Any = self.build(subject)
         family, config = FAMILIES[subject.family], draft.config
-        if subject.family != "dflash" and config.sliding_window is not None and config.sliding_window < self.longest:
-            raise ValueError(
-                f"the draft has a window of {config.sliding_window} positions; EAGLE drafts with windows are replayed "
-                f"over texts no longer than that, and the longest has {self.longest}"
-            )
         target = self.target
         target.wanted = config.aux_layers
         target.mask_token = None
@@ -202,8 +213,6 @@ class Replay:
             target.mask_token = config.mask_token_id, subject.mask_embedding
         rope = self._rope(config, subject.most_positions)
         options = family.options(config)
-        if subject.family != "dflash" and config.sliding_window is not None:  # wider than every text
-            draft = self.build(subject.with_values(layer_types=None, use_sliding_window=False, sliding_window=None))
         training = family.training(draft.requires_grad_(False), target, rope, options, self.depth).eval()
         emitted: list[int] = []
         rounds: list[Round] = []

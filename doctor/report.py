@@ -43,14 +43,17 @@ th { color: var(--pale); font-weight: 500 } td.number { text-align: right; font-
 
 def verdict(examination: "Examination") -> str:
     """One sentence."""
-    diagnosis = examination.diagnosis
-    cause = first_cause(examination.findings)
-    if diagnosis.refusal and cause is None:
-        return f"The draft cannot be read: {diagnosis.refusal}"
+    diagnosis, cause = examination.diagnosis, first_cause(examination.findings)
     if cause is None:
         assert diagnosis.as_read is not None
         return f"Nothing is wrong: accept length {diagnosis.as_read.accept_length:.2f}."
-    gain = "" if cause.after is None else f": accept length {_length(cause.before)} as it is, {cause.after:.2f} mended"
+    if diagnosis.mended is None:
+        return f"The draft cannot be read: {diagnosis.refusal}"
+    before, after = cause.before, cause.after
+    if cause in diagnosis.findings:  # there may be several, each of which was mended after the one before
+        before = None if diagnosis.as_read is None else diagnosis.as_read.accept_length
+        after = diagnosis.mended.accept_length
+    gain = "" if after is None else f": accept length {_length(before)} as it is, {after:.2f} mended"
     return f"First stage that differs: {cause.stage} ({cause.name}){gain}."
 
 
@@ -69,8 +72,9 @@ def print_report(examination: "Examination") -> None:
             print(f"  accept length {_length(finding.before)} -> {finding.after:.2f}")
     for title, rows in tables(examination):
         print(f"\n{title}")
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            print(f"  {name:<34} {value}")
+            print(f"  {name:<{width}}  {value}")
 
 
 def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -82,8 +86,9 @@ def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, st
         rows.append(("served here", f"{examination.served:.3f}"))
     if examination.endpoint is not None:
         endpoint = examination.endpoint
-        told = "nothing yet" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
-        doubt = "" if endpoint.is_tested else " (read by its documentation, not tested against a real one)"
+        told = "not told" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
+        told += "" if endpoint.depth is None else f", of {endpoint.depth:.1f} drafted tokens a round"
+        doubt = "" if endpoint.is_tested else " (read as its documentation says, never tried with a real one)"
         rows.append((f"{endpoint.server} at {endpoint.url}", told + doubt))
     if examination.given is not None:
         rows.append(("on the conversations' own answers", f"{examination.given.accept_length:.3f}"))
@@ -110,9 +115,13 @@ def is_page(path: Path) -> bool:
         return file.read(len(START)) == START.encode()
 
 
+def check_report(path: Path) -> None:
+    """Raises ValueError for a file that is not an earlier page."""
+    check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
+
+
 def write_report(examination: "Examination", path: Path) -> Path:
     """Writes the page, and the JSON beside it."""
-    check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
     with atomic_file(path) as temporary:
         temporary.write_text(page(examination), encoding="utf-8")
     with atomic_file(path.with_suffix(".json")) as temporary:
@@ -135,7 +144,9 @@ def as_json(examination: "Examination") -> dict[str, Any]:
             "as_read": None if diagnosis.as_read is None else diagnosis.as_read.accept_length,
             "mended": None if score is None else score.accept_length,
             "served": examination.served,
+            "given_answers": None if examination.given is None else examination.given.accept_length,
         },
+        "endpoint": None if examination.endpoint is None else asdict(examination.endpoint),
         "by_position": [] if score is None else score.by_position,
         "tried": [{"stage": stage, "reading": name, "accept_length": x} for stage, name, x in diagnosis.tried],
         "variants": [{"prompts": name, "accept_length": length} for name, length in examination.variants],
@@ -194,4 +205,4 @@ def _tried(examination: "Examination") -> str:
         for stage, name, length in rows
     )
     head = "<tr><th>stage</th><th>reading</th><th>accept length</th></tr>"
-    return f"<h2>Other readings of the files</h2><table>{head}{cells}</table>" if cells else ""
+    return f"<h2>Other readings of the files, over the first answers</h2><table>{head}{cells}</table>" if cells else ""

@@ -1,8 +1,7 @@
-"""The texts by which a draft is judged: conversations, rendered and tokenised as by the server, answered by the target.
+"""The texts by which a draft is judged: conversations, rendered and tokenised as the server does, and their answers.
 
-A draft is right about the target's own answers or not at all, so these are made anew, greedily, whatever answers the
-conversations have. The latter are replayed, too: a draft that knows them and not the target's own has learnt from
-somebody else's.
+What counts is how well a draft predicts the target's own answers, so these are made anew, greedily, whatever answers
+the conversations have. The latter are replayed, too: a draft that predicts them better has learnt from another model.
 """
 
 import unicodedata
@@ -73,8 +72,8 @@ class Variant:
     system: Message | None = None
 
 
-def read_conversations(options: ConversationOptions, limit: int) -> list[Conversation]:
-    """The first `limit` rows, each up to its last user's turn. Raises ValueError for rows without any."""
+def read_conversations(options: ConversationOptions, limit: int | None) -> list[Conversation]:
+    """The first `limit` rows (None: all), each up to the user's last turn. Raises ValueError if no row has any."""
     found = []
     for row in read_rows(options):
         columns = row.columns()

@@ -27,6 +27,7 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
+    prompt_tokens: int = 0  # 0: the server does not tell
     completion_tokens: int = 0
     latency_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, after the request
@@ -46,6 +47,7 @@ class Answer:
             self.error = f"the answer has no choices: {json.dumps(event)[:200]}"
             return
         usage = event.get("usage") or {}
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
         for choice in event["choices"]:
             content = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}

@@ -21,7 +21,8 @@ ALLOWED = {
     "serve": ("config", "runtime", "kernels", "models", "serve"),
     "doctor": (
         *("config", "runtime", "models", "train", "data_tools", "doctor"),
-        *("serve.llm", "serve.options", "serve.request", "serve.drafters.registry", "serve.measure.server_counts"),
+        *("serve.llm", "serve.options", "serve.request", "serve.drafters.registry", "serve.load"),
+        "serve.measure.server_counts",
     ),
     "data_tools": ("config", "runtime", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
 }

@@ -123,6 +123,7 @@ class TTTAttention:
         self.context: KeyValue | None = None  # (C, G, D) each
         self.shared: dict[int, KeyValue] = {}  # by layer, of step 0 (K, G, D), in reading order
         self.own: dict[int, list[KeyValue]] = {}  # by layer, of each later step (N, G, D)
+        self.biases: dict[tuple[int | None, int], list[Tensor]] = {}  # by window and step: see make_biases
         self.runs: Runs | None = None
         if rows.asking.is_cuda if is_packed is None else is_packed:
             self.runs = Runs.of(rows.runs, len(rows.keys), rows.keys.device)
@@ -138,8 +139,9 @@ class TTTAttention:
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
-        assert (mask, layer.spec.window) == ("causal", None), "these drafts are trained without a window"
+        """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D). In a layer with a window W a query at
+        position p sees positions above p - W."""
+        assert mask == "causal", "a chain sees what comes before it"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         own = self.own.setdefault(layer.id, [])
@@ -152,9 +154,10 @@ class TTTAttention:
             context_k, context_v = self.context
             self.shared[layer.id] = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
         shared = self.shared[layer.id]
-        if self.runs is not None and takes(v):
+        window = layer.spec.window
+        if self.runs is not None and takes(v) and window is None:
             return packed_attention(q, *shared, self.runs, own)
-        return self.by_document(q, *shared, own)
+        return self.by_document(q, *shared, own, window)
 
     def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
@@ -162,30 +165,36 @@ class TTTAttention:
     def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
         return torch.cat((context, asking)).index_select(0, self.rows.keys)
 
-    def by_document(self, q: Tensor, k: Tensor, v: Tensor, own: list[KeyValue]) -> Tensor:
+    def by_document(self, q: Tensor, k: Tensor, v: Tensor, own: list[KeyValue], window: int | None = None) -> Tensor:
         """q (N, Q, D) over the step-0 keys and values (K, G, D) and `own`: (N, Q, D)."""
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D)
-        if self.step == 0:
-            self.biases = self.make_biases(q.shape[2], q.dtype)  # per document (N * R, K): 0 where visible, else -inf
+        moved = 0 if window is None else self.step  # a window moves on with the position of the query
+        if (window, moved) not in self.biases:
+            self.biases[window, moved] = self.make_biases(q.shape[2], q.dtype, window)
+        own = own if window is None else own[max(0, self.step - window) :]
         own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, S)
         if own:
             own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in own], dim=-1)
         asked = (x.split(self.rows.num_asking) for x in (q, own_scores))
         seen = (x.split(self.rows.num_keys) for x in (k, v))
-        documents = zip(*asked, *seen, self.biases, strict=True)
+        documents = zip(*asked, *seen, self.biases[window, moved], strict=True)
         outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
         output, own_weights = torch.cat(outputs), torch.cat(weights)
         for index, (_, own_v) in enumerate(own):
             output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
         return output.flatten(1, 2)
 
-    def make_biases(self, heads: int, dtype: torch.dtype) -> list[Tensor]:
+    def make_biases(self, heads: int, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+        """Per document (N * R, K): 0 where a query of the step sees a step-0 key, else -inf."""
         keys = self.in_reading_order(self.rows.context, self.rows.asking)
         splits = zip(self.rows.asking.split(self.rows.num_asking), keys.split(self.rows.num_keys), strict=True)
         biases = []
         for asking, seen in splits:
             bias = torch.zeros(len(asking), len(seen), dtype=dtype, device=keys.device)
-            bias.masked_fill_(seen > asking.unsqueeze(1), -torch.inf)
+            hidden = seen > asking.unsqueeze(1)
+            if window is not None:
+                hidden |= seen <= asking.unsqueeze(1) + self.step - window
+            bias.masked_fill_(hidden, -torch.inf)
             biases.append(bias.repeat_interleave(heads, dim=0))
         return biases
 

@@ -32,12 +32,12 @@ from slipstream.serve.measure.accept_report import ESTIMATED, Figures, figures_o
 from slipstream.serve.measure.conversations import (
     THINKING,
     Conversation,
-    Manner,
-    ServerVoice,
+    CountedAnswer,
+    RequestOptions,
+    ServerResponder,
     Setting,
-    Told,
     ask_server,
-    server_voice,
+    server_responder,
 )
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
@@ -120,15 +120,15 @@ class AcceptConfig:
             temperatures = [-1.0]
         if not all(0 <= value <= 100 for value in temperatures):
             raise ValueError(f"temperature is {self.temperature!r}; give numbers from 0 up, separated by commas")
-        manners = [word.strip() for word in self.thinking.split(",")]
-        if not set(manners) <= set(THINKING):
+        efforts = [word.strip() for word in self.thinking.split(",")]
+        if not set(efforts) <= set(THINKING):
             raise ValueError(f"thinking is {self.thinking!r}; choose from {', '.join(THINKING)}")
         levels = read_levels(self.concurrency)
-        return [Setting(*one) for one in product(temperatures, manners, levels)] if self.questions else []
+        return [Setting(*one) for one in product(temperatures, efforts, levels)] if self.questions else []
 
     @property
-    def manner(self) -> Manner:
-        return Manner(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
+    def request_options(self) -> RequestOptions:
+        return RequestOptions(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
 
     @property
     def api_key(self) -> str | None:
@@ -154,9 +154,9 @@ class Record:
         """Of earlier runs."""
         return len(self._texts)
 
-    def expect(self, settings: Sequence[Setting], num_voices: int) -> None:
+    def expect(self, settings: Sequence[Setting], num_responders: int) -> None:
         """Tells the progress bar how many answers there will be, and how many there are."""
-        self.bar.total = sum(one.num_turns for one in self.questions) * len(settings) * num_voices
+        self.bar.total = sum(one.num_turns for one in self.questions) * len(settings) * num_responders
         self.bar.update(self.num_answers)
 
     def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
@@ -181,8 +181,10 @@ class Record:
                     yield drafted, conversations[:size]
                     del conversations[:size]
 
-    def add(self, setting: Setting, conversation: Conversation, told: Told, *, drafted: bool) -> None:
-        answer = told.answer
+    def add(
+        self, setting: Setting, conversation: Conversation, counted_answer: CountedAnswer, *, drafted: bool
+    ) -> None:
+        answer = counted_answer.answer
         if answer.error is not None:
             self.failures[answer.error] += 1
             return
@@ -195,7 +197,7 @@ class Record:
                 **asdict(setting),
                 "completion_tokens": answer.completion_tokens,
                 "latency_s": round(answer.latency_s, 6),
-                "source": told.source,
+                "source": counted_answer.source,
                 "rounds": answer.rounds,
                 "decoded_tokens": answer.decoded_tokens,
                 "drafted_tokens": answer.drafted_tokens,
@@ -238,55 +240,57 @@ def accept(config: AcceptConfig) -> None:
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
     """Each setting with the draft and, if there is a way, without it."""
     shared: dict[str, Any] = {"connections": max(read_levels(config.concurrency)), "model": config.model}
-    shared |= {"api_key": config.api_key, "manner": config.manner}
+    shared |= {"api_key": config.api_key, "request_options": config.request_options}
     salt = secrets.token_hex(4)  # another run's prompts are not in the cache of this one
     async with AsyncExitStack() as stack:
-        voice = await stack.enter_async_context(server_voice(config.url, speculates=True, salt=salt, **shared))
-        voices = {True: voice}
-        if config.baseline and (config.baseline_url or voice.kind == "slipstream"):
+        responder = await stack.enter_async_context(server_responder(config.url, speculates=True, salt=salt, **shared))
+        responders = {True: responder}
+        if config.baseline and (config.baseline_url or responder.kind == "slipstream"):
             url = config.baseline_url or config.url
-            voices[False] = await stack.enter_async_context(server_voice(url, speculates=False, salt=salt, **shared))
+            responders[False] = await stack.enter_async_context(
+                server_responder(url, speculates=False, salt=salt, **shared)
+            )
         elif config.baseline:
             tqdm.write("No speed-up without --baseline-url: this server cannot be asked not to draft.")
-        if not voice.tells:
-            tqdm.write(untold(voice))
-        record.expect(config.settings, len(voices))
+        if not responder.reports_rounds:
+            tqdm.write(how_counted(responder))
+        record.expect(config.settings, len(responders))
         for setting in config.settings:
-            for drafted, some in record.by_turns(setting, list(voices)):
-                await measure_some(voices[drafted], some, setting, config.manner, record, drafted=drafted)
+            for drafted, some in record.by_turns(setting, list(responders)):
+                await measure_some(responders[drafted], some, setting, config.request_options, record, drafted=drafted)
 
 
 async def measure_some(
-    voice: ServerVoice,
+    responder: ServerResponder,
     conversations: Sequence[Conversation],
     setting: Setting,
-    manner: Manner,
+    request_options: RequestOptions,
     record: Record,
     *,
     drafted: bool,
 ) -> None:
-    before, num_before = await voice.count() if drafted else None, len(record.journal.results)
-    await ask_server(voice, conversations, setting, manner, partial(record.add, setting, drafted=drafted))
-    after = await voice.count() if before is not None else None
+    before, num_before = await responder.count() if drafted else None, len(record.journal.results)
+    await ask_server(responder, conversations, setting, request_options, partial(record.add, setting, drafted=drafted))
+    after = await responder.count() if before is not None else None
     if before is not None and after is not None:
         counts = {"counters": asdict(after.since(before)), "answers": len(record.journal.results) - num_before}
         record.journal.add({**counts, **asdict(setting)})
 
 
-def untold(voice: ServerVoice) -> str:
+def how_counted(responder: ServerResponder) -> str:
     """How answers that do not say how they were drafted are counted, and how to have them say it."""
     remedies = {
         "vllm": " Start vLLM with --per-request-spec-decode-metrics summary, and each answer tells its rounds.",
         "sglang": " SGLang tells them in answers of a version that knows return_meta_info; start it with "
         "--enable-metrics for its counters.",
     }
-    how = "one at a time its counters tell them, else they are" if voice.counts else "they are"
-    return f"The server's answers do not tell their rounds: {how} {ESTIMATED}.{remedies.get(voice.kind, '')}"
+    how = "one at a time its counters tell them, else they are" if responder.counts else "they are"
+    return f"The server's answers do not tell their rounds: {how} {ESTIMATED}.{remedies.get(responder.kind, '')}"
 
 
 def measure_here(config: AcceptConfig, record: Record) -> None:
     """With the draft and without it by turns; on a GPU, which one engine fills, all without it after all with it."""
-    from slipstream.serve.measure.in_process import engine_voice, fills_memory
+    from slipstream.serve.measure.in_process import engine_responder, fills_memory
 
     kinds = (True, False) if config.baseline else (True,)
     record.expect(config.settings, len(kinds))
@@ -300,12 +304,15 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
         if not any(next(record.missing(setting, drafted=drafted), None) for setting, drafted in left):
             continue
         with ExitStack() as stack:
-            voices = {
-                drafted: stack.enter_context(engine_voice({**options, **of[drafted]}, thinking)) for drafted in together
+            responders = {
+                drafted: stack.enter_context(engine_responder({**options, **of[drafted]}, thinking))
+                for drafted in together
             }
             for setting in config.settings:
                 for drafted, some in record.by_turns(setting, together):
-                    voices[drafted].ask(some, setting, config.manner, partial(record.add, setting, drafted=drafted))
+                    responders[drafted].ask(
+                        some, setting, config.request_options, partial(record.add, setting, drafted=drafted)
+                    )
 
 
 def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[str]) -> None:

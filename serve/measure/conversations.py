@@ -29,7 +29,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class RequestOptions:
     """What all requests have in common. `template`: variables of the chat template; `fields`: further fields of a
     request, or of SamplingParams in this process."""
 
@@ -77,7 +77,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CountedAnswer:
     """An answer and where its rounds come from."""
 
     answer: Answer
@@ -85,10 +85,10 @@ class Told:
 
 
 # Called with each answer that came; the next turn is asked afterwards.
-OnAnswer = Callable[[Conversation, Told], None]
+OnAnswer = Callable[[Conversation, CountedAnswer], None]
 
 
-class ServerVoice:
+class ServerResponder:
     """A server that answers conversations. `speculates`: false asks ours to draft nothing.
 
     Its kind is found by its /metrics, and whether its answers say how they were drafted by a first request, which is
@@ -105,9 +105,9 @@ class ServerVoice:
             self._own["cache_salt"] = salt
         if kind == "sglang":
             self._own["return_meta_info"] = True
-        self.tells = self.counts = False
+        self.reports_rounds = self.counts = False
 
-    async def probe(self, manner: Manner) -> None:
+    async def probe(self, request_options: RequestOptions) -> None:
         """Raises ValueError if the server does not answer, or drafts nothing where it should."""
         fields = {"max_tokens": 48, "temperature": 0.0, **self._own}
         answer = await self.client.ask(PROBE, fields)
@@ -116,57 +116,70 @@ class ServerVoice:
             self._own["stream"] = not answer.rounds  # pieces are counted otherwise
         if answer.error is not None:
             raise ValueError(f"{self.client.root} failed a first request: {answer.error}")
-        self.tells = bool(answer.rounds)
+        self.reports_rounds = bool(answer.rounds)
         self.counts = read_counts(await self.client.read("/metrics")) is not None
-        if self._speculates and self.kind == "slipstream" and not self.tells:
+        if self._speculates and self.kind == "slipstream" and not self.reports_rounds:
             raise ValueError(f"{self.client.root} drafts nothing; start it with --draft, or name another url")
 
     async def count(self) -> RoundCounts | None:
         return read_counts(await self.client.read("/metrics")) if self.counts else None
 
-    def fields(self, conversation: Conversation, setting: Setting, manner: Manner) -> dict[str, Any]:
+    def fields(self, conversation: Conversation, setting: Setting, request_options: RequestOptions) -> dict[str, Any]:
         """Of a request, without its prompt."""
-        fields: dict[str, Any] = {"max_tokens": manner.max_tokens, "temperature": setting.temperature}
-        fields["seed"] = conversation.seed(manner.seed)
+        fields: dict[str, Any] = {"max_tokens": request_options.max_tokens, "temperature": setting.temperature}
+        fields["seed"] = conversation.seed(request_options.seed)
         if conversation.is_chat:
             variables = template_variables(setting.thinking)
             effort = variables.pop("reasoning_effort", None)  # OpenAI has a field for it
             if effort is not None:
                 fields["reasoning_effort"] = effort
-            if variables or manner.template:
-                fields["chat_template_kwargs"] = {**variables, **manner.template}
-        return {**fields, **self._own, **manner.fields}
+            if variables or request_options.template:
+                fields["chat_template_kwargs"] = {**variables, **request_options.template}
+        return {**fields, **self._own, **request_options.fields}
 
-    async def answer(self, conversation: Conversation, setting: Setting, manner: Manner) -> Told:
-        alone = setting.concurrency == 1 and not self.tells and self._speculates
+    async def answer(
+        self, conversation: Conversation, setting: Setting, request_options: RequestOptions
+    ) -> CountedAnswer:
+        alone = setting.concurrency == 1 and not self.reports_rounds and self._speculates
         before = await self.count() if alone else None
-        answer = await self.client.ask(conversation.prompt, self.fields(conversation, setting, manner))
-        if answer.error is not None or answer.rounds or self.tells or not self._speculates:
-            return Told(answer, "server" if answer.rounds else "none")
+        answer = await self.client.ask(conversation.prompt, self.fields(conversation, setting, request_options))
+        if answer.error is not None or answer.rounds or self.reports_rounds or not self._speculates:
+            return CountedAnswer(answer, "server" if answer.rounds else "none")
         after = await self.count() if before is not None else None
         if before is not None and after is not None and after.rounds > before.rounds:
             counted = after.since(before)
             answer.rounds, answer.decoded_tokens = counted.rounds, counted.decoded_tokens
             answer.accepted_by_position = list(counted.accepted_by_position)
-            return Told(answer, "counters")
+            return CountedAnswer(answer, "counters")
         pieces = len(answer.arrivals_s)
         if pieces > 1:
             answer.rounds, answer.decoded_tokens = pieces - 1, answer.completion_tokens - 1
-        return Told(answer, "pieces" if pieces > 1 else "none")
+        return CountedAnswer(answer, "pieces" if pieces > 1 else "none")
 
 
 @asynccontextmanager
-async def server_voice(
-    url: str, manner: Manner, *, speculates: bool, salt: str, connections: int, model: str | None, api_key: str | None
-) -> AsyncIterator[ServerVoice]:
+async def server_responder(
+    url: str,
+    request_options: RequestOptions,
+    *,
+    speculates: bool,
+    salt: str,
+    connections: int,
+    model: str | None,
+    api_key: str | None,
+) -> AsyncIterator[ServerResponder]:
     async with Client(url, connections=connections, model=model, api_key=api_key) as client:
-        voice = ServerVoice(client, kind_of(await client.read("/metrics")), speculates=speculates, salt=salt)
-        await voice.probe(manner)
-        yield voice
+        responder = ServerResponder(client, kind_of(await client.read("/metrics")), speculates=speculates, salt=salt)
+        await responder.probe(request_options)
+        yield responder
 
 
 async def ask_server(
-    voice: ServerVoice, conversations: Iterable[Conversation], setting: Setting, manner: Manner, on_answer: OnAnswer
+    responder: ServerResponder,
+    conversations: Iterable[Conversation],
+    setting: Setting,
+    request_options: RequestOptions,
+    on_answer: OnAnswer,
 ) -> None:
     """Keeps `setting.concurrency` conversations open until all have ended. One whose request fails ends with it."""
     waiting = iter(conversations)
@@ -175,8 +188,8 @@ async def ask_server(
         for conversation in waiting:  # shared by the workers
             more = True
             while more:
-                told = await voice.answer(conversation, setting, manner)
-                on_answer(conversation, told)
-                more = told.answer.error is None and conversation.take(told.answer.text)
+                counted_answer = await responder.answer(conversation, setting, request_options)
+                on_answer(conversation, counted_answer)
+                more = counted_answer.answer.error is None and conversation.take(counted_answer.answer.text)
 
     await asyncio.gather(*(work() for _ in range(setting.concurrency)))

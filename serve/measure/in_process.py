@@ -16,10 +16,10 @@ from slipstream.serve.load import Answer
 from slipstream.serve.measure.conversations import (
     PROBE,
     Conversation,
-    Manner,
+    CountedAnswer,
     OnAnswer,
+    RequestOptions,
     Setting,
-    Told,
     template_variables,
 )
 from slipstream.serve.measure.questions import Question
@@ -34,8 +34,8 @@ class OpenAnswer:
         self.start = time.perf_counter()
         self.arrivals_s: list[float] = []
 
-    def add(self, output: Output, engine: Engine) -> Told | None:
-        """What is told of the answer once it has ended. Ends it at a text that its form ends with."""
+    def add(self, output: Output, engine: Engine) -> CountedAnswer | None:
+        """The counted answer once it has ended. Ends it at a text that its form ends with."""
         now = time.perf_counter() - self.start
         if output.tokens:
             self.arrivals_s.append(now)
@@ -48,7 +48,7 @@ class OpenAnswer:
         answer = Answer(text=generation.text, reasoning=generation.reasoning, finish_reason=generation.finish_reason)
         answer.latency_s, answer.arrivals_s, answer.error = now, self.arrivals_s, generation.error or None
         count(answer, generation.stats)
-        return Told(answer, "server" if answer.rounds else "none")
+        return CountedAnswer(answer, "server" if answer.rounds else "none")
 
 
 def count(answer: Answer, stats: RequestStats) -> None:
@@ -58,20 +58,20 @@ def count(answer: Answer, stats: RequestStats) -> None:
     answer.accepted_by_position = list(stats.accepted_by_position)
 
 
-class EngineVoice:
+class EngineResponder:
     """An engine that answers conversations."""
 
     def __init__(self, model: llm.LLM) -> None:
         self._model = model
         self._names: Iterator[int] = iter(range(2**62))
 
-    def begin(self, conversation: Conversation, setting: Setting, manner: Manner) -> OpenAnswer:
-        variables = {**template_variables(setting.thinking), **manner.template} if conversation.is_chat else {}
+    def begin(self, conversation: Conversation, setting: Setting, request_options: RequestOptions) -> OpenAnswer:
+        variables = {**template_variables(setting.thinking), **request_options.template} if conversation.is_chat else {}
         params = {
-            "max_tokens": manner.max_tokens,
+            "max_tokens": request_options.max_tokens,
             "temperature": setting.temperature,
-            "seed": conversation.seed(manner.seed),
-            **manner.fields,
+            "seed": conversation.seed(request_options.seed),
+            **request_options.fields,
         }
         answer = self._model.begin(
             str(next(self._names)), conversation.prompt, SamplingParams(**params), chat_template_kwargs=variables
@@ -79,7 +79,13 @@ class EngineVoice:
         self._model.engine.add(answer.request)
         return OpenAnswer(conversation, answer)
 
-    def ask(self, conversations: Iterable[Conversation], setting: Setting, manner: Manner, on_answer: OnAnswer) -> None:
+    def ask(
+        self,
+        conversations: Iterable[Conversation],
+        setting: Setting,
+        request_options: RequestOptions,
+        on_answer: OnAnswer,
+    ) -> None:
         """Keeps `setting.concurrency` conversations open until all have ended. Raises ValueError for a prompt that
         cannot be served."""
         waiting, engine = iter(conversations), self._model.engine
@@ -90,40 +96,44 @@ class EngineVoice:
                     conversation = next(waiting, None)
                     if conversation is None:
                         break
-                    self._start(conversation, setting, manner, running)
+                    self._start(conversation, setting, request_options, running)
                 if not running:
                     return
                 for output in engine.step():
-                    told = running[output.request_id].add(output, engine)
-                    if told is None:
+                    counted_answer = running[output.request_id].add(output, engine)
+                    if counted_answer is None:
                         continue
                     conversation = running.pop(output.request_id).conversation
-                    on_answer(conversation, told)
-                    if told.answer.error is None and conversation.take(told.answer.text):
-                        self._start(conversation, setting, manner, running)
+                    on_answer(conversation, counted_answer)
+                    if counted_answer.answer.error is None and conversation.take(counted_answer.answer.text):
+                        self._start(conversation, setting, request_options, running)
         finally:
             for name in running:
                 engine.abort(name)
 
     def _start(
-        self, conversation: Conversation, setting: Setting, manner: Manner, running: dict[str, OpenAnswer]
+        self,
+        conversation: Conversation,
+        setting: Setting,
+        request_options: RequestOptions,
+        running: dict[str, OpenAnswer],
     ) -> None:
-        started = self.begin(conversation, setting, manner)
+        started = self.begin(conversation, setting, request_options)
         running[started.answer.request.id] = started
 
 
 @contextmanager
-def engine_voice(options: dict[str, Any], thinking: Sequence[str]) -> Iterator[EngineVoice]:
+def engine_responder(options: dict[str, Any], thinking: Sequence[str]) -> Iterator[EngineResponder]:
     """Starts the engine that `options`, fields of EngineConfig, describe, has it answer once, and ends it. Raises
     ValueError if the target's chat template reads nothing of one of `thinking`."""
     with llm.LLM(**options) as model:
         for one in thinking:
             check_thinking(model, one)
-        voice = EngineVoice(model)
-        probe, manner = Conversation(Question("probe", "", PROBE)), Manner(max_tokens=48)
-        voice.ask([probe], Setting(0.0, "default", 1), manner, lambda _, __: None)
-        yield voice
-        del voice
+        responder = EngineResponder(model)
+        probe, request_options = Conversation(Question("probe", "", PROBE)), RequestOptions(max_tokens=48)
+        responder.ask([probe], Setting(0.0, "default", 1), request_options, lambda _, __: None)
+        yield responder
+        del responder
     del model
     gc.collect()
     torch.cuda.empty_cache()

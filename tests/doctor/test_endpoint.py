@@ -1,24 +1,39 @@
-"""Accept lengths of running servers, by the texts of /metrics that their documentation shows."""
+"""What servers make of the conversations: a server of known rounds, prompts and words, in the forms that are read."""
 
 import pytest
 
-from slipstream.doctor import endpoint
+from slipstream.doctor.endpoint import ask_endpoint, check_endpoint
+from slipstream.doctor.texts import Answered, Conversation
+from slipstream.tests.serve.paced_server import PacedServer, length_of, paced, rounds_of
 
-VLLM = "# TYPE x counter\nvllm:spec_decode_num_drafts_total 10.0\nvllm:spec_decode_num_accepted_tokens_total 15.0\n"
-OURS = "slipstream_rounds_total 10\nslipstream_completion_tokens_total 27\nslipstream_requests_total 2\n"
-
-
-@pytest.mark.parametrize(("text", "server", "length"), [(VLLM, "vllm", 2.5), (OURS, "slipstream", 2.5)])
-def test_it_is_read(text: str, server: str, length: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_get", lambda _: text)
-    found = endpoint.read_endpoint("http://host:1/v1/")
-    assert (found.url, found.server, found.accept_length) == ("http://host:1", server, length)
+TEXTS = ["short", "a longer one", "a question that is longer than both", "four"]
+LENGTHS = [5, 5, 7, 5]  # of the prompts, in tokens; 5 for the server
+MOST = 16
 
 
-def test_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_get", lambda _: "http_requests_total 3\n")
-    with pytest.raises(ValueError, match="reports no accept length"):
-        endpoint.read_endpoint("http://host:1")
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="could not be read"):
-        endpoint.read_endpoint("http://127.0.0.1:9")
+def answered() -> list[Answered]:
+    conversations = [Conversation(({"role": "user", "content": text},)) for text in TEXTS]
+    return [Answered([0] * length, [1, 2], one) for length, one in zip(LENGTHS, conversations, strict=True)]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "vllm-detailed", "sglang", "plain"])
+def test_a_server_is_asked(dialect: str) -> None:
+    lengths = [min(MOST, length_of(text)) for text in TEXTS]
+    emitted = [count for length in lengths for count in rounds_of(length)]
+    own = [PacedServer().words(text, 0, length) for text, length in zip(TEXTS, lengths, strict=True)]
+    with paced(dialect) as server:
+        ask_endpoint(server.url, answered()[:1], own[:1], MOST)  # its counters do not begin at 0
+        found = ask_endpoint(f"{server.url}/v1/", answered(), [*own[:-1], "something else"], MOST)
+    assert (found.url, found.server) == (server.url, "unknown" if dialect == "plain" else dialect.split("-")[0])
+    assert (found.asked, found.other_prompts, found.other_answers) == (4, 1, 1)
+    if dialect == "plain":
+        assert (found.accept_length, found.depth) == (None, None)
+    else:
+        assert found.accept_length == pytest.approx(sum(emitted) / len(emitted))
+        assert found.depth == (2 if dialect != "sglang" else pytest.approx(2))
+    assert not found.is_tested
+
+
+def test_a_server_that_does_not_answer() -> None:
+    with pytest.raises(ValueError, match="endpoint is http://127.0.0.1:9: .* is not an OpenAI-compatible server"):
+        check_endpoint("http://127.0.0.1:9")

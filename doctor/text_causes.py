@@ -1,0 +1,175 @@
+"""What the texts explain: prompts that training rendered otherwise, answers that are not the target's, repetition; and
+whether the engine here, or a server, accepts what the replay says."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from slipstream.doctor.diagnosis import Diagnosis, Finding, Kind
+from slipstream.doctor.endpoint import Endpoint
+from slipstream.doctor.replay import Score
+from slipstream.doctor.texts import Answered
+
+GAIN = 1.15  # of accept length, from which other texts are taken to be those of the training
+REPEATS = 0.3  # share of repeated pieces in the answers, from which they say little about real use
+PARITY = 0.03  # relative difference between the replay and the engine here that goes without saying
+LOSS = 0.1  # of accept length, from which a server is said to accept less
+ALIKE = 0.05  # relative difference of accept lengths from which a reading does not explain a server's
+MOSTLY = 0.5  # share of different answers from which a server's target is said to be another one
+
+
+def loops(answered: Sequence[Answered]) -> bool:
+    """Whether the answers repeat themselves so much that their accept length says little."""
+    return sum(one.repeats for one in answered) > REPEATS * len(answered)
+
+
+def repetition(answered: Sequence[Answered]) -> Iterator[Finding]:
+    if loops(answered):
+        repeats = sum(one.repeats for one in answered) / len(answered)
+        yield Finding(
+            kind="cause",
+            stage="text",
+            name="answers that repeat themselves",
+            cause=f"{100 * repeats:.0f} % of the answers' pieces occurred before in them: on these prompts the target "
+            "loops. Any draft guesses a loop, so this accept length says nothing about real use",
+            remedy="measure with conversations as users send them, rendered by the chat template",
+        )
+
+
+def paired(
+    answered: Sequence[Answered], score: Score, others: Sequence[Answered], other: Score
+) -> tuple[Score, Score] | None:
+    """Both scores over the conversations that both have; None if there are none."""
+    places = {id(one.conversation): place for place, one in enumerate(answered)}
+    pairs = [(places[id(one.conversation)], at) for at, one in enumerate(others) if id(one.conversation) in places]
+    if not pairs:
+        return None
+    own, theirs = zip(*pairs, strict=True)
+    return score.of(own), other.of(theirs)
+
+
+def off_policy(own: Score, given: Score) -> Iterator[Finding]:
+    """`own`: over the target's answers; `given`: over the answers that the data have, of the same conversations."""
+    gain, low = given.ratio(own)
+    if gain > GAIN and low > 1:
+        yield Finding(
+            kind="cause",
+            stage="text",
+            name="answers of another model",
+            cause="the draft predicts the answers of the data better than the target's own: it was trained on answers "
+            "that the target did not write",
+            remedy="let the target answer the training data's prompts (`slipstream regenerate`), and train on that",
+            before=own.accept_length,
+            after=given.accept_length,
+        )
+
+
+def other_prompts(scores: Mapping[str, tuple[Score, Score]]) -> Iterator[Finding]:
+    """`scores`: by the name of a way to render prompts, the default's score and its own, of the same conversations."""
+    found = {name: (other.ratio(own), own, other) for name, (own, other) in scores.items()}
+    better = {name: one for name, one in found.items() if one[0][0] > GAIN and one[0][1] > 1}
+    if better:
+        name, (_, own, other) = max(better.items(), key=lambda item: item[1][0])
+        yield Finding(
+            kind="cause",
+            stage="prompt text",
+            name=f"prompts of another kind: {name}",
+            cause=f"the draft is accepted better where prompts are rendered with {name}: so were the conversations "
+            "that it was trained on",
+            remedy=f"serve with {name}, or train the draft on both kinds of prompts",
+            before=own.accept_length,
+            after=other.accept_length,
+        )
+
+
+def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator[Finding]:
+    """Whether the engine here accepts what the replay says. `refusal`: why it did not draft."""
+    if diagnosis.as_read is None:
+        return
+    simulated = diagnosis.as_read.accept_length
+    if refusal:
+        yield Finding(
+            kind="note",
+            stage="files",
+            name="not served here",
+            cause=f"the engine here refuses the draft: {refusal}",
+            remedy="see there",
+        )
+    elif served is not None and abs(served / simulated - 1) > PARITY:
+        yield Finding(
+            kind="note",
+            stage="files",
+            name="trainer and server here differ",
+            cause=f"replayed, the draft has an accept length of {simulated:.2f}, served here {served:.2f}",
+            remedy="please report this with the draft's config.json: both run the same network",
+        )
+
+
+def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Finding]:
+    """Where a server's accept length differs from the replay's: in the prompts, in the target, or in how it reads the
+    draft's files."""
+    where, asked = f"{endpoint.server} at {endpoint.url}", endpoint.asked
+    simulated = None if diagnosis.as_read is None else _at_depth(diagnosis.as_read, endpoint.depth)
+    told = endpoint.accept_length
+    is_less = simulated is not None and told is not None and told < (1 - LOSS) * simulated
+    kind: Kind = "cause" if is_less else "note"
+    lengths = {"before": told, "after": simulated} if is_less else {}
+    if told is None:
+        yield Finding(
+            kind="note",
+            stage="text",
+            name="a server that tells no rounds",
+            cause=f"{where} tells its rounds neither in answers nor in /metrics, or drafts nothing",
+            remedy="start it with a draft and with its metrics (SGLang: --enable-metrics)",
+        )
+    if endpoint.other_prompts:
+        yield Finding(
+            kind=kind,
+            stage="prompt text",
+            name="prompts of the server differ",
+            cause=f"{endpoint.other_prompts} of {asked} prompts have another number of tokens at {where}: it has "
+            "another chat template, system prompt, date or tokenizer",
+            remedy="start it with the target's chat template, or give its variables here (--date, --template)",
+            **lengths,
+        )
+    elif endpoint.other_answers > MOSTLY * asked:
+        yield Finding(
+            kind=kind,
+            stage="target's states",
+            name="answers of the server differ",
+            cause=f"{endpoint.other_answers} of {asked} answers differ at {where} at temperature 0, though the prompts "
+            "are as long: its target has other weights, or another quantisation",
+            remedy="serve the target that the draft was trained for, or train the draft on for that one (--init-from)",
+            **lengths,
+        )
+    elif is_less:
+        assert told is not None
+        yield _misread(diagnosis, endpoint, told, lengths)
+
+
+def _misread(diagnosis: Diagnosis, endpoint: Endpoint, told: float, lengths: Mapping[str, float | None]) -> Finding:
+    """The server reads the files otherwise: as the reading whose accept length is nearest to its own, if one is."""
+    risks = [(one.before, one.name, one.remedy) for one in diagnosis.findings if one.kind == "risk" and one.before]
+    tried = [(length, name, "") for _, name, length in diagnosis.tried]
+    for readings in (risks, tried):
+        near = min(readings, key=lambda one: abs(one[0] - told), default=None)
+        if near is not None and abs(near[0] / told - 1) < ALIKE:
+            guess, remedy = f"; it accepts as much as with the reading {near[1]!r}", near[2]
+            break
+    else:
+        guess, remedy = "", ""
+    return Finding(
+        kind="cause",
+        stage="files",
+        name=f"{endpoint.server} reads the draft otherwise",
+        cause=f"on the same prompts, with the same answers, {endpoint.server} at {endpoint.url} accepts less than this "
+        f"draft does here: the gap is in how that server reads the files{guess}",
+        remedy=remedy or "mend what is listed as a risk, or serve the draft with Slipstream to compare",
+        **lengths,
+    )
+
+
+def _at_depth(score: Score, depth: float | None) -> float:
+    """About the accept length of rounds in which `depth` tokens are drafted on average, as adaptive servers do."""
+    if depth is None or depth >= score.depth:
+        return score.accept_length
+    rates, whole = score.by_position, int(depth)
+    return min(score.accept_length, 1 + sum(rates[:whole]) + (depth - whole) * rates[whole])

@@ -1,0 +1,165 @@
+"""Trains the drafts of this folder: healthy ones, of which the doctor must not say that anything is wrong.
+
+    make demo                                     # answers of assets/tiny-target, in runs/demo
+    python tests/assets/train.py                  # all drafts
+    python tests/assets/train.py dspark-gated     # one of them
+
+They are narrow inside, so that all of them take a few megabytes: attention has few heads of 32 dims, MLPs have 48
+neurons. Each is trained by its family's program with the seed that DRAFTS names. An interrupted run continues; delete
+DEMO/small to train anew.
+"""
+
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.models.drafts.base import HEAD, DraftNetwork
+from slipstream.models.files.weights import public_tensors
+from slipstream.train import dflash, eagle, eagle3
+from slipstream.train.draft_setup import BaseDraftOptions, TargetFiles, train
+from slipstream.train.options import CheckpointOptions, DataOptions, EvaluationOptions, OptimOptions
+from slipstream.train.training import DraftTraining
+
+ASSETS = Path(__file__).resolve().parent
+ROOT = ASSETS.parent.parent
+TARGET = "assets/tiny-target"  # from ROOT
+HEADS = {"num_kv_heads": 1, "head_dim": 32}
+NUM_HEADS = {eagle: 2, eagle3: 2, dflash: 4}  # a block's slots know of the text only by attention
+MUON: dict[str, Any] = {"name": "muon", "warmup_ratio": 0.03, "schedule": "linear", "momentum": 0.85}
+FILES = ("config.json", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    program: Any  # module of train/
+    seed: int
+    options: Mapping[str, Any]  # of the draft
+    lr: float
+    map_size: int | None = 512  # tokens of the draft's vocabulary; None: all of the target's
+
+
+def chain(**options: Any) -> dict[str, Any]:
+    return {"intermediate_size": 48, "ttt_steps": 3, **options}
+
+
+def block(**options: Any) -> dict[str, Any]:
+    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (3, 5), "init_from_target": False}
+    return {**small, "anchors": 96, "loss": "dpace", **options}
+
+
+def dspark(**options: Any) -> dict[str, Any]:
+    return block(**{"aux_layers": (5,), "markov_rank": 8, "sample_from_anchor": True, **options})
+
+
+NEW_FLAGS = dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output", "qk_norm"), True)
+DRAFTS: dict[str, Recipe] = {
+    "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, 1024),
+    "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, 1024),
+    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, None),
+    "eagle3": Recipe(eagle3, 0, chain(aux_layers=(3,), init_from_target=False), 6e-3, 384),
+    "eagle3-flags": Recipe(eagle3, 1, chain(aux_layers=(2, 5), init_from_target=False, **NEW_FLAGS), 6e-3, 384),
+    "eagle3-one-state": Recipe(
+        eagle3, 2, chain(aux_layers=(4,), init_from_target=False, norm_before_fc=True, norm_output=True), 6e-3
+    ),
+    "dflash": Recipe(dflash, 0, block(block_size=6, aux_layers=(5,)), 1e-2),
+    "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2),
+    "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True, aux_layers=(5,)), 1e-2),
+    "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2),
+    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2),
+    "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2),
+}
+RUN_OPTIONS = {eagle: eagle.EagleOptions, eagle3: eagle3.Eagle3Options, dflash: dflash.DFlashOptions}
+TRAININGS = {eagle: eagle.EagleTraining, eagle3: eagle3.Eagle3Training, dflash: dflash.DFlashTraining}
+
+
+def program_of(network: type[DraftNetwork]) -> Any:
+    return next(program for program, kind in TRAININGS.items() if kind.Network is network)
+
+
+class NarrowFiles(TargetFiles):
+    """Makes drafts with HEADS instead of the target's."""
+
+    def new_draft(self, network: type[Any], options: BaseDraftOptions, **named: Any) -> Any:
+        return super().new_draft(network, options, **named, **HEADS, num_heads=NUM_HEADS[program_of(network)])
+
+
+def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
+    """Trains drafts that are narrow inside, and start with what they can take from the target: its final norm, and the
+    rows of its head if they have one of their own."""
+
+    class Narrow(kind):  # type: ignore[misc, valid-type]
+        @classmethod
+        def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
+            own = (getattr(files, one.name) for one in fields(TargetFiles))
+            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own))
+            return draft
+
+        def start(self, *, continues: bool = False) -> None:
+            own, weights = public_tensors(self.draft), self.target.initial_weights(1)
+            if "norm.weight" in own:
+                own["norm.weight"].data.copy_(weights["norm.weight"])
+            if HEAD in own:
+                own[HEAD].data.copy_(weights[HEAD][self.target_ids])
+            if self.drafter == "dflash":  # passes the last state on
+                size = self.draft.config.hidden_size
+                own["fc.weight"].data.zero_()[:, -size:].copy_(torch.eye(size))
+
+    return Narrow
+
+
+def make(name: str, demo: Path, epochs: int) -> None:
+    recipe, runs = DRAFTS[name], demo / "small"
+    options = dict(recipe.options)
+    if recipe.map_size is not None:
+        path = runs / f"tokens-{recipe.map_size}.safetensors"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            program = [sys.executable, str(ROOT / "data_tools" / "frequency_map.py"), "--data", str(demo / "dataset")]
+            arguments = ["--target", TARGET, "--size", str(recipe.map_size), "--output", str(path)]
+            subprocess.run([*program, *arguments], check=True)
+        options["vocabulary"] = str(path)
+    output = runs / name
+    made = RUN_OPTIONS[recipe.program](
+        target=TARGET,
+        output=str(output),
+        data=DataOptions(path=str(demo / "dataset"), max_length=512, batch_size=2),
+        draft=recipe.program.DraftOptions(**options),
+        optim=OptimOptions(lr=recipe.lr, epochs=epochs, **MUON),
+        evaluation=EvaluationOptions(every=200, depth=63 if recipe.program is dflash else 3, documents=40),
+        checkpoint=CheckpointOptions(every=100),
+        seed=recipe.seed,
+    )
+    train(made, narrow(TRAININGS[recipe.program]))
+    kept = ASSETS / name
+    kept.mkdir(exist_ok=True)
+    for file in FILES:
+        shutil.copyfile(output / "best" / file, kept / file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of `make demo`, for its dataset")
+    parser.add_argument("names", nargs="*", default=list(DRAFTS), help=f"default: all of {', '.join(DRAFTS)}")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the demo's answers (default: %(default)s)")
+    chosen = parser.parse_args()
+    os.chdir(ROOT)
+    if len(chosen.names) == 1:
+        make(chosen.names[0], chosen.demo, chosen.epochs)
+        return
+    for name in chosen.names:  # a process for each, since accelerate keeps the state of one run
+        options = ["--demo", str(chosen.demo), "--epochs", str(chosen.epochs), name]
+        subprocess.run([sys.executable, __file__, *options], check=True)
+
+
+if __name__ == "__main__":
+    main()

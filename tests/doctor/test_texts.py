@@ -1,0 +1,171 @@
+"""Causes that lie in the texts: prompts of another kind, answers of another model, loops, other servers."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from slipstream.doctor.cli import DoctorConfig, examine
+from slipstream.doctor.diagnosis import Diagnosis, Finding
+from slipstream.doctor.endpoint import Endpoint
+from slipstream.doctor.replay import Round, Score
+from slipstream.doctor.text_causes import endpoint_findings, repetition
+from slipstream.doctor.texts import Answered, Conversation
+from slipstream.tests.random_drafts import save_random_dflash
+from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
+from slipstream.tests.test_packaging import ROOT
+
+TEXTS, TOKENS, PROMPT = 16, 24, 6
+TEMPLATE = (
+    "{% if enable_thinking %}w90 w91 w92 {% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}w5 {% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}w4 {{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def worded(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose tokens are words, and whose prompts begin otherwise where it thinks."""
+    folder = shutil.copytree(make_target("qwen3"), tmp_path_factory.mktemp("worded") / "target")
+    words = {f"w{token}": token for token in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))  # noqa: S106  a word, not a password
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+    return folder
+
+
+def prompts(*, thinking: bool) -> list[list[int]]:
+    """The token ids that the template gives."""
+    start = [90, 91, 92] if thinking else []
+    return [[*start, 4, *random_prompt(PROMPT, i), 5] for i in range(TEXTS)]
+
+
+def answers_of(target: Path, asked: list[list[int]]) -> list[list[int]]:
+    engine = build_engine(target, max_running=TEXTS)
+    found = run(engine, [make_request(str(i), prompt, max_tokens=TOKENS) for i, prompt in enumerate(asked)])
+    engine.close()
+    return [found[str(i)].tokens for i in range(len(asked))]
+
+
+def fitted(target: Path, folder: Path, asked: list[list[int]], answers: list[list[int]]) -> Path:
+    """A draft that knows these answers."""
+    texts = [(len(prompt), prompt + answer) for prompt, answer in zip(asked, answers, strict=True)]
+    save_random_dflash(target, folder, texts, aux_layers=(0, 1, 2))
+    return folder
+
+
+def write_data(path: Path, answers: list[list[int]] | None = None) -> Path:
+    lines = []
+    for number in range(TEXTS):
+        messages = [{"role": "user", "content": as_words(random_prompt(PROMPT, number))}]
+        if answers is not None:
+            messages.append({"role": "assistant", "content": as_words(answers[number])})
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def as_words(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def config_of(target: Path, draft: Path, data: Path) -> DoctorConfig:
+    return DoctorConfig(target=str(target), draft=str(draft), data=(str(data),), max_tokens=TOKENS)
+
+
+def test_thinking_that_only_the_training_had(worded: Path, tmp_path: Path) -> None:
+    asked = prompts(thinking=True)
+    draft = fitted(worded, tmp_path / "draft", asked, answers_of(worded, asked))
+    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
+    causes = [one for one in found.findings if one.kind == "cause"]
+    assert causes[0].stage == "prompt text"
+    assert "enable_thinking true" in causes[0].name
+    assert found.is_wrong
+
+
+@pytest.mark.slow
+def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> None:
+    asked = prompts(thinking=False)
+    draft = fitted(worded, tmp_path / "draft", asked, answers_of(worded, asked))
+    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
+    assert not [one for one in found.findings if one.stage == "prompt text"]
+    assert found.served == pytest.approx(found.diagnosis.as_read and found.diagnosis.as_read.accept_length, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> None:
+    """The data's answers are those of a model that differs from the target in its last layer."""
+    asked = prompts(thinking=False)
+    other = AutoModelForCausalLM.from_pretrained(worded)
+    torch.manual_seed(0)
+    weight = other.model.layers[-1].mlp.down_proj.weight
+    weight.data += 2 * weight.std() * torch.randn_like(weight)
+    other.save_pretrained(tmp_path / "other")
+    theirs = answers_of(tmp_path / "other", asked)
+    draft = fitted(tmp_path / "other", tmp_path / "draft", asked, theirs)
+    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl", theirs)))
+    assert "answers of another model" in [one.name for one in found.findings if one.kind == "cause"]
+
+
+def test_loops() -> None:
+    looping, other = ([1, 2, 3] * 20, list(range(60)))
+    conversation = Conversation(())
+    answered = [Answered([0], looping, conversation), Answered([0], other, conversation)]
+    assert answered[0].repeats == pytest.approx(1 - 3 / 53)  # 53 pieces of 8 tokens, of which 3 differ
+    assert answered[1].repeats == 0
+    assert [one.name for one in repetition(answered)] == ["answers that repeat themselves"]
+    assert not [*repetition([answered[1]])]
+
+
+@pytest.mark.slow
+def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
+    """Digits, of which the bundled target makes nothing."""
+    rng, data = random.Random(0), tmp_path / "data.jsonl"
+    texts = [" ".join(str(rng.randrange(10)) for _ in range(20)) for _ in range(6)]
+    data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts))
+    config = config_of(ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3-flags", data)
+    found = examine(replace(config, max_tokens=96))
+    assert [one.name for one in found.findings if one.kind == "cause"] == ["answers that repeat themselves"]
+    assert found.is_wrong
+
+
+RISK = Finding(
+    kind="risk", stage="positions", name="64 positions", cause="", remedy="write more", before=1.5, after=2.0
+)
+SCORE = Score(emitted=(4, 4), rounds=tuple(Round(i // 2, i, 1) for i in range(4)), depth=2)
+SERVER = Endpoint(
+    url="http://host:1", server="vllm", asked=10, accept_length=2.0, depth=None, other_prompts=0, other_answers=1
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "stage"),
+    [
+        ({}, None, ""),
+        ({"accept_length": 1.9}, None, ""),  # as much
+        ({"accept_length": 1.5, "other_prompts": 3}, "cause", "prompt text"),
+        ({"other_prompts": 3}, "note", "prompt text"),
+        ({"accept_length": 1.5, "other_answers": 9}, "cause", "target's states"),
+        ({"accept_length": 1.52}, "cause", "files"),
+        ({"accept_length": None}, "note", "text"),
+        ({"accept_length": 1.5, "depth": 0.5}, None, ""),  # it drafts half a token a round
+    ],
+)
+def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, stage: str) -> None:
+    diagnosis = Diagnosis(findings=(RISK,), tried=(), as_read=SCORE, mended=SCORE)
+    found = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]
+    assert [(one.kind, one.stage) for one in found] == ([] if kind is None else [(kind, stage)])
+    if stage == "files":
+        assert RISK.name in found[0].cause
+        assert found[0].remedy == RISK.remedy
