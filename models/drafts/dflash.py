@@ -447,23 +447,30 @@ class DFlash(DraftNetwork):
         logits: Tensor,
         *,
         num_candidates: int | None = None,
+        noise: Tensor | None = None,
         context: Tensor | None = None,
         embed: Callable[[Tensor], Tensor] | None = None,
     ) -> Lattice:
         """The candidates of the K slots that draft, and their scores by whichever head joins them.
 
         hidden (B, K, H) final states of these slots, anchors (B,) target ids, logits (B, K, Vd) of the head there.
-        `num_candidates`: k, by default the config's. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row
-        before the anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
+        `num_candidates`: k, by default the config's. `noise` (B, K, Vd) fp32: what the requests add to each logit,
+        T * gumbel; default: none, T = 0. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row before the
+        anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
         """
         unary = self.unary(logits)
-        scores, rows = unary.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        found = unary if noise is None or self.scorer is not None else unary.float() + noise
+        scores, rows = found.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
         candidates = rows if self.target_ids is None else self.target_ids[rows]
         if self.scorer is not None:
             assert context is not None
             assert embed is not None
             log_probs = scores.float() - unary.float().logsumexp(dim=-1, keepdim=True)
-            return Lattice(candidates, *self.scorer(embed(candidates), log_probs, hidden, context))
+            start, edges = self.scorer(embed(candidates), log_probs, hidden, context)
+            if noise is not None:
+                own = noise.gather(2, rows)
+                start, edges = start + own[:, 0], edges + own[:, 1:, None]
+            return Lattice(candidates, start, edges)
         joins = self.selector or self.markov
         if joins is None:
             edges = scores[:, 1:].unsqueeze(2).expand(-1, -1, scores.shape[-1], -1)
