@@ -44,7 +44,7 @@ from slipstream.train.blocks import (
     draw_anchors,
     find_blocks,
 )
-from slipstream.train.calibration import Confidences, chain_error, fit_temperatures
+from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.options import EvaluationOptions
@@ -474,22 +474,21 @@ class DFlashTraining(DraftTraining):
         self.said.append(Confidences(*(x.cpu() for x in (logits, accepted, blocks.counts))))  # sync
 
     def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """Calibrates the confidence head on the first half of the held-out chains, and measures it on the second: the
-        metrics `confidence_error` and `confidence_error_before`."""
+        """Calibrates the confidence head. The metrics `confidence_error` and `confidence_error_before` are measured on
+        the second half of the held-out chains, with what fits the first half; the draft gets what fits all."""
         if self.draft.confidence is None:
             return {}
         parts, self.said = gather(self.said), []
         if not parts:
             return {}
         found = Confidences.joined(parts)
-        half = len(found.accepted) // 2
-        fitted, others = found.of(slice(0, half)), found.of(slice(half, None))
-        temperatures = fit_temperatures(fitted)
-        missing = self.draft.config.num_proposals - len(temperatures)
-        chosen = (*temperatures.tolist(), *[temperatures[-1].item()] * missing)
-        self.draft.config = replace(self.draft.config, confidence_temperatures=chosen)
-        before = chain_error(others, torch.ones_like(temperatures))
-        return {"confidence_error": chain_error(others, temperatures), "confidence_error_before": before}
+        half, none = len(found.accepted) // 2, Calibration.none(found.logits.shape[1])
+        others = found.of(slice(half, None))
+        fitted = fit_calibration(found).padded(self.draft.config.num_proposals)
+        temperatures, biases = (tuple(numbers.tolist()) for numbers in fitted)
+        self.draft.config = replace(self.draft.config, confidence_temperatures=temperatures, confidence_biases=biases)
+        error = chain_error(others, fit_calibration(found.of(slice(0, half))))
+        return {"confidence_error": error, "confidence_error_before": chain_error(others, none)}
 
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)

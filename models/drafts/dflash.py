@@ -74,6 +74,7 @@ class DFlashConfig(DraftConfig):
     lilicorr: LiLiCorrConfig | None = None
     confidence_head: bool = False  # it reads the Markov head's embedding, too, where there is one
     confidence_temperatures: tuple[float, ...] = ()  # its logit at slot k is divided by that; none: by 1
+    confidence_biases: tuple[float, ...] = ()  # and then this is added; none: 0
     output_multiplier: float = 1.0  # of the head's logits
     final_logit_softcapping: float | None = None  # c, where the multiplied logits x become c * tanh(x / c)
     input_embedding_scale: float = 1.0  # of the embeddings that the block begins with
@@ -118,11 +119,13 @@ class DFlashConfig(DraftConfig):
             raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
         if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
             raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
-        temperatures = self.confidence_temperatures
+        temperatures, biases = self.confidence_temperatures, self.confidence_biases
         if temperatures and (len(temperatures) != self.num_proposals or min(temperatures) <= 0):
             raise ValueError(
                 f"confidence_temperatures is {list(temperatures)}; give {self.num_proposals} positive numbers, or none"
             )
+        if biases and len(biases) != self.num_proposals:
+            raise ValueError(f"confidence_biases is {list(biases)}; give {self.num_proposals} numbers, or none")
 
     @property
     def first_slot(self) -> int:
@@ -194,6 +197,8 @@ class DFlashConfig(DraftConfig):
             found |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
         if self.confidence_temperatures:
             found["confidence_temperatures"] = list(self.confidence_temperatures)
+        if self.confidence_biases:
+            found["confidence_biases"] = list(self.confidence_biases)
         if self.lilicorr is not None:
             found |= self.lilicorr.to_json()
         if self.architecture == "DSparkDraftModel":
@@ -248,6 +253,7 @@ def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": values.get("final_logit_softcapping") or None,
         "confidence_head": bool(values.get("enable_confidence_head", False)),
         "confidence_temperatures": tuple(values.get("confidence_temperatures") or ()),
+        "confidence_biases": tuple(values.get("confidence_biases") or ()),
         "lilicorr": LiLiCorrConfig.from_json(values),
     }
 
@@ -486,5 +492,11 @@ class DFlash(DraftNetwork):
         assert self.confidence is not None
         embedded = None if self.markov is None else self.markov.embed(previous)
         logits = self.confidence(hidden, embedded)
-        temperatures = self.config.confidence_temperatures[: logits.shape[1]]
-        return logits / logits.new_tensor(temperatures) if temperatures else logits
+        temperatures, biases = (x[: logits.shape[1]] for x in self.calibration)
+        return logits / logits.new_tensor(temperatures) + logits.new_tensor(biases)
+
+    @property
+    def calibration(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of the confidence head: the temperature and the bias of each of the K slots."""
+        config, count = self.config, self.config.num_proposals
+        return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count

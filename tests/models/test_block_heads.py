@@ -24,7 +24,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "gated": {"markov_rank": 6, "markov_head_type": "gated", "confidence_head": True, "sample_from_anchor": True},
     "scorer": {"lilicorr": SCORER, "conv_kernel_size": 2},
     "as wide": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=0, num_heads=4)},
-    "confidence": {"confidence_head": True, "confidence_temperatures": (1.5,) * 7},
+    "confidence": {
+        "confidence_head": True,
+        "confidence_temperatures": (1.5,) * 7,
+        "confidence_biases": (0.5, -0.25) + (0.0,) * 5,
+    },
     "scaled": {"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "input_embedding_scale": 3.0},
 }
 
@@ -100,6 +104,7 @@ def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
         ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; supported: vanilla and gated"),
         ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
         ({"confidence_head": True, "confidence_temperatures": (1.0,)}, "give 7 positive numbers, or none"),
+        ({"confidence_head": True, "confidence_biases": (1.0,)}, "confidence_biases is .*; give 7 numbers, or none"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; give a positive number"),
     ],
 )
@@ -248,7 +253,6 @@ def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..
     expected = hidden @ weight[:32] + rows @ weight[32:] + bias
     torch.testing.assert_close(draft.confidences(hidden, before), expected)
     calibrated = make_draft(**HEADS["confidence"] | {"confidence_temperatures": tuple(range(1, 8))})
-    raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": ()})
-    torch.testing.assert_close(
-        calibrated.confidences(hidden, before) * torch.tensor([1.0, 2.0, 3.0]), raw.confidences(hidden, before)
-    )
+    raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": (), "confidence_biases": ()})
+    expected = raw.confidences(hidden, before) / torch.tensor([1.0, 2.0, 3.0]) + torch.tensor([0.5, -0.25, 0.0])
+    torch.testing.assert_close(calibrated.confidences(hidden, before), expected)
