@@ -50,7 +50,7 @@ OTHERS = [name for name in DRAFTERS if name not in BLOCK_DRAFTERS]
     ("drafter", "preempted", "kind"),
     [
         *rotating(OTHERS, (True, False), TARGETS),
-        *gate_of(product(BLOCK_DRAFTERS, (True, False), TARGETS), [("dspark, tree", True, "windows")]),
+        *gate_of(product(BLOCK_DRAFTERS, (True, False), TARGETS), []),
     ],
 )
 def test_answers_do_not_depend_on_the_draft(
