@@ -171,7 +171,8 @@ class NaiveDFlash(NaiveLayers):
             embedded = weights.get("markov_head.markov_w1.weight")
             read = states[slot] if embedded is None else torch.cat((states[slot], embedded[before]))
             temperatures = self.heads.get("confidence_temperatures") or [1.0] * count
-            return (self._project(read, "confidence_head.proj")[0] / temperatures[slot]).sigmoid().log()
+            bias = (self.heads.get("confidence_biases") or [0.0] * count)[slot]
+            return (self._project(read, "confidence_head.proj")[0] / temperatures[slot] + bias).sigmoid().log()
 
         has_trust = "confidence_head.proj.weight" in weights
         return candidates.tolist(), mass, after, trust if has_trust else None

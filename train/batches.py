@@ -180,7 +180,7 @@ def evaluation_batches(
     for first in range(0, len(rows), step):
         offset = first + process * batch_size
         chosen = list(range(offset, min(offset + batch_size, len(rows))))
-        yield rows.batch(chosen or [0]), bool(chosen)
+        yield rows.batch(chosen or [0], offset if chosen else 0), bool(chosen)
 
 
 def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:

@@ -1,16 +1,38 @@
-"""Calibration of a confidence head: one temperature for each slot, so that a product of its probabilities is the share
-of chains that get so far (DSpark, arXiv 2607.05147, section 4).
+"""Calibration of a confidence head: a temperature and a bias for each slot, so that a product of its probabilities is
+the share of chains that get so far.
+
+DSpark (arXiv 2607.05147, section 4) fits temperatures alone, from left to right. They cannot shift a probability, which
+the head needs: it learns how probably rejection sampling accepts a draft, and drafts are accepted greedily or with
+shared noise. So each slot has two numbers, as Platt (1999) has, fitted by the likelihood of the product up to it.
 
 Letters: N blocks, K slots.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 NUM_BINS = 15
-TEMPERATURES = torch.logspace(-1, 1, 81)  # the grid: 0.1 .. 10
+STRENGTH = 30.0  # of the prior that the head is right: precision of both numbers around 0
+MOST_STEPS = 60
+
+
+class Calibration(NamedTuple):
+    """A slot's probability is sigmoid(logit / temperature + bias)."""
+
+    temperatures: Tensor  # (K,) fp32, positive
+    biases: Tensor  # (K,) fp32
+
+    @classmethod
+    def none(cls, num_slots: int) -> Self:
+        return cls(torch.ones(num_slots), torch.zeros(num_slots))
+
+    def padded(self, num_slots: int) -> "Calibration":
+        """With the last slot's numbers for further ones."""
+        missing = num_slots - len(self.temperatures)
+        return Calibration(*(torch.cat((x, x[-1:].expand(missing))) for x in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +50,10 @@ class Confidences:
     def of(self, rows: slice) -> "Confidences":
         return Confidences(self.logits[rows], self.accepted[rows], self.counts[rows])
 
-    def survival(self, temperatures: Tensor) -> Tensor:
-        """(N, K) probability that all slots up to each are accepted; temperatures (K,)."""
-        return torch.sigmoid(self.logits / temperatures).cumprod(dim=1)
+    def survival(self, calibration: Calibration) -> Tensor:
+        """(N, K) probability that all slots up to each are accepted."""
+        temperatures, biases = calibration
+        return torch.sigmoid(self.logits / temperatures + biases).cumprod(dim=1)
 
     @property
     def survived(self) -> Tensor:
@@ -49,22 +72,42 @@ def calibration_error(probabilities: Tensor, outcomes: Tensor) -> float:
     return float(gaps.abs().sum() / len(probabilities))
 
 
-def chain_error(found: Confidences, temperatures: Tensor) -> float:
+def chain_error(found: Confidences, calibration: Calibration) -> float:
     """The calibration error of all chains' survival, over all slots that count."""
-    return calibration_error(found.survival(temperatures)[found.counts], found.survived[found.counts])
+    return calibration_error(found.survival(calibration)[found.counts], found.survived[found.counts])
 
 
-def fit_temperatures(found: Confidences) -> Tensor:
-    """(K,) the temperatures, from left to right: at each slot the one of the grid with the least calibration error of
-    the product up to it; of equal ones the nearest to 1."""
-    count = found.logits.shape[1]
-    chosen, before = torch.ones(count), torch.ones(len(found.logits))
-    grid = TEMPERATURES[TEMPERATURES.log().abs().argsort()]
-    for slot in range(count):
+def fit_calibration(found: Confidences) -> Calibration:
+    """The numbers of each slot, from left to right: those with the largest likelihood of the product up to it. With few
+    chains they stay near 1 and 0."""
+    chosen, before = list[Tensor](), torch.ones(len(found.logits), dtype=torch.float64)
+    for slot, logits in enumerate(found.logits.double().unbind(dim=1)):
         here = found.counts[:, slot]
-        outcomes = found.survived[here, slot]
-        products = [before * torch.sigmoid(found.logits[:, slot] / temperature) for temperature in grid]
-        errors = [calibration_error(product[here], outcomes) for product in products]
-        best = min(range(len(grid)), key=errors.__getitem__)
-        chosen[slot], before = grid[best], products[best]
-    return chosen
+        numbers = _fit_slot(logits[here], before[here], found.survived[here, slot])
+        chosen.append(numbers)
+        before = before * _probabilities(logits, numbers)
+    log_temperatures, biases = torch.stack(chosen, dim=1).float()
+    return Calibration(log_temperatures.exp(), biases)
+
+
+def _fit_slot(logits: Tensor, before: Tensor, outcomes: Tensor) -> Tensor:
+    """(2,) logarithm of the temperature, and bias, of logits (M,) after products `before` (M,); outcomes (M,) bool."""
+    numbers = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([numbers], max_iter=MOST_STEPS, line_search_fn="strong_wolfe")
+    wanted = outcomes.double()
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        products = (before * _probabilities(logits, numbers)).clamp(1e-6, 1 - 1e-6)
+        entropy = torch.nn.functional.binary_cross_entropy(products, wanted, reduction="sum")
+        total = entropy + STRENGTH / 2 * numbers.square().sum()
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return numbers.detach()
+
+
+def _probabilities(logits: Tensor, numbers: Tensor) -> Tensor:
+    return torch.sigmoid(logits / numbers[0].exp() + numbers[1])

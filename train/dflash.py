@@ -44,14 +44,16 @@ from slipstream.train.blocks import (
     draw_anchors,
     find_blocks,
 )
-from slipstream.train.calibration import Confidences, chain_error, fit_temperatures
+from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.state_source import target_states
+from slipstream.train.text_noise import noise_behind
 from slipstream.train.training import DraftTraining, Metrics, add
 
 EVALUATED_AT_ONCE = 256  # blocks
+NOISE_COST = 8  # times the memory of a block's logits that its noise takes while it is computed
 SAME_NAMES = (  # options that are fields of the config
     *("sample_from_anchor", "sliding_window_non_causal", "selector_rank", "selector_top_k", "markov_rank"),
     *("markov_head_type", "confidence_head", "lilicorr"),
@@ -115,11 +117,22 @@ class DraftOptions(BaseDraftOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockEvaluationOptions(EvaluationOptions):
+    depth: int = 63
+    temperature: float = 0.0
+    """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlashOptions(DraftRunOptions):
     """Trains a DFLASH block draft for a target."""
 
     draft: DraftOptions = field(default_factory=DraftOptions)
-    evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(depth=63))
+    evaluation: BlockEvaluationOptions = field(default_factory=BlockEvaluationOptions)
 
 
 class Read(NamedTuple):
@@ -174,6 +187,7 @@ class DFlashTraining(DraftTraining):
     draft vocabulary."""
 
     Network, drafter = DFlash, "dflash"
+    temperature = 0.0  # of the server that an evaluation simulates
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -184,6 +198,7 @@ class DFlashTraining(DraftTraining):
             raise ValueError("draft.confidence_head is true together with draft.lilicorr; train one of them")
         self.reads_final_state = reads_teacher(self.losses)
         self.head = TargetHead(self.target, self.target_ids)
+        self.target_head = TargetHead(self.target, torch.arange(self.vocab_size, device="cpu"))  # of all tokens
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
         self.said: list[Confidences] = []  # of the confidence head, in the evaluation at hand
@@ -208,6 +223,10 @@ class DFlashTraining(DraftTraining):
             conv_kernel_size=2 if options.conv else 0,
             **{name: getattr(options, name) for name in SAME_NAMES},
         )
+
+    def configure(self, evaluation: BlockEvaluationOptions) -> None:
+        self.temperature = evaluation.temperature
+        self.reads_final_state = self.reads_final_state or self.temperature > 0
 
     def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target and not continues:
@@ -383,28 +402,44 @@ class DFlashTraining(DraftTraining):
         anchors, first = possible_roots(batch), self.draft.config.first_slot
         read, metrics = self.read(batch), Metrics()
         accepted = []
-        blocks_at_once = min(EVALUATED_AT_ONCE, max(1, rows_at_once(self.head.rows) // self.depth))
+        share = NOISE_COST if self.temperature else 1
+        blocks_at_once = min(EVALUATED_AT_ONCE, max(1, rows_at_once(self.head.rows) // self.depth // share))
         for blocks in find_blocks(batch, anchors, self.depth + first, first_slot=first).parts(blocks_at_once):
             blocks = blocks.to(self.device)
-            hidden = self.states(blocks, read)[:, first:]
+            hidden, noise = self.states(blocks, read)[:, first:], self.noise(batch, blocks, read)
             if self.joins:
-                found, sums = self.follow_lattice(blocks, hidden, read)
+                found, sums = self.follow_lattice(blocks, hidden, read, noise)
                 add(metrics, sums)
             else:
-                predicted = self.predictions(hidden.flatten(0, 1)).view(blocks.labels.shape)
+                predicted = self.predictions(hidden, noise)
                 found = count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t())
                 self.collect(blocks, hidden, predicted, found, read)
             accepted.append(found)
         joined = torch.cat(accepted).cpu()  # sync
         return metrics | self.walk(batch, anchors - 1, joined, self.depth)
 
+    @torch.no_grad()
+    def noise(self, batch: Batch, blocks: Blocks, read: Read) -> Tensor | None:
+        """(N, K, Vd) noise that a server adds to the logits of the blocks' slots, given that the target says the
+        batch's text: the same in all blocks that reach a token. None at temperature 0."""
+        if self.temperature == 0:
+            return None
+        width, before = batch.tokens.shape[1], blocks.rows_before.clamp(max=len(read.tokens) - 1)  # (N, K)
+        rows = before.flatten()
+        logits = self.target_head.teach(read.final[rows]).float() / self.temperature
+        numbers = batch.numbers.to(self.device)
+        drawn = noise_behind(blocks.labels.flatten(), logits, numbers[rows // width], rows % width, self.head.ids)
+        return self.temperature * drawn.unflatten(0, before.shape)
+
     @property
     def joins(self) -> bool:
         """Whether a head joins the slots."""
         return any(head is not None for head in (self.draft.selector, self.draft.markov, self.draft.scorer))
 
-    def follow_lattice(self, blocks: Blocks, hidden: Tensor, read: Read) -> tuple[Tensor, Metrics]:
-        """What the greedy chain through the lattice has right (N,), and sums: `candidate_recall`, the share of slots
+    def follow_lattice(
+        self, blocks: Blocks, hidden: Tensor, read: Read, noise: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        """What the chain through the lattice has right (N,), and sums: `candidate_recall`, the share of slots
         whose token is a candidate; `path_accept_rate`, of the tokens that some path has right, the share that the chain
         has; `block_accept_length`, the mean over blocks of the accepted tokens, and `slots_accept_length`, the same of
         each slot's best token by itself."""
@@ -412,7 +447,7 @@ class DFlashTraining(DraftTraining):
             logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
         context = read.context[blocks.anchors - 1]
         lattice = self.draft.lattice(
-            hidden, read.tokens[blocks.anchors], logits, context=context, embed=self.target.embed
+            hidden, read.tokens[blocks.anchors], logits, noise=noise, context=context, embed=self.target.embed
         )
         chain = lattice.tokens(walk(lattice))
         matches = (lattice.candidates == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
@@ -439,22 +474,21 @@ class DFlashTraining(DraftTraining):
         self.said.append(Confidences(*(x.cpu() for x in (logits, accepted, blocks.counts))))  # sync
 
     def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """Calibrates the confidence head on the first half of the held-out chains, and measures it on the second: the
-        metrics `confidence_error` and `confidence_error_before`."""
+        """Calibrates the confidence head. The metrics `confidence_error` and `confidence_error_before` are measured on
+        the second half of the held-out chains, with what fits the first half; the draft gets what fits all."""
         if self.draft.confidence is None:
             return {}
         parts, self.said = gather(self.said), []
         if not parts:
             return {}
         found = Confidences.joined(parts)
-        half = len(found.accepted) // 2
-        fitted, others = found.of(slice(0, half)), found.of(slice(half, None))
-        temperatures = fit_temperatures(fitted)
-        missing = self.draft.config.num_proposals - len(temperatures)
-        chosen = (*temperatures.tolist(), *[temperatures[-1].item()] * missing)
-        self.draft.config = replace(self.draft.config, confidence_temperatures=chosen)
-        before = chain_error(others, torch.ones_like(temperatures))
-        return {"confidence_error": chain_error(others, temperatures), "confidence_error_before": before}
+        half, none = len(found.accepted) // 2, Calibration.none(found.logits.shape[1])
+        others = found.of(slice(half, None))
+        fitted = fit_calibration(found).padded(self.draft.config.num_proposals)
+        temperatures, biases = (tuple(numbers.tolist()) for numbers in fitted)
+        self.draft.config = replace(self.draft.config, confidence_temperatures=temperatures, confidence_biases=biases)
+        error = chain_error(others, fit_calibration(found.of(slice(0, half))))
+        return {"confidence_error": error, "confidence_error_before": chain_error(others, none)}
 
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)
@@ -470,9 +504,13 @@ class DFlashTraining(DraftTraining):
         states = self.draft(self.target.embed(asked).flatten(0, 1), read.attention, blocks.size)
         return states.view(*asked.shape, -1)
 
-    def predictions(self, states: Tensor) -> Tensor:
-        """Target id of the best draft token by a slot's own logits: (M, H) -> (M,)."""
-        return self.head.predictions(states)
+    def predictions(self, states: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Target id of the best draft token by a slot's own logits, plus `noise` (..., Vd): (..., H) -> (...)."""
+        if noise is None:
+            return self.head.predictions(states.flatten(0, -2)).view(states.shape[:-1])
+        with torch.autocast(self.device.type, enabled=False):
+            logits = self.draft.unary(states.to(self.head.rows.dtype) @ self.head.rows.t())
+        return self.head.ids[(logits.float() + noise).argmax(dim=-1)]
 
 
 @torch.no_grad()

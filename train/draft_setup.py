@@ -220,6 +220,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
+    training.configure(options.evaluation)
     training.start(continues=files.start is not None)
     if files.start is not None and not options.dry_run:
         for line in warm_start(draft, files.start).lines(options.init_from):

@@ -53,6 +53,9 @@ class DraftTraining(nn.Module, ABC):
     def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
+    def configure(self, evaluation: Any) -> None:
+        """Takes what the run's options of evaluation have besides those that all drafts have."""
+
     def start(self, *, continues: bool = False) -> None:
         """Called once before a run's first step: may take weights over from the target. `continues`: those of another
         draft replace what they can."""

@@ -25,8 +25,8 @@ IDENTITIES = ("attention_conv.", "mlp_conv.", "candidate_selector.", "markov_hea
 # Fields that say which heads a draft has, or nothing about its tokens: compared by their tensors, or not at all.
 NOT_COMPARED = (
     *(*OWN_FIELDS, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
-    *("markov_head_type", "confidence_head", "confidence_temperatures", "lilicorr", "max_position_embeddings"),
-    *("draft_vocab_size", "target_hidden_size", "target_num_layers"),
+    *("markov_head_type", "confidence_head", "confidence_temperatures", "confidence_biases", "lilicorr"),
+    *("max_position_embeddings", "draft_vocab_size", "target_hidden_size", "target_num_layers"),
 )
 
 

@@ -144,7 +144,7 @@ def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, An
 HEAD_FIELDS = (
     *("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
     *("markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_temperatures"),
-    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
+    *("confidence_biases", "output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
 
 

@@ -74,6 +74,7 @@ class DFlashConfig(DraftConfig):
     lilicorr: LiLiCorrConfig | None = None
     confidence_head: bool = False  # it reads the Markov head's embedding, too, where there is one
     confidence_temperatures: tuple[float, ...] = ()  # its logit at slot k is divided by that; none: by 1
+    confidence_biases: tuple[float, ...] = ()  # and then this is added; none: 0
     output_multiplier: float = 1.0  # of the head's logits
     final_logit_softcapping: float | None = None  # c, where the multiplied logits x become c * tanh(x / c)
     input_embedding_scale: float = 1.0  # of the embeddings that the block begins with
@@ -118,11 +119,13 @@ class DFlashConfig(DraftConfig):
             raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
         if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
             raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
-        temperatures = self.confidence_temperatures
+        temperatures, biases = self.confidence_temperatures, self.confidence_biases
         if temperatures and (len(temperatures) != self.num_proposals or min(temperatures) <= 0):
             raise ValueError(
                 f"confidence_temperatures is {list(temperatures)}; give {self.num_proposals} positive numbers, or none"
             )
+        if biases and len(biases) != self.num_proposals:
+            raise ValueError(f"confidence_biases is {list(biases)}; give {self.num_proposals} numbers, or none")
 
     @property
     def first_slot(self) -> int:
@@ -194,6 +197,8 @@ class DFlashConfig(DraftConfig):
             found |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
         if self.confidence_temperatures:
             found["confidence_temperatures"] = list(self.confidence_temperatures)
+        if self.confidence_biases:
+            found["confidence_biases"] = list(self.confidence_biases)
         if self.lilicorr is not None:
             found |= self.lilicorr.to_json()
         if self.architecture == "DSparkDraftModel":
@@ -248,6 +253,7 @@ def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": values.get("final_logit_softcapping") or None,
         "confidence_head": bool(values.get("enable_confidence_head", False)),
         "confidence_temperatures": tuple(values.get("confidence_temperatures") or ()),
+        "confidence_biases": tuple(values.get("confidence_biases") or ()),
         "lilicorr": LiLiCorrConfig.from_json(values),
     }
 
@@ -447,23 +453,30 @@ class DFlash(DraftNetwork):
         logits: Tensor,
         *,
         num_candidates: int | None = None,
+        noise: Tensor | None = None,
         context: Tensor | None = None,
         embed: Callable[[Tensor], Tensor] | None = None,
     ) -> Lattice:
         """The candidates of the K slots that draft, and their scores by whichever head joins them.
 
         hidden (B, K, H) final states of these slots, anchors (B,) target ids, logits (B, K, Vd) of the head there.
-        `num_candidates`: k, by default the config's. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row
-        before the anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
+        `num_candidates`: k, by default the config's. `noise` (B, K, Vd) fp32: what the requests add to each logit,
+        T * gumbel; default: none, T = 0. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row before the
+        anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
         """
         unary = self.unary(logits)
-        scores, rows = unary.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        found = unary if noise is None or self.scorer is not None else unary.float() + noise
+        scores, rows = found.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
         candidates = rows if self.target_ids is None else self.target_ids[rows]
         if self.scorer is not None:
             assert context is not None
             assert embed is not None
             log_probs = scores.float() - unary.float().logsumexp(dim=-1, keepdim=True)
-            return Lattice(candidates, *self.scorer(embed(candidates), log_probs, hidden, context))
+            start, edges = self.scorer(embed(candidates), log_probs, hidden, context)
+            if noise is not None:
+                own = noise.gather(2, rows)
+                start, edges = start + own[:, 0], edges + own[:, 1:, None]
+            return Lattice(candidates, start, edges)
         joins = self.selector or self.markov
         if joins is None:
             edges = scores[:, 1:].unsqueeze(2).expand(-1, -1, scores.shape[-1], -1)
@@ -479,5 +492,11 @@ class DFlash(DraftNetwork):
         assert self.confidence is not None
         embedded = None if self.markov is None else self.markov.embed(previous)
         logits = self.confidence(hidden, embedded)
-        temperatures = self.config.confidence_temperatures[: logits.shape[1]]
-        return logits / logits.new_tensor(temperatures) if temperatures else logits
+        temperatures, biases = (x[: logits.shape[1]] for x in self.calibration)
+        return logits / logits.new_tensor(temperatures) + logits.new_tensor(biases)
+
+    @property
+    def calibration(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of the confidence head: the temperature and the bias of each of the K slots."""
+        config, count = self.config, self.config.num_proposals
+        return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count

@@ -1,6 +1,13 @@
 """The lattice of a block draft: the likeliest candidates of every slot, and how well each follows each of the slot
 before. Whatever joins the slots of a block (block_heads.py) is read through it, by chains and by trees.
 
+At T > 0 scores contain the request's noise (kernels/sampling/sample.py): the best of score + T * gumbel is a sample
+from softmax(score / T). Candidates are the best tokens of a slot *with* the noise, so the chain is what sampling from
+the whole vocabulary gives, unless a head lifts a token that is no candidate. DFlash 2 samples among the best tokens
+without noise; that leaves out what only the noise makes the best, which the target, with the same noise, may well have
+sampled. LiLiCorr reads its candidates' log-probabilities as it was trained to: it takes the best without noise, and the
+noise is added to its scores.
+
 Letters: B blocks, K slots that draft, k candidates of a slot.
 """
 
@@ -9,14 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.sampling.sample import gumbel
-
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
     """Scores are logits, not normalised: a chain compares candidates of one slot after one predecessor only."""
 
-    candidates: Tensor  # (B, K, k) int64 target ids, best first by the logits of the slot alone
+    candidates: Tensor  # (B, K, k) int64 target ids, best first by the slot alone
     start: Tensor  # (B, k) of the first slot's candidates, after the anchor
     edges: Tensor  # (B, K - 1, k, k) of candidate j of slot s + 1 after candidate i of slot s
 
@@ -25,27 +30,11 @@ class Lattice:
         return self.candidates.gather(2, chosen.unsqueeze(2)).squeeze(2)
 
 
-@dataclass(frozen=True, slots=True)
-class WalkNoise:
-    """The requests' noise, as everywhere (kernels/sampling/sample.py)."""
-
-    temperature: Tensor  # (B,) fp32; 0 is greedy
-    keys: Tensor  # (B,) int64
-    positions: Tensor  # (B,) int64, of the tokens that the first slots draft
-
-
-def walk(lattice: Lattice, noise: WalkNoise | None = None) -> Tensor:
+def walk(lattice: Lattice) -> Tensor:
     """The drafted chain as candidates' numbers (B, K): from left to right, in each slot the best one after the one
-    chosen before; with noise the best of score + T * gumbel(key, position, token id). Without noise it is greedy."""
-    chosen: list[Tensor] = []
-    for slot in range(lattice.candidates.shape[1]):
-        if chosen:
-            edges = lattice.edges[:, slot - 1]  # (B, k, k)
-            scores = edges.gather(1, chosen[-1].view(-1, 1, 1).expand(-1, 1, edges.shape[2])).squeeze(1)
-        else:
-            scores = lattice.start
-        if noise is not None:
-            drawn = gumbel(noise.keys, noise.positions + slot, lattice.candidates[:, slot])
-            scores = scores + noise.temperature.unsqueeze(1) * drawn
-        chosen.append(scores.argmax(dim=-1))
+    chosen before."""
+    chosen = [lattice.start.argmax(dim=-1)]
+    for edges in lattice.edges.unbind(dim=1):  # (B, k, k)
+        after = edges.gather(1, chosen[-1].view(-1, 1, 1).expand(-1, 1, edges.shape[2])).squeeze(1)
+        chosen.append(after.argmax(dim=-1))
     return torch.stack(chosen, dim=1)

@@ -30,6 +30,7 @@ PUBLIC_ARCHITECTURES = {
     "dspark": "DSparkSpeculator",
     "eagle3": "LlamaForCausalLMEagle3",
 }
+CALIBRATION = ("confidence_temperatures", "confidence_biases")  # the library keeps fields that it does not know
 BLOCK_HEADS: dict[
     str, dict[str, Any]
 ] = {  # kinds of block draft: the fields of their heads, with the library's defaults
@@ -113,8 +114,7 @@ def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, 
     if kind == "dspark":
         heads |= {"markov_rank": own.get("markov_rank", 0), "markov_head_type": own.get("markov_head_type", "vanilla")}
         heads["confidence_head_with_markov"] = own.get("confidence_head_with_markov", bool(heads["markov_rank"]))
-        if own.get("confidence_temperatures"):  # the library keeps fields that it does not know
-            heads["confidence_temperatures"] = own["confidence_temperatures"]
+        heads |= {name: own[name] for name in CALIBRATION if own.get(name)}
     return values["block_size"] - (0 if from_anchor else 1), {
         "target_hidden_size": values["hidden_size"],
         "block_size": values["block_size"],
@@ -181,7 +181,7 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
             "mask_token_id": values.get("mask_token_id"),
             "target_layer_ids": [layer - 1 for layer in values["aux_hidden_state_layer_ids"]],
             **{name: values.get(name, default) for name, default in BLOCK_HEADS[kind].items()},
-            **{name: values[name] for name in ("confidence_temperatures",) if values.get(name)},
+            **{name: values[name] for name in CALIBRATION if values.get(name)},
         }
     elif inside.get("model_type", "qwen3") not in ("llama", "qwen3"):  # without one it is the library's default
         raise ValueError(

@@ -1,8 +1,7 @@
 """What joins the slots of a block when it is served: scores of each slot's candidates after those of the slot before.
 
-Candidates are the best of a slot's own logits with the request's noise, so a head that adds nothing leaves the draft's
-tokens as they were, whatever the temperature. LiLiCorr reads the log-probabilities of its candidates, which therefore
-come without noise; it is added to the scores.
+Candidates are found and scored with the request's noise as in models/drafts/lattice.py, so a head that adds nothing
+changes no draft, whatever the temperature.
 Letters: B requests, K slots that draft, k candidates of a slot, H hidden size, R request slots.
 """
 

@@ -96,8 +96,9 @@ class Drafter(base.NetworkDrafter):
         self.kv = module.attention_specs
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
         self.joins: Join = Independent()
-        temperatures = config.confidence_temperatures or (1.0,) * config.num_proposals
-        self.temperatures = torch.tensor(temperatures, device=next(module.parameters()).device)
+        device = next(module.parameters()).device
+        self.temperatures, biases = (torch.tensor(x, device=device) for x in module.calibration)
+        self.trust_bias = biases * self.temperatures  # of the logits before they are divided
         self.trust_by_token = None if module.confidence is None else module.confidence.by_token(module.markov)
 
     def _depth(self, options: DFlashOptions) -> int:
@@ -225,7 +226,8 @@ class Drafter(base.NetworkDrafter):
         head = self.module.confidence
         if head is None:
             return None
-        return Confidence(head.slots(block.hidden), self.temperatures, self.trust_by_token)
+        slots = head.slots(block.hidden).float() + self.trust_bias[: block.hidden.shape[1]]
+        return Confidence(slots, self.temperatures, self.trust_by_token)
 
     def _slots(self, width: int) -> int:
         """Block size needed for `width` nodes."""

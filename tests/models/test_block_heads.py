@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.kernels.sampling.sample import gumbel
 from slipstream.models.drafts.block_heads import BlockConvolution, LiLiCorr, LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
-from slipstream.models.drafts.lattice import Lattice, WalkNoise, walk
+from slipstream.models.drafts.lattice import Lattice, walk
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
 
@@ -24,7 +24,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "gated": {"markov_rank": 6, "markov_head_type": "gated", "confidence_head": True, "sample_from_anchor": True},
     "scorer": {"lilicorr": SCORER, "conv_kernel_size": 2},
     "as wide": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=0, num_heads=4)},
-    "confidence": {"confidence_head": True, "confidence_temperatures": (1.5,) * 7},
+    "confidence": {
+        "confidence_head": True,
+        "confidence_temperatures": (1.5,) * 7,
+        "confidence_biases": (0.5, -0.25) + (0.0,) * 5,
+    },
     "scaled": {"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "input_embedding_scale": 3.0},
 }
 
@@ -100,6 +104,7 @@ def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
         ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; supported: vanilla and gated"),
         ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
         ({"confidence_head": True, "confidence_temperatures": (1.0,)}, "give 7 positive numbers, or none"),
+        ({"confidence_head": True, "confidence_biases": (1.0,)}, "confidence_biases is .*; give 7 numbers, or none"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; give a positive number"),
     ],
 )
@@ -145,27 +150,29 @@ def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits:
 
 @pytest.mark.parametrize("name", ["selector", "vanilla", "gated", "scaled"])
 def test_lattices_and_their_chains_equal_the_loops(name: str, make_draft: Callable[..., DFlash]) -> None:
+    """Request 0 is greedy; candidates of the others are the best with their noise."""
     draft = make_draft(**HEADS[name])
     ids = draft.target_ids if draft.target_ids is not None else torch.arange(120)
     hidden, anchors, logits = torch.randn(3, 4, 32), torch.tensor([5, 0, 119]), torch.randn(3, 4, len(ids))
-    lattice = draft.lattice(hidden, anchors, logits, num_candidates=5)
-    temperature = torch.tensor([0.0, 0.7, 1.5])
-    noise = WalkNoise(temperature, torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]))
-    drawn, greedy = lattice.tokens(walk(lattice, noise)), lattice.tokens(walk(lattice))
-    assert torch.equal(drawn[0], greedy[0])
+    temperature, keys, positions = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30])
+    noise = torch.stack([gumbel(keys, positions + s, ids) for s in range(4)], dim=1) * temperature[:, None, None]
+    lattice = draft.lattice(hidden, anchors, logits, num_candidates=5, noise=noise)
+    drawn = lattice.tokens(walk(lattice))
+    greedy = draft.lattice(hidden, anchors, logits, num_candidates=5)
+    assert torch.equal(drawn[0], greedy.tokens(walk(greedy))[0])
     for b in range(3):
         before, place, chain = int(anchors[b]), 0, []
         for s in range(4):
             own = logits[b, s]
             if name == "scaled":
                 own = 20 * torch.tanh(own * 0.5 / 20)
+            own = own + temperature[b] * gumbel(keys[b : b + 1], positions[b : b + 1] + s, ids)[0]
             rows = own.argsort(descending=True)[:5].tolist()
             assert lattice.candidates[b, s].tolist() == ids[rows].tolist()
             scores = torch.tensor(naive_scores(draft, hidden[b, s], before, rows, own))
             found = lattice.start[b] if s == 0 else lattice.edges[b, s - 1, place]
             torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
-            own_noise = gumbel(noise.keys[b : b + 1], noise.positions[b : b + 1] + s, ids[rows])[0]
-            place = int((scores + temperature[b] * own_noise).argmax())
+            place = int(scores.argmax())
             before = int(ids[rows[place]])
             chain.append(before)
         assert drawn[b].tolist() == chain
@@ -246,7 +253,6 @@ def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..
     expected = hidden @ weight[:32] + rows @ weight[32:] + bias
     torch.testing.assert_close(draft.confidences(hidden, before), expected)
     calibrated = make_draft(**HEADS["confidence"] | {"confidence_temperatures": tuple(range(1, 8))})
-    raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": ()})
-    torch.testing.assert_close(
-        calibrated.confidences(hidden, before) * torch.tensor([1.0, 2.0, 3.0]), raw.confidences(hidden, before)
-    )
+    raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": (), "confidence_biases": ()})
+    expected = raw.confidences(hidden, before) / torch.tensor([1.0, 2.0, 3.0]) + torch.tensor([0.5, -0.25, 0.0])
+    torch.testing.assert_close(calibrated.confidences(hidden, before), expected)

@@ -1,7 +1,7 @@
 """The cases of docs/correctness.md: what a request may ask for, with every drafter and every kind of target, against
 the answer without a draft.
 
-python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about six minutes
+python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about a quarter of an hour
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Grammar, Logprobs, Request, read_speculation
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
@@ -63,6 +64,18 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # name: checkpoint or draft
     "ngram": ("ngram", {"nodes": 9}),
     "eagle3, ngram first": ("eagle3", {"depth": 3, "ngram_first": 2}),
 }
+HEADS: dict[str, dict[str, Any]] = {  # of block drafts
+    "dflash": {},
+    "dflash2": {"conv_kernel_size": 2, "selector_rank": 16, "selector_top_k": 8},
+    "dspark": {"markov_rank": 16, "confidence_head": True, "sample_from_anchor": True},
+    "lilicorr": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=32, num_heads=2, factor_dim=16)},
+}
+BLOCK_DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{name}, {shape}": (name, options)
+    for name in ("dflash2", "dspark", "lilicorr")
+    for shape, options in (("chain", {}), ("tree", {"topk": 2, "nodes": 8}))
+}
+DRAFTERS |= BLOCK_DRAFTERS
 TEMPERATURES = (0.0, 1.0)
 FEW: dict[str, Any] = {"max_running": 6, "kv_cache_tokens": 110, "page_size": 1}  # requests are preempted
 ROOM: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 4096}
@@ -158,13 +171,15 @@ def requests_of(target: Path, cases: Sequence[Case]) -> list[Request]:
 
 
 def save_draft(target: Path, name: str, folder: Path, expected: dict[str, Answer]) -> None:
-    """EAGLE and DFLASH drafts know half of the answers."""
+    """EAGLE and block drafts know half of the answers."""
     known = list(requests_of(target, all_cases()))[::2]
     texts = [(len(request.prompt), [*request.prompt, *expected[request.id].tokens]) for request in known]
     if name == "eagle3":
         save_random_draft(target, folder, 1500)
+    elif name == "eagle":
+        save_random_eagle(target, folder, texts)
     else:
-        (save_random_eagle if name == "eagle" else save_random_dflash)(target, folder, texts)
+        save_random_dflash(target, folder, texts, **HEADS[name])
 
 
 def engine_of(target: Path, drafter: str, folder: Path, expected: dict[str, Answer], **options: Any) -> Engine:
@@ -227,8 +242,9 @@ log-probabilities within 1e-4, and a trace must count what the request's own fig
 of 8: at temperature 0 and 1, with room for all requests and with so few pages that some are preempted, and each of
 these twice, the second time after cached prompts, when n-gram lookahead knows the answers. All rows run side by side,
 so requests without drafts are beside others. Each step verifies a random number of nodes. All drafters, `none` too,
-draft what grammars force; the reference does not. Targets are computed in fp32 on a CPU; EAGLE and DFLASH drafts know
-half of the answers. The last line of a table: the accepted share of drafted tokens, the second time and with room.
+draft what grammars force; the reference does not. Targets are computed in fp32 on a CPU; EAGLE and block drafts know
+half of the answers, as far as their random heads (dflash2, dspark, lilicorr) let them. The last line of a table: the
+accepted share of drafted tokens, the second time and with room.
 """
 
 

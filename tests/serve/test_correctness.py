@@ -3,13 +3,15 @@ without a draft."""
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from slipstream.tests.pairwise import rotating
+from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.serve.correctness import (
+    BLOCK_DRAFTERS,
     DRAFTERS,
     FEW,
     ROOM,
@@ -41,7 +43,16 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
     return find
 
 
-@pytest.mark.parametrize(("drafter", "preempted", "kind"), rotating(DRAFTERS, (True, False), TARGETS))
+OTHERS = [name for name in DRAFTERS if name not in BLOCK_DRAFTERS]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "preempted", "kind"),
+    [
+        *rotating(OTHERS, (True, False), TARGETS),
+        *gate_of(product(BLOCK_DRAFTERS, (True, False), TARGETS), []),
+    ],
+)
 def test_answers_do_not_depend_on_the_draft(
     drafter: str, preempted: bool, kind: str, subject: Callable[[str], Subject]
 ) -> None:

@@ -1,6 +1,8 @@
 """Losslessness: with any drafter, in any batch, the tokens are those of the target alone.
 
-The reference is `--draft none`, one request at a time; its greedy answers are those of transformers' generate.
+The reference is `--draft none`, one request at a time; its greedy answers are those of transformers' generate. Logits
+of passes of other numbers of rows differ by about 1e-6. So random texts depend on the family alone: there are few, and
+in none of them does a token win by less than 5e-5.
 """
 
 import random
@@ -71,7 +73,9 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "dflash2 tree": save_dflash2,
     "dspark": save_dspark,
     "dspark, all tokens": save_dspark,
+    "dspark tree": save_dspark,
     "lilicorr": save_lilicorr,
+    "lilicorr tree": save_lilicorr,
     "eagle": save_eagle,
     "eagle tree": save_eagle,
     "eagle3": save_eagle3,
@@ -85,6 +89,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash2 tree": {"topk": 3, "nodes": 9},
     "dspark": {"markov_candidates": 8},
     "dspark, all tokens": {"markov_candidates": 0},
+    "dspark tree": {"markov_candidates": 8, "topk": 3, "nodes": 9},
+    "lilicorr tree": {"topk": 2, "nodes": 7},
     "ngram first": {"ngram_first": 2, "ngram_nodes": 7},
     "ngram": {"nodes": 9},
 }
@@ -92,15 +98,23 @@ LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests 
 BY_NETWORK = ("dflash", "dflash2 tree", "dspark", "eagle", "eagle tree", "eagle3")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
-BLOCKS = ["dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark, all tokens", "lilicorr"]
+BLOCKS = [
+    *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark, all tokens", "dspark tree", "lilicorr"),
+    "lilicorr tree",
+]
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 
 
-def with_blocks(*factors: Collection[Any]) -> list[Any]:
-    """As `rotating` of drafters and `factors`; those of block drafts with heads or trees are slow."""
-    return [*rotating(DRAFTERS, *factors), *gate_of(product(BLOCKS, *factors), [])]
+def with_blocks(*factors: Collection[Any], kept: Collection[tuple[Any, ...]] = ()) -> list[Any]:
+    """As `rotating` of drafters and `factors`; those of block drafts with heads or trees are slow but for `kept`."""
+    return [*rotating(DRAFTERS, *factors), *gate_of(product(BLOCKS, *factors), kept)]
+
+
+def least_acceptance(drafter: str) -> float:
+    """Less would prove little; a random scorer chooses at random."""
+    return 0.02 if drafter.startswith("lilicorr") else 0.1
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +156,16 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 @pytest.mark.parametrize(
     ("drafter", "sampling", "sizes", "family"),
-    [
-        *with_blocks(SAMPLINGS, [(1, 8), (16, 8), (16, 1)], FEW),
-        ("dflash2 tree", "plain", (16, 8), "qwen3"),
-        ("dspark", "greedy", (1, 8), "qwen3"),
-        ("lilicorr", "greedy", (16, 8), "qwen3"),
-    ],
+    with_blocks(
+        SAMPLINGS,
+        [(1, 8), (16, 8), (16, 1)],
+        FEW,
+        kept=[
+            ("dflash2 tree", "plain", (16, 8), "qwen3"),
+            ("dspark", "greedy", (1, 8), "qwen3"),
+            ("lilicorr", "greedy", (16, 8), "qwen3"),
+        ],
+    ),
 )
 def test_a_drafter_changes_no_token(
     drafter: str, sampling: str, sizes: tuple[int, int], family: str, build: BuildDrafted, reference: Reference
@@ -161,12 +179,12 @@ def test_a_drafter_changes_no_token(
         answers = run(engine, requests)
         assert tokens_of(answers) == reference(family, requests)
     if drafter != "none":
-        least = 0.02 if drafter == "lilicorr" else 0.1  # a random scorer chooses at random
+        least = least_acceptance(drafter)
         assert least < acceptance(answers) < 0.95, "the test needs drafts that are right now and then"
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling", "family"), rotating(DRAFTERS, ["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"])
+    ("drafter", "sampling", "family"), with_blocks(["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"])
 )
 def test_a_drafter_changes_no_token_of_sinks_and_caps(
     drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
@@ -176,7 +194,8 @@ def test_a_drafter_changes_no_token_of_sinks_and_caps(
     for _ in range(2):  # drafters that learn from answers know them the second time
         answers = run(engine, requests)
         assert tokens_of(answers) == reference(family, requests)
-    assert drafter == "none" or acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
+    if drafter not in ("none", *BLOCKS):  # a block draft with heads may know none of them
+        assert acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
 
 
 @pytest.mark.parametrize(("drafter", "family", "sampling"), with_blocks(MIXTURES, ["greedy", "plain"]))
@@ -199,18 +218,14 @@ def test_captured_steps_change_no_token(
     for _ in range(2 if drafter in LEARNING else 1):
         answers = run(engine, requests)
         assert tokens_of(answers) == reference("qwen3", requests)
-    if drafter not in ("none", "lilicorr"):
-        assert acceptance(answers) > 0.1
+    if drafter != "none":
+        assert acceptance(answers) > least_acceptance(drafter)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    list(
-        product(
-            [*DRAFTERS, "dflash2 tree", "dspark"], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES)
-        )
-    ),
+    list(product([*DRAFTERS, *BLOCKS], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES))),
 )
 def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
@@ -237,7 +252,7 @@ def test_the_reference_is_transformers_generate(
 @pytest.mark.parametrize(
     ("drafter", "family"),
     gate_of(
-        product(("eagle3", "dflash", "eagle"), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
+        product(("eagle3", "dflash", "eagle", *BLOCKS), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
         [
             *(("eagle3", family) for family in ("llama-tied-bias", "mistral", "qwen2-yarn")),
             ("dflash", "qwen3-tied"),
@@ -311,7 +326,7 @@ def test_an_answer_may_end_inside_a_draft(
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 
 
-@pytest.mark.parametrize(("drafter", "family"), rotating(DRAFTERS, KINDS))
+@pytest.mark.parametrize(("drafter", "family"), with_blocks(KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     """Id 2 is the targets' eos."""
     endless = [
@@ -332,13 +347,15 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "family"), rotating(DRAFTERS, [1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"])
+    ("drafter", "page_size", "family"), with_blocks([1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"])
 )
 def test_preemption_changes_no_token(
     drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     length, size = (40, 128) if (drafter, page_size) != ("dflash", 16) else (150, 384)  # longer than its window of 24
     size = size * 3 // 4 if "windows" in family else size  # whose layers give pages back
+    if (family, page_size) == ("qwen3-windows", 16) and drafter in ("dflash tree", "dflash2", "dflash2 tree"):
+        length, size = 60, 128  # two windows and what a block writes leave room for one request in the smaller cache
     requests = [
         make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=length)
         for seed in range(6)
@@ -443,10 +460,7 @@ class AnyPolicy(BudgetPolicy):
 
 @pytest.mark.parametrize(
     ("drafter", "case", "family"),
-    [
-        *rotating(DRAFTERS, list(product([False, True], [1, 16])), [*KINDS, "qwen3-windows", "qwen3-moe-windows"]),
-        *gate_of(product(("dflash2 tree", "dspark"), product([False, True], [1, 16]), ("qwen3", "qwen3-windows")), []),
-    ],
+    with_blocks(list(product([False, True], [1, 16])), [*KINDS, "qwen3-windows", "qwen3-moe-windows", "gpt-oss"]),
 )
 def test_no_token_depends_on_what_else_a_step_computes(
     drafter: str,
@@ -460,7 +474,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
     chunks of prompts beside any numbers of nodes."""
     overlap, page_size = case
     rng = random.Random(f"{drafter} {overlap} {page_size} {family}")
-    kinds = kinds_of_requests(rng, 12, longest=40)
+    kinds = kinds_of_requests(random.Random(f"texts of {family}"), 12, longest=40)
     expected = reference(family, list(kinds.values()))
     if overlap:
         monkeypatch.setattr(Builder, "pick_modes", OverlappingBuilder.pick_modes)
@@ -498,7 +512,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""
     rng = random.Random(f"{drafter} {page_size} {family}")
-    kinds, proposals = kinds_of_requests(rng, 10, longest=30), Proposals()
+    kinds, proposals = kinds_of_requests(random.Random(f"texts of {family}"), 10, longest=30), Proposals()
     alone = build(family, drafter, max_running=1)
     alone.planner.policy = RootsAlone(alone.planner, rng)
     record(alone, proposals)

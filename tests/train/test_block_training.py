@@ -25,7 +25,7 @@ from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients, records
 from slipstream.train.batches import Batch, collate
 from slipstream.train.block_losses import LossWeights
-from slipstream.train.calibration import Confidences, calibration_error, chain_error, fit_temperatures
+from slipstream.train.calibration import Calibration, Confidences, calibration_error, chain_error, fit_calibration
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
 from slipstream.train.warm_start import warm_start
 
@@ -220,14 +220,20 @@ def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, to
 
 
 def test_calibration_finds_what_the_head_should_have_said() -> None:
-    """Logits that are twice too large, in slots that depend on nothing else."""
+    """Logits that are twice too large and too low, in slots that depend on nothing else."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(20000, 3, generator=generator) + 0.5
     hits = torch.rand(truth.shape, generator=generator) < torch.sigmoid(truth)
-    found = Confidences(2 * truth, hits.long().cumprod(1).sum(1), torch.ones(truth.shape, dtype=torch.bool))
-    temperatures = fit_temperatures(found)
-    assert torch.allclose(temperatures, torch.full((3,), 2.0), atol=0.35)
-    assert chain_error(found, temperatures) < 0.01 < chain_error(found, torch.ones(3))
+    found = Confidences(2 * (truth - 0.4), hits.long().cumprod(1).sum(1), torch.ones(truth.shape, dtype=torch.bool))
+    fitted = fit_calibration(found)
+    torch.testing.assert_close(fitted.temperatures, torch.full((3,), 2.0), atol=0.15, rtol=0)
+    torch.testing.assert_close(fitted.biases, torch.full((3,), 0.4), atol=0.1, rtol=0)
+    assert chain_error(found, fitted) < 0.01 < chain_error(found, Calibration.none(3))
+    few = found.of(slice(0, 2))
+    assert all(
+        (abs(own - right) < 0.2).all() for own, right in zip(fit_calibration(few), Calibration.none(3), strict=True)
+    )
+    assert [len(numbers) for numbers in fitted.padded(5)] == [5, 5]
     halves = torch.tensor([0.5] * 4 + [0.95] * 2)
     assert calibration_error(halves, torch.tensor([1, 0, 0, 0, 1, 1])) == pytest.approx((4 * 0.25 + 2 * 0.05) / 6)
 
@@ -265,8 +271,8 @@ def test_a_run_continues_a_draft(
     assert "exact: its first tokens are those of that draft" in said
     config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
-    assert len(config.confidence_temperatures) == BLOCK_SIZE
-    assert replace(config, confidence_temperatures=()).confidence_head
+    assert len(config.confidence_temperatures) == len(config.confidence_biases) == BLOCK_SIZE
+    assert config.confidence_head
     last = records(tmp_path / "run")[-1]
     assert 0 <= last["eval_confidence_error"] <= 1
     assert {"eval_candidate_recall", "eval_path_accept_rate", "eval_block_accept_length"} < last.keys()

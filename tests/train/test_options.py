@@ -40,7 +40,7 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
         "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
         "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers "
         "draft.sample_from_anchor draft.sliding_window_non_causal draft.conv draft.selector_rank draft.selector_top_k "
-        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head "
+        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head evaluation.temperature "
         + " ".join(f"draft.losses.{field.name}" for field in fields(LossWeights)),
     ),
 }
@@ -107,6 +107,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),
     ("dflash", ["--draft.loss=other"], "draft.loss"),
+    ("dflash", ["--evaluation.temperature=-1"], "evaluation.temperature is -1.0; give 0 (greedy) or more"),
 ]
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.sampling.sample import gumbel, noise_key
 from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
@@ -20,12 +22,19 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import Batch, collate
-from slipstream.train.blocks import find_blocks
+from slipstream.train.blocks import Blocks, find_blocks
 from slipstream.train.training import DraftTraining
 
 CPU, BLOCK_SIZE, DEPTH = torch.device("cpu"), 6, 3
 PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SEED = 5  # of requests at temperature 1
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {"draft_vocab_size": 100},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6},
+    "dspark": {"markov_rank": 8, "confidence_head": True, "sample_from_anchor": True},
+    "lilicorr": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=32, num_heads=2, factor_dim=16)},
+}
 Served = list[tuple[int, Tensor, list[int]]]  # position of the root, the draft's states there, drafted tokens
 
 
@@ -156,3 +165,71 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
             assert drafted[number].tolist() == proposed
 
     check_served(llm, lambda _batch: seen.pop(), training, check)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("heads", HEADS)
+def test_chains_of_heads(target_path: Path, tmp_path: Path, heads: str, temperature: float) -> None:
+    """Evaluation counts exactly what the server accepts; above temperature 0 with the requests' own noise."""
+    save_random_dflash(
+        target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
+    )
+    training, rounds, emitted, batch = serve_and_load(target_path, tmp_path / "draft", temperature, PROMPTS)
+    training.noise = own_noise(training, temperature)
+    _, metrics = training(batch)
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    assert emitted > 1.05 * rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path: Path, tmp_path: Path, heads: str) -> None:
+    """Without the requests' keys, evaluation at temperature 1 finds the served accept length within 3 %."""
+    save_random_dflash(
+        target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
+    )
+    prompts = [[3 + i % 100, 9 + i % 7, 40 + i % 50] for i in range(300)]
+    training, rounds, emitted, batch = serve_and_load(target_path, tmp_path / "draft", 1.0, prompts)
+    training.configure(dflash.BlockEvaluationOptions(temperature=1.0))
+    _, metrics = training(batch)
+    total, count = metrics["accept_length"].tolist()
+    assert total == emitted
+    assert total / count == pytest.approx(emitted / rounds, rel=0.03)
+
+
+@torch.no_grad()
+def serve_and_load(
+    target: Path, draft: Path, temperature: float, prompts: list[list[int]]
+) -> tuple[Any, int, int, Batch]:
+    """The draft in training, and its rounds, their tokens and the texts when it serves answers to `prompts`."""
+    config = load_draft(DFlash, draft, load_config(target), torch.float32, CPU).config
+    depth = config.num_proposals
+    llm = LLM(str(target), str(draft), width=depth + 1)
+    params = [
+        SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True, seed=SEED + index)
+        for index in range(len(prompts))
+    ]
+    answers = llm.generate(prompts, params)
+    rows = [
+        [(prompt + one.tokens, [i >= len(prompt) for i in range(len(prompt) + 24)])]
+        for prompt, one in zip(prompts, answers, strict=True)
+    ]
+    rounds = sum(one.stats.rounds for one in answers)
+    emitted = sum(one.stats.completion_tokens - one.stats.prefills for one in answers)
+    training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), target, draft, depth)
+    return training.requires_grad_(False), rounds, emitted, collate(rows, 64)
+
+
+def own_noise(training: Any, temperature: float) -> Any:
+    """`DFlashTraining.noise` with the requests' keys, whose seeds are SEED and those after it."""
+
+    def noise(batch: Batch, blocks: Blocks, _read: object) -> Tensor | None:
+        if temperature == 0:
+            return None
+        count, rows = blocks.num_proposals, blocks.anchors // batch.tokens.shape[1]
+        keys = torch.tensor([noise_key(SEED + row, 0) for row in rows.tolist()]).repeat_interleave(count)
+        positions = (blocks.anchors - blocks.starts + 1).unsqueeze(1) + torch.arange(count)
+        drawn = gumbel(keys, positions.flatten(), training.head.ids)
+        return temperature * drawn.unflatten(0, (len(blocks), count))
+
+    return noise

@@ -1,0 +1,31 @@
+"""The noise behind a text: it makes the target say it, and is nothing but noise otherwise."""
+
+import math
+
+import torch
+
+from slipstream.kernels.sampling.sample import gumbel
+from slipstream.train.text_noise import noise_behind
+
+ROWS, SIZE = 40_000, 6
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+DRAFT = torch.tensor([1.0, 1.5, -0.5, 1.0, 0.0, -1.0])  # another distribution, of a draft
+
+
+def test_the_text_is_what_the_noise_makes_the_target_say() -> None:
+    """Texts that were sampled with noise of their own: what is drawn for them has the law of that noise, and a draft
+    meets the text as often as with it."""
+    ids, rows = torch.arange(SIZE), torch.arange(ROWS)
+    real = gumbel(torch.full((ROWS,), 5), rows, ids)
+    said = (LOGITS + real).argmax(dim=1)
+    logits = LOGITS.expand(ROWS, -1)
+    drawn = noise_behind(said, logits, torch.full((ROWS,), 77), rows, ids)
+    assert torch.equal((LOGITS + drawn).argmax(dim=1), said)
+    torch.testing.assert_close(drawn.mean(0), torch.full((SIZE,), 0.5772), atol=0.03, rtol=0)
+    torch.testing.assert_close(drawn.var(0), torch.full((SIZE,), math.pi**2 / 6), atol=0.06, rtol=0)
+    assert (drawn.T.corrcoef() - torch.eye(SIZE)).abs().max() < 0.03, "of tokens, independent"
+    met, really = (((DRAFT + noise).argmax(dim=1) == said).float().mean() for noise in (drawn, real))
+    torch.testing.assert_close(met, really, atol=0.01, rtol=0)
+    some = torch.tensor([4, 0, 3])
+    of_some = noise_behind(said, logits, torch.full((ROWS,), 77), rows, some)
+    torch.testing.assert_close(of_some, drawn[:, some])

@@ -1,0 +1,28 @@
+"""The noise with which a target may have said a text, for replaying a server at T > 0.
+
+At T > 0 target and draft sample with the same noise, so how many drafted tokens are accepted depends on noise that a
+text does not keep. Its distribution given the text is known, though: a token is the argmax of logit / T + gumbel; the
+argmax and the maximum are independent, the maximum is Gumbel distributed around the logsumexp, and all other terms are
+Gumbel variables truncated at the maximum (Maddison, Tarlow, Minka 2014, arXiv 1411.0030, section 3). With noise from
+this distribution a draft accepts on average what it accepts when it is served.
+
+Letters: R rows, V target and Vd draft vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling.sample import gumbel
+
+
+def noise_behind(said: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise (R, Vd) fp32 of the target ids `ids` (Vd,), given that argmax(logits + noise) is `said` (R,).
+
+    logits (R, V): the target's, divided by the temperature. keys and positions (R,) int64 seed the samples.
+    """
+    logits = logits.float()
+    no_token = ids.new_tensor([logits.shape[1]])  # an id of its own for the noise of the maximum
+    maximum = logits.logsumexp(dim=1, keepdim=True) + gumbel(keys, positions, no_token)  # (R, 1)
+    own = logits[:, ids]
+    truncated = -torch.logaddexp(-maximum, -(own + gumbel(keys, positions, ids)))
+    return torch.where(ids == said[:, None], maximum, truncated) - own
