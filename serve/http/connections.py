@@ -3,7 +3,7 @@
 Invariant: /health can be reached unless every connection is being answered. There are fewer connections than file
 descriptors; a client that does not complete its request in time is disconnected; and at the limit, a new connection
 replaces the one that has waited longest for its client. A client that reads nothing of its answer for STALL_SECONDS is
-disconnected, too, and its request ends.
+disconnected, too, and its request ends. What a client sends is parsed in small portions.
 """
 
 import asyncio
@@ -23,6 +23,9 @@ from slipstream.serve.http.limits import ApiError
 
 MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
 CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients also keep idle connections
+# Most that is read at once: 16 KiB of headers of 6 bytes, or of chunks of 1 byte, take the parser some 20 ms, in which
+# no stream goes on. asyncio itself would read 256 KiB.
+READ_BYTES = 2**14
 RESERVED_FILES = 64  # file descriptors left for everything else
 REQUEST_SECONDS = 60.0  # to receive a request: 4 MB at 70 kB/s
 STALL_SECONDS = 120.0  # without a byte of an answer taken
@@ -56,6 +59,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
         self.tracker.admit(self)
 
@@ -74,6 +78,11 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self.tracker.await_request(self)
         super().on_response_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Never, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each request that asks, or, where a
+        package for websockets is installed, hand over a connection that nobody tracks."""
+        return False
 
     @property
     def is_answering(self) -> bool:
