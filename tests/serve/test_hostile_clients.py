@@ -85,8 +85,14 @@ REQUESTS = {  # what is sent, and the status line that comes back
     "a length of 20 digits": (POST + b"Content-Length: 99999999999999999999\r\n\r\n" + BODY, b"413"),
     "a length of 5,000 digits": (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n" + BODY, b"400"),
     "another encoding": (POST + b"Transfer-Encoding: gzip\r\n\r\n" + BODY, b"400"),
-    "no chunk": (CHUNKED + b"xyz\r\n", b""),
-    "a chunk of any size": (CHUNKED + b"f" * 21 + b"\r\nabc", b""),
+    "no chunk": (CHUNKED + b"xyz\r\n", b"400"),
+    "as many chunks as allowed": (
+        CHUNKED + b"1\r\n \r\n" * (connections.MAX_CHUNKS - 1) + b"2\r\n{}\r\n0\r\n\r\n",
+        b"400",
+    ),
+    "a chunk too many": (CHUNKED + b"1\r\n \r\n" * (connections.MAX_CHUNKS + 1), b"400"),
+    "no chunk after a body that is too long": (CHUNKED + b"400001\r\n" + b" " * 2**22 + b" \r\nxyz\r\n", b""),
+    "a chunk of any size": (CHUNKED + b"f" * 21 + b"\r\nabc", b"400"),
     "a body with a GET": (
         b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nConnection: close\r\n\r\nabc",
         b"200",
@@ -110,7 +116,9 @@ def test_malformed_requests(own_server: Server, name: str) -> None:
     """Where no status is given the connection may also be cut off before the answer, since more is sent than read."""
     sent, status = REQUESTS[name]
     answer = raw(own_server, sent, half_closes=name == "half a request")
-    assert answer[9:12] in ((status,) if status else (b"", b"400")), answer[:200]
+    assert answer[9:12] in ((status,) if status else (b"", b"400", b"413")), answer[:200]
+    assert status != b"400" or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert (b"fewer and larger" in answer) == (name == "a chunk too many")
     assert httpx.get(f"{own_server.url}/health").status_code == 200
 
 
