@@ -106,10 +106,10 @@ class Connection(H11Protocol):
         """uvicorn's own is no JSON, and fails where an answer has begun. Called where h11's error is handled."""
         self.refuse(ApiError(400, f"{msg} {sys.exception()}"))
 
-    def _should_upgrade(self) -> bool:
-        """Never, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each request that asks, or, where a
-        package for websockets is installed, hand over a connection that nobody tracks."""
-        return False
+    def _get_upgrade(self) -> None:
+        """No protocol, whichever is asked for, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each
+        request that asks, or, where a package for websockets is installed, hand over a connection that nobody tracks.
+        """
 
     @property
     def is_answering(self) -> bool:
