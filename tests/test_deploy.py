@@ -32,8 +32,18 @@ def image_command() -> list[str]:
 def test_commands_have_options_that_exist(command: list[str], tmp_path: Path) -> None:
     assert Path(command[0]).name in PROJECT["project"]["scripts"]
     (tmp_path / "serve.yaml").write_text("target: x\n")
-    options = [word.replace("/etc/slipstream", str(tmp_path)) for word in command[1:]]
+    options = [word.replace("${CREDENTIALS_DIRECTORY}", str(tmp_path)) for word in command[1:]]
     assert read_config(options).log_format == "json"
+
+
+def test_the_unit_hands_over_every_file_that_it_names() -> None:
+    """The server's user cannot read /etc/slipstream, which is root's alone."""
+    named = {word.removeprefix("${CREDENTIALS_DIRECTORY}/") for word in unit_command() if "/" in word} - {
+        unit_command()[0]
+    }
+    handed = dict(re.findall(r"^LoadCredential=([^:]+):/etc/slipstream/(.+)$", UNIT, re.MULTILINE))
+    assert named == {*handed}
+    assert all(name == file for name, file in handed.items())
 
 
 def test_the_unit_waits_longer_than_the_server_drains() -> None:

@@ -56,11 +56,12 @@ class Progress:
 
 def provenance(data_hash: str) -> dict[str, Any]:
     """What produced a checkpoint, for its run.json: the command, the code, the machine of this process, the data."""
-    packages = ("slipstream", "torch", "transformers", "accelerate")
+    versions = {name: version(name) for name in ("slipstream", "transformers", "accelerate")}
+    versions |= {"python": sys.version.split()[0], "torch": str(torch.__version__)}  # with its build, such as +cu130
     return {
         "argv": sys.argv,
         "git_revision": git_revision(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "versions": versions,
         "system": {
             "platform": platform.platform(),
             "cpus": os.cpu_count(),

@@ -302,7 +302,7 @@ def create_app(api: Api) -> Starlette:
 
         async def answer(request: Request) -> Response:
             try:
-                api.guard.check(request.url.path, request.headers.get("authorization"))
+                api.guard.check(request.scope["path"], request.headers.get("authorization"))
                 return await endpoint(request)
             except Exception as error:
                 return api.error_response(api_error(error))
@@ -326,12 +326,12 @@ def create_app(api: Api) -> Starlette:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         try:
-            api.guard.check(request.url.path, request.headers.get("authorization"))
+            api.guard.check(request.scope["path"], request.headers.get("authorization"))
         except ApiError as refused:
             return api.error_response(refused)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         if error.status_code == 404:
-            message = f"{request.method} {request.url.path} is not supported; this server has {known}"
+            message = f"{request.method} {request.scope['path']} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
     origins, every = api.cors_origins, ["*"]

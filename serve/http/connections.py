@@ -3,7 +3,7 @@
 Invariant: /health can be reached unless every connection is being answered. There are fewer connections than file
 descriptors; a client that does not complete its request in time is disconnected; and at the limit, a new connection
 replaces the one that has waited longest for its client. A client that reads nothing of its answer for STALL_SECONDS is
-disconnected, too, and its request ends.
+disconnected, too, and its request ends. What a client sends is parsed in small portions.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import resource
+import sys
 import time
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -23,6 +24,11 @@ from slipstream.serve.http.limits import ApiError
 
 MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
 CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients also keep idle connections
+# Most that is read at once: asyncio would read 256 KiB, and the parser takes about 10 us for each header and chunk,
+# which may have few bytes; meanwhile no stream goes on.
+READ_BYTES = 2**12
+MAX_HEAD_BYTES = 2**16  # of a request's line and headers
+MAX_CHUNKS = 2**14  # of a body; one of 4 MiB may have chunks of 256 bytes
 RESERVED_FILES = 64  # file descriptors left for everything else
 REQUEST_SECONDS = 60.0  # to receive a request: 4 MB at 70 kB/s
 STALL_SECONDS = 120.0  # without a byte of an answer taken
@@ -49,13 +55,34 @@ def connection_limit(max_open: int) -> int:
     return limit
 
 
+class Parser(h11.Connection):
+    """h11's, which would take a body of any number of chunks."""
+
+    _num_chunks = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_end:
+            self._num_chunks += 1
+            if self._num_chunks > MAX_CHUNKS:
+                raise h11.RemoteProtocolError(f"a body may have {MAX_CHUNKS} chunks; send fewer and larger ones")
+        return event
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, known to the server's tracker."""
 
     tracker: ClassVar["ConnectionTracker"]
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = Parser(h11.SERVER, MAX_HEAD_BYTES)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
         self.tracker.admit(self)
 
@@ -74,6 +101,15 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self.tracker.await_request(self)
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's own is no JSON, and fails where an answer has begun. Called where h11's error is handled."""
+        self.refuse(ApiError(400, f"{msg} {sys.exception()}"))
+
+    def _get_upgrade(self) -> None:
+        """No protocol, whichever is asked for, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each
+        request that asks, or, where a package for websockets is installed, hand over a connection that nobody tracks.
+        """
 
     @property
     def is_answering(self) -> bool:

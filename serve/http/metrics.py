@@ -100,7 +100,10 @@ class Metrics:
 
     def render(self, engine: "EngineView", accept: str = "") -> tuple[bytes, str]:
         """All metrics, and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus text."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except TypeError:  # the library fails on a version that is no number
+            encode, content_type = choose_encoder("")
         collector = EngineCollector(engine)
         self.registry.register(collector)
         try:

@@ -473,10 +473,13 @@ def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[
 
 def structural_tag(value: Any, where: str, known: UnderstoodFields) -> Grammar:
     """xgrammar's, as an object or its JSON text; in its older form with `structures` and `triggers`, too."""
-    try:
-        tag = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
+    tag = value
+    if isinstance(value, str):
+        limits.check_structure(value, limits.MAX_NODES)  # as of the body, since what follows is recursive
+        try:
+            tag = json.loads(value)
+        except ValueError as error:
+            raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
     if isinstance(tag, dict) and "structures" in tag:
         known(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
         tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures", known)}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
 @contextmanager
 def running(code: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL} | streams
-    process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore Ctrl-C
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, preexec_fn=heeds, **pipes)
     try:
         yield process
     finally:

@@ -201,6 +201,28 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
         wait_until(lambda: gauge(client, "open_requests") == 0, "the engine has ended the answer")
 
 
+def test_what_comes_at_once_is_laid_out_at_once(open_page: Open, server: Server) -> None:
+    """A layout takes longer the longer an answer is: one for each of many tokens would hold up the page."""
+    page, count = open_page(server.url), 2000
+    scored = {"bytes": list(b"word "), "logprob": -1, "top_logprobs": []}
+    trace = {"source": "target", "position": 0, "round": 1, "refused": [], "drafted": 0, "rows": 1, "id": 5}
+    choice = {"delta": {"content": "word "}, "logprobs": {"content": [scored]}, "speculation": {"trace": [trace]}}
+    event = f"data: {json.dumps({'choices': [choice]})}\n\n"
+    page.route(f"**{CHAT}", lambda route: route.fulfill(body=event * count + "data: [DONE]\n\n"))
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Performance.enable")
+
+    def layouts() -> float:
+        return next(
+            one["value"] for one in devtools.send("Performance.getMetrics")["metrics"] if one["name"] == "LayoutCount"
+        )
+
+    before = layouts()
+    ask(page)
+    assert layouts() - before < count / 10
+    assert page.locator(".answer .token").count() == count
+
+
 def test_markup_of_a_model_is_text(open_page: Open, server: Server) -> None:
     page = open_page(server.url)
     markup = "<img src=x onerror=alert(1)><b>"

@@ -3,6 +3,7 @@
 import { element, number, svg } from "./elements.js";
 
 const [WIDTH, HEIGHT, TOP] = [280, 64, 4];
+const MOST_POINTS = 2 * WIDTH; // of a line: more would be work for each frame that nobody sees
 
 export class Chart {
   #value;
@@ -30,7 +31,7 @@ export class Chart {
 
   /** points: [x, y]. `which`: "main", or "other" for the answer without the draft. */
   draw(which, points, value = null) {
-    this.#last[which] = points;
+    this.#last[which] = thinned(points);
     if (which === "main" && value !== null) this.#value.textContent = number(value, this.#digits);
     const all = Object.values(this.#last).flat();
     const most = Math.max(1e-9, ...all.map(([, y]) => y));
@@ -50,6 +51,12 @@ export class Chart {
     this.draw("other", []);
     this.draw("main", []);
   }
+}
+
+/** At most MOST_POINTS of them, at equal distances, and the last. */
+function thinned(points) {
+  const apart = Math.ceil(points.length / MOST_POINTS);
+  return points.filter((_, index) => index % apart === 0 || index === points.length - 1);
 }
 
 /** The three charts of an answer; `update` takes a Progress of tokens.js. */

@@ -125,27 +125,29 @@ async function send(question) {
 /** Streams one answer onto the page. Ends quietly where the user stops it; throws ApiError. */
 async function answered(parent, title, which, body) {
   const answer = new Answer(parent, title);
-  let [how, isDue] = ["", false];
+  const arrived = []; // choices, with their times, that are not on the page yet: what comes within a frame is shown at once
+  let how = "";
   const draw = () => {
-    isDue = false;
+    if (!arrived.length) return;
+    following(() => arrived.splice(0).forEach(([choice, time]) => answer.add(choice, time)));
     if (answer.node.isConnected) charts.update(which, answer.progress);
   };
   try {
     for await (const event of api.answer(body, running.signal)) {
       for (const choice of event.choices) {
-        following(() => answer.add(choice, performance.now()));
+        if (arrived.push([choice, performance.now()]) === 1) requestAnimationFrame(draw);
         if (choice.finish_reason === "length") how = "cut at the longest answer allowed";
       }
-      if (!isDue) requestAnimationFrame(draw);
-      isDue = true;
     }
   } catch (error) {
     if (!running.signal.aborted) {
+      draw();
       following(() => answer.end("it ends here, since it failed"));
       throw error;
     }
     how = "stopped";
   }
+  draw();
   following(() => answer.end(how));
   if (answer.node.isConnected) charts.update(which, answer.progress, true);
   return answer;
