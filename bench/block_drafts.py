@@ -3,25 +3,25 @@
     python bench/block_drafts.py --target assets/tiny-target --data runs/data --output runs/blocks \
         --methods dflash dflash2 dspark --lrs 3e-3 6e-3 --seeds 0 1 2 --jobs 4 --flags="--optim.epochs 3"
 
-Every method is a set of flags of train/dflash.py (`METHODS`; eagle3: of train/eagle3.py), trained with every learning
-rate and seed, `jobs` at a time on one device. Each best checkpoint is then served alone: greedy and at temperature 1,
-on the held-out rows that chose the checkpoint and on others. The learning rate of a method is to be chosen on the
-former, over seeds, and reported on the latter.
+Every method is a set of flags of train/dflash.py (`METHODS`; eagle3: of train/eagle3.py). With the first seed it is
+trained with every learning rate, with the others at the rate whose simulated accept length is best on the held-out rows
+that choose checkpoints, `jobs` at a time on one device. The best checkpoint of each seed is then served: greedy and at
+temperature 1, on these rows and on others, which decided nothing; `--tree` serves trees of so many nodes, too.
 
-Prints a Markdown table and appends one JSON line per draft to OUTPUT/results.jsonl. What is trained or measured is
-kept: the same command goes on after a stop.
+Prints Markdown tables and appends one JSON line per draft served to OUTPUT/results.jsonl. What is trained or measured
+is kept: the same command goes on after a stop.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import gc
 import hashlib
 import json
+import multiprocessing
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -44,7 +44,7 @@ BLOCK = "--draft.num_layers 3 --draft.block_size 8 --draft.anchors 96"
 ANCHOR_FIRST = "--draft.num_layers 3 --draft.block_size 7 --draft.anchors 96 --draft.sample_from_anchor true"
 SELECTOR = "--draft.selector_rank 64"
 MARKOV = "--draft.markov_rank 64"
-SCORER = "--draft.lilicorr {candidate_topk:8,hidden_size:256,factor_dim:256}"
+SCORER = "--draft.lilicorr '{candidate_topk: 8, hidden_size: 256, factor_dim: 256}'"
 CONV = "--draft.conv true"
 METHODS = {
     "dflash": BLOCK,
@@ -66,7 +66,8 @@ METHODS = {
     "lilicorr-conv": f"{BLOCK} {SCORER} {CONV}",
     "eagle3": "--draft.ttt_steps 7 --evaluation.depth 7",
 }
-COLUMNS = (  # heading, key of a line, format
+RATES = (("method", "method", "s"), ("lr", "lr", "g"), ("simulated", "simulated", ".3f"))  # heading, key, format
+COLUMNS = (
     ("method", "method", "s"),
     ("lr", "lr", "g"),
     ("seed", "seed", "d"),
@@ -74,6 +75,9 @@ COLUMNS = (  # heading, key of a line, format
     ("simulated", "simulated", ".3f"),
     *((f"T = {t}, {group}", f"accept_{group}_{t}", ".3f") for t, group in product((0, 1), ("choosing", "others"))),
 )
+TREE = ("T = 0, others, tree", "accept_tree_others_0", ".3f")
+NODES = 8  # of a chain: the root and seven drafted tokens, of every method
+Groups = dict[str, tuple[list[list[int]], list[int]]]  # prompts and lengths of answers, by the name of the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,25 +93,28 @@ class BlockDraftsConfig:
     methods: tuple[str, ...] = ("dflash", "dflash2", "dspark")
     """Names of METHODS, in bench/block_drafts.py."""
     lrs: tuple[float, ...] = (3e-3,)
-    """Learning rates of each method."""
+    """Learning rates to choose from, for each method."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of each method and learning rate."""
+    """Seeds of each method; the first one's trainings choose the learning rate."""
     vocabulary: str | None = None
     """Token map of the drafts. Default: all tokens."""
     flags: str = ""
     """More flags of every training, as one text; these win."""
     jobs: int = 1
-    """Trainings at once."""
+    """Trainings, then engines, at once."""
     choosing: int = 64
     """Held-out rows that choose checkpoints: the first ones."""
     others: int = 200
     """Held-out rows after these."""
     concurrency: int = 8
     """Requests at once while a draft is measured."""
+    tree: int = 0
+    """Serve trees of so many nodes, too. 0: chains only."""
 
     def __post_init__(self) -> None:
         check_named(self, target="a folder or a hub id", data="a folder", output="a folder")
         check_at_least(self, 1, "jobs", "choosing", "others", "concurrency")
+        check_at_least(self, 0, "tree")
         unknown = sorted(set(self.methods) - METHODS.keys())
         if unknown:
             raise ValueError(f"methods has {', '.join(unknown)}; known are {', '.join(METHODS)}")
@@ -149,6 +156,11 @@ class Training:
     def draft(self) -> Path:
         return self.folder / "run" / "best"
 
+    @property
+    def simulated(self) -> float:
+        """Accept length on the held-out rows that choose checkpoints, computed while training."""
+        return float(read_json(self.draft / "run.json")["metrics"]["accept_length"])
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     run(compare, BlockDraftsConfig, argv, "bench/block_drafts.py")
@@ -160,19 +172,37 @@ def compare(config: BlockDraftsConfig) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     Path(config.output).mkdir(parents=True, exist_ok=True)
     results = Path(config.output) / "results.jsonl"
+    first, *other_seeds = config.seeds
+    tried = train(config, [Training.of(config, *one, first) for one in product(config.methods, config.lrs)])
+    rates = [{"method": one.method, "lr": one.lr, "simulated": one.simulated} for one in tried]
+    print(table(RATES, rates), flush=True)
+    chosen = [
+        max((one for one in tried if one.method == name), key=lambda one: one.simulated) for name in config.methods
+    ]
+    more = [Training.of(config, one.method, one.lr, seed) for one, seed in product(chosen, other_seeds)]
     lines = Lines(results, origin("block_drafts", device))
-    trainings = [Training.of(config, *one) for one in product(config.methods, config.lrs, config.seeds)]
-    with ThreadPoolExecutor(config.jobs) as pool:
-        for training in pool.map(Training.run, trainings):
-            print(f"{training.method}, lr {training.lr:g}, seed {training.seed}: {training.draft}", flush=True)
-    for training in trainings:
-        lines.add(measured(config, training, groups))
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(config.jobs, mp_context=context) as pool:
+        served = [pool.submit(measured, config, one, groups) for one in (*chosen, *train(config, more))]
+        for one in served:
+            lines.add(one.result())
     print(table(COLUMNS, lines.all))
+    if config.tree:
+        print(table((*COLUMNS[:3], TREE), [line for line in lines.all if TREE[1] in line]))
     print(f"appended to {results}")
 
 
-def read_groups(config: BlockDraftsConfig) -> dict[str, tuple[list[list[int]], list[int]]]:
-    """Prompts and lengths of answers, by group. Raises ValueError where there are too few held-out rows."""
+def train(config: BlockDraftsConfig, trainings: Sequence[Training]) -> list[Training]:
+    with ThreadPoolExecutor(config.jobs) as pool:
+        done = []
+        for training in pool.map(Training.run, trainings):
+            print(f"{training.method}, lr {training.lr:g}, seed {training.seed}: {training.draft}", flush=True)
+            done.append(training)
+    return done
+
+
+def read_groups(config: BlockDraftsConfig) -> Groups:
+    """Raises ValueError where there are too few held-out rows."""
     rows = load_from_disk(config.data)["heldout"]
     count = config.choosing + config.others
     if len(rows) < count:
@@ -181,9 +211,7 @@ def read_groups(config: BlockDraftsConfig) -> dict[str, tuple[list[list[int]], l
     return {"choosing": read_prompts(rows, config.choosing), "others": read_prompts(others, config.others)}
 
 
-def measured(
-    config: BlockDraftsConfig, training: Training, groups: dict[str, tuple[list[list[int]], list[int]]]
-) -> dict[str, Any]:
+def measured(config: BlockDraftsConfig, training: Training, groups: Groups) -> dict[str, Any]:
     """The line of a draft; measured once."""
     path = training.folder / "measured.json"
     if not path.exists():
@@ -191,29 +219,40 @@ def measured(
     made = read_json(training.draft / "run.json")
     line = {"method": training.method, "lr": training.lr, "seed": training.seed, "draft": str(training.draft)}
     line |= {"flags": shlex.join(training.words[2:]), "tokens": made["tokens"], "step": made["step"]}
-    return line | {"simulated": made["metrics"]["accept_length"], "heldout": made["metrics"]} | read_json(path)
+    return line | {"simulated": training.simulated, "heldout": made["metrics"]} | read_json(path)
 
 
-def serve(
-    config: BlockDraftsConfig, training: Training, groups: dict[str, tuple[list[list[int]], list[int]]]
-) -> Iterator[tuple[str, Any]]:
+def serve(config: BlockDraftsConfig, training: Training, groups: Groups) -> Iterator[tuple[str, Any]]:
     """Figures of the draft in an engine, by name."""
-    try:
-        llm = LLM(config.target, str(training.draft), max_running=config.concurrency)
-    except ValueError as error:
-        raise ValueError(f"{training.draft} is not served: {error}") from error
-    with llm:
-        for temperature, (group, (prompts, lengths)) in product((0, 1), groups.items()):
-            params = [
-                SamplingParams(max_tokens=length, temperature=float(temperature), seed=number)
-                for number, length in enumerate(lengths)
-            ]
-            found = acceptance(llm.generate(prompts, params, progress=True))
+    is_block = training.method != "eagle3"
+    with engine(config, training, groups, NODES, {} if is_block else {"depth": NODES - 1}) as llm:
+        for temperature, group in product((0, 1), groups):
+            found = accepted(llm, groups[group], temperature)
             yield f"accept_{group}_{temperature}", found["accept_length"]
             yield f"rates_{group}_{temperature}", found["accept_rates"]
-    del llm  # free the memory before the next engine measures it
-    gc.collect()
-    torch.cuda.empty_cache()
+    if config.tree and is_block:
+        with engine(config, training, groups, config.tree, {"topk": 4, "nodes": config.tree}) as llm:
+            yield "accept_tree_others_0", accepted(llm, groups["others"], 0)["accept_length"]
+
+
+def engine(config: BlockDraftsConfig, training: Training, groups: Groups, width: int, drafter: dict[str, Any]) -> LLM:
+    """With room for `concurrency` requests and no more, since others share the device."""
+    longest = max(len(prompt) + length for group in groups.values() for prompt, length in zip(*group, strict=True))
+    room = -(-longest // 64) * 64 + 64
+    options = {"max_running": config.concurrency, "max_model_len": room, "kv_cache_tokens": config.concurrency * room}
+    try:
+        return LLM(config.target, str(training.draft), drafter=drafter, width=width, **options)
+    except ValueError as error:
+        raise ValueError(f"{training.draft} is not served: {error}") from error
+
+
+def accepted(llm: LLM, rows: tuple[list[list[int]], list[int]], temperature: int) -> dict[str, Any]:
+    prompts, lengths = rows
+    params = [
+        SamplingParams(max_tokens=length, temperature=float(temperature), seed=number)
+        for number, length in enumerate(lengths)
+    ]
+    return acceptance(llm.generate(prompts, params, progress=True))
 
 
 if __name__ == "__main__":

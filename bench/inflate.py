@@ -15,7 +15,7 @@ what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-or a DFLASH draft.
+or a block draft, with its convolutions, selector, Markov head and confidence head.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -35,6 +35,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from slipstream.bench.inflate_weights import (
+    RANK,
     SHAPES,
     Inflation,
     Make,
@@ -199,6 +200,9 @@ class DFlashDraft(Draft):
         super().check(model, shape)
         check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
+        check_room("rank", max(self.config.selector_rank, self.config.markov_rank), RANK)
+        if self.config.lilicorr is not None:
+            raise ValueError("draft has a LiLiCorr scorer, which cannot be inflated; give one without it")
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
@@ -213,7 +217,8 @@ class DFlashDraft(Draft):
         layer_at = places(self.config.num_layers, NUM_LAYERS)
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
         windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
-        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **fields)
+        ranks = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
+        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **ranks, **fields)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}

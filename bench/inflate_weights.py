@@ -36,6 +36,8 @@ CONSTANT = 2.0**-18
 LIFT = 2.0**15
 UNUSED = 2.0**15
 
+RANK = 256  # of what joins a block draft's slots, as in published drafts
+
 Make = Callable[[], Tensor]
 Weights = Mapping[str, Tensor] | None  # of the small network, by public name; None: nothing to preserve
 
@@ -185,12 +187,70 @@ class Inflation:
         blocks[-1, passed, -1] = 1.0 / (LIFT * sqrt(H / h)) if states[passed][1] else 1.0
         return weight
 
+    def factors(self, small: Tensor | None, rows: int, *, is_quiet: bool) -> Tensor:
+        """Factors of pairs of tokens (V, r) -> (rows, RANK). Added columns change no score, since the successors' are
+        quiet."""
+        weight = self.fill(rows, RANK)
+        if small is not None:
+            if is_quiet:
+                weight[:, small.shape[1] :] *= self.quiet
+            weight[: len(small), : small.shape[1]] = small.to(self.device)
+        return weight
+
+    def beside_head(self, small: Tensor | None, shape: Sequence[int]) -> Tensor:
+        """What reads final states, as the head does, and maybe factors of the token before: (r, h + r) or (r, h) ->
+        (RANK, H + RANK) or (RANK, H); of one row one row."""
+        weight = self.fill(*shape)
+        if small is not None:
+            rows, rank = len(small), small.shape[1] - self.h
+            weight[:rows, self.H :] *= self.quiet
+            weight[:rows, : self.h] = small[:, : self.h].to(self.device)
+            weight[:rows, self.H : self.H + rank] = small[:, self.h :].to(self.device)
+        weight[:, self.H - 1] = 0.0  # the last norm lifts the constant
+        return weight
+
+    def convolution(self, small: Tensor | None, shape: Sequence[int]) -> Tensor:
+        """Kernels (2, taps, h) -> (2, taps, H), whose first tap is near the identity."""
+        weight = self.fill(*shape)
+        weight[:, 0] += 1.0
+        if small is not None:
+            weight[..., : self.h] = small.to(self.device)
+        return weight
+
+    def kernel_projection(self, small: Tensor | None, shape: Sequence[int]) -> Tensor:
+        """The projection to the deltas of both convolutions' taps, by groups of channels: (4 g, h) -> (4 G, H)."""
+        weight = self.fill(*shape)
+        if small is not None:
+            own = small.to(self.device).unflatten(0, (4, -1))
+            weight.unflatten(0, (4, -1))[:, : own.shape[1], : self.h] = own
+        return weight
+
+    def block_head(self, name: str, shape: Sequence[int], small: Tensor | None) -> Tensor | None:
+        """A tensor of what a block draft has besides its layers; None: it is none of these."""
+        module, part, field = name.split(".")[-3:] if name.count(".") > 1 else ("", *name.split("."))
+        if field == "base_kernel":
+            return self.convolution(small, shape)
+        if part == "kernel_projection":
+            return self.kernel_projection(small, shape)
+        if field.endswith("codebook") or part in ("markov_w1", "markov_w2"):
+            return self.factors(small, shape[0], is_quiet=field.startswith("successor") or part == "markov_w2")
+        if part == "hidden_projection" or module in ("markov_head", "confidence_head"):
+            if field == "weight":
+                return self.beside_head(small, shape)
+            bias = self.fill(*shape)
+            if small is not None:
+                bias[: len(small)] = small.to(self.device)
+            return bias
+        return None
+
     def tensor(self, name: str, shape: Sequence[int], small: Tensor | None, *, is_normed: bool = False) -> Tensor:
         """Any other tensor of a network, by its public name.
 
         rms_norm_eps falls with h / H, and q/k norms share it while their size stays: so q and k, if that `is_normed`,
         shrink by the same factor before those norms.
         """
+        if (head := self.block_head(name, shape, small)) is not None:
+            return head
         part = name.split(".")[-2]
         if part in ("q_norm", "k_norm"):
             return self.head_norm(small, *shape)

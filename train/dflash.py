@@ -516,11 +516,12 @@ class DFlashTraining(DraftTraining):
 @torch.no_grad()
 def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     """The draft's layers and norm become the target's last ones, and fc passes the last aux hidden state on.
+    Convolutions stay the identity.
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """
     own, weights = public_tensors(draft), target.initial_weights(len(draft.layers))
-    matrices = [name for name, tensor in own.items() if name.startswith("layers.") and tensor.ndim == 2]
+    matrices = [name for name, x in own.items() if name.startswith("layers.") and x.ndim == 2 and "_conv." not in name]
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:
         raise ValueError(

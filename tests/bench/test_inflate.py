@@ -37,6 +37,8 @@ VARIANTS = {
     "windows": {"sliding_window": 10, "windowed_layers": (1,), "aux_layers": (6, 1, 3)},
     "few tokens, one aux hidden state": {"draft_vocab_size": 1500, "aux_layers": (2,), "num_layers": 3},
     "five of all": {"num_layers": 5, "aux_layers": (0, 1, 3, 4, 6), "sample_from_anchor": True},
+    "DFlash 2": {"aux_layers": (1, 3), "conv_kernel_size": 2, "selector_rank": 8},
+    "DSpark": {"aux_layers": (1,), "markov_rank": 8, "markov_head_type": "gated", "confidence_head": True},
 }
 Pairs = dict[str, tuple[Path, Path]]  # drafter -> the small draft, the big pair
 
@@ -251,6 +253,10 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
     assert big.target_ids[num_real:].equal(SMALL_VOCAB + torch.arange(len(big.target_ids) - num_real))
     torch.testing.assert_close(logits[:, :num_real], wanted, rtol=1e-9, atol=1e-9)
     assert (logits[:, num_real:].amax(-1) < wanted.amin(-1) - 100).all()
+    rows, known = (padded.flatten(1), aux_states.flatten(1)), list(range(1000, 1031))
+    drafted = [one.chain(x, known, 4, BLOCK, 5, 0.5) for one, x in zip((big, small), rows, strict=True)]
+    assert drafted[0][0] == drafted[1][0]
+    assert drafted[0][1] == pytest.approx(drafted[1][1])
 
 
 def write_big_draft(small: Path, folder: Path) -> dict[int, int | None]:

@@ -161,6 +161,16 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
         assert torch.equal(own.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
 
 
+def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(target_model: PreTrainedModel) -> None:
+    draft = make_training(target_model, aux_layers=(0, 2), conv_kernel_size=2).draft
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items() if "_conv." in name}
+    dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
+    assert len(before) == 8
+    assert all(torch.equal(draft.state_dict()[name], tensor) for name, tensor in before.items())
+    for own, theirs in zip(draft.layers, target_model.model.layers[2:], strict=True):
+        assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+
+
 @pytest.mark.parametrize("fields", [{"intermediate_size": 64}, {"num_layers": 5}, {"num_kv_heads": 1}])
 def test_a_draft_of_other_shapes_does_not_start_from_the_target(
     target_model: PreTrainedModel, fields: dict[str, Any]
