@@ -95,7 +95,6 @@ def test_a_stream_has_openais_order(url: str) -> None:
         "".join(call.function.arguments or "" for call in calls if call.function and call.index == i) for i in (0, 1)
     ]
     assert arguments == ['{"days": 3}', "{}"]
-    assert len(calls) > 4, "arguments come in pieces"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     assert not deltas[-1].content
     assert not deltas[-1].tool_calls
