@@ -86,6 +86,7 @@ class Segments(NamedTuple):
     num_decoding: int  # segments of nodes, which come first; the others are chunks of prompts
     most_nodes: int  # rows of a segment of nodes, at most; up to 64
     usual_nodes: int = 64  # that most segments have, at most: sizes tiles, if below most_nodes
+    by_path: bool = False  # whether `ragged_attention` gets the paths of the nodes' trees: sizes tiles, too
 
 
 class Tiles(NamedTuple):
@@ -255,7 +256,7 @@ def allot_work(
     decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
     assert most <= MAX_NODES
     if blocks is None:
-        blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize)
+        blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize, by_path=segments.by_path)
     fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
     (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
     node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
@@ -283,15 +284,17 @@ def tile_tokens(D: int, element_size: int) -> int:
 
 
 def choose_blocks(
-    decoding: int, nodes: int, T: int, Q: int, G: int, D: int, element_size: int
+    decoding: int, nodes: int, T: int, Q: int, G: int, D: int, element_size: int, *, by_path: bool = False
 ) -> tuple[Blocks, Blocks]:
     """For segments of up to `nodes` nodes, and for prompts. Rows beyond a tile's read the KV once more, rows that none
-    needs cost registers."""
+    needs cost registers. A tile reads its nodes' paths one after the other: of few requests, small tiles side by side.
+    """
     tokens, group = tile_tokens(D, element_size), Q // G
     least, wanted = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(nodes * group)
     if element_size == 4:
         return Blocks(least, tokens, 4, 2), Blocks(least, tokens, 4, 2)
-    rows = max(least, 16 if wanted <= 16 else 32 if wanted <= 64 else 64)
+    is_small = wanted <= 16 or (wanted <= 64 and by_path and decoding <= FEW_REQUESTS)
+    rows = max(least, 16 if is_small else 32 if wanted <= 64 else 64)
     if D > 128:
         return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
     stages = 2 if rows >= 64 or (rows == 16 and decoding > FEW_REQUESTS) else 3
@@ -767,6 +770,12 @@ def _attend_parts(
             lowest = tl.maximum(lowest, certain - WINDOW)
     new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
     page = _load_pages(table, start, end, PAGE, TOKENS)
+    cell, first_path = token, 0
+    if path is not None:
+        first_path = tl.min(path)
+        cell = _path_cells(
+            nodes_ptr, table, first_path, tl.maximum(start, new) + token, lowest, base, end, PAGE, WINDOW
+        )
     for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
         first = tl.maximum(start, index << part) if NESTED else start
         last = tl.minimum(stop, (index + 1) << part) if NESTED else stop
@@ -793,9 +802,10 @@ def _attend_parts(
                     merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
         if path is not None:
             for tile_start in range(tl.maximum(first, new), last, TOKENS):
-                top, total, acc = _attend_paths(
-                    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
-                    scale, squash, top, total, acc, G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
+                top, total, acc, cell = _attend_paths(
+                    q, path, first_path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
+                    lowest, base, end, scale, squash, top, total, acc,
+                    G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
                 )  # fmt: skip
                 if not NESTED:  # noqa: SIM102
                     if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
@@ -824,27 +834,25 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.con
 
 @triton.jit
 def _attend_paths(
-    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
-    scale, squash, top, total, acc,
+    q, path, first_path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
+    lowest, base, end, scale, squash, top, total, acc,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Adds to a part's sums the tokens that follow tile_start in the text, of each row's own path.
 
     A row takes part in one path alone: the products of the others add zeros to it, which leave its bits as they are.
+    cell (TOKENS,): `_path_cells` of the first path; with the sums it returns those of the tile after this one.
     """
-    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
-    position = tile_start + token
-    inside = position < end
-    if WINDOW is not None:
-        inside &= position >= lowest
-    loaded = inside[:, None] & (dims < D)
+    dims, position = tl.arange(0, BLOCK_D)[None, :], tile_start + tl.arange(0, TOKENS)
+    loaded = _is_inside(position, lowest, end, WINDOW)[:, None] & (dims < D)
     last_path = tl.max(path)
-    cell = _path_cells(nodes_ptr, table, tl.min(path), position, inside, base, PAGE)
-    for index in range(tl.min(path), last_path + 1):
+    for index in range(first_path, last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
-        cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
+        is_last = index == last_path
+        following, there = tl.where(is_last, first_path, index + 1), tl.where(is_last, position + TOKENS, position)
+        cell = _path_cells(nodes_ptr, table, following, there, lowest, base, end, PAGE, WINDOW)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
@@ -852,15 +860,27 @@ def _attend_paths(
         scores = tl.where(visible, scores, float("-inf"))
         cells = values_ptr + kv_cells
         top, total, acc = _add_tile(scores, cells, loaded, scale, top, total, acc, q.dtype, PRECISION)
-    return top, total, acc
+    return top, total, acc, cell
 
 
 @triton.jit
-def _path_cells(nodes_ptr, table, path, position, inside, base, PAGE: tl.constexpr):
-    """Where the cache has the tokens that lie at `position` in the text of a path."""
+def _path_cells(nodes_ptr, table, path, position, lowest, base, end, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the cache has the tokens that lie at `position` in the text of a path.
+
+    Two loads, one after the other, for a third that needs them: they are made while the path before is read, or the
+    text before all paths."""
+    inside = _is_inside(position, lowest, end, WINDOW)
     node = tl.load(nodes_ptr + path * PATH_NODES + position - base, mask=inside & (position >= base), other=0)
     kept = tl.where(position < base, position, base + node)
     return tl.load(table + kept // PAGE, mask=inside, other=0) * PAGE + kept % PAGE
+
+
+@triton.jit
+def _is_inside(position, lowest, end, WINDOW: tl.constexpr):
+    inside = position < end
+    if WINDOW is not None:
+        inside &= position >= lowest
+    return inside
 
 
 @triton.jit

@@ -238,10 +238,10 @@ class Runner:
         state, slots = self.state, self._kv_slots(layout)
         most = min(state.proposals.shape[2], MAX_NODES)
         rows = layout.starts, layout.segment_slots, layout.segment_lengths
-        segments = Segments(*rows, num_requests, most, self.usual_nodes)
         where, paths = (layout.segment_slots, layout.segment_lengths, layout.positions, slots), None
         if self.order is not None and layout.ancestors is not None:
             paths = trace_paths(layout.starts, num_requests, layout.ancestors, layout.positions)
+        segments = Segments(*rows, num_requests, most, self.usual_nodes, by_path=paths is not None)
         return AttentionMetadata("verify", state, *where, (), (), layout.ancestors, segments=segments, paths=paths)
 
     def _kv_slots(self, layout: Layout) -> KVSlots:
