@@ -517,10 +517,10 @@ def _list_tiles(
         seen = base
         if WINDOW is not None:
             seen = tl.minimum(seen, WINDOW)
-        part = tl.full((BLOCK,), 7, tl.int32)
+        part, limit = tl.full((BLOCK,), 7, tl.int32), tl.full((BLOCK,), FIRST_PARTS, tl.int32)  # MOST_PARTS << part
         tl.static_assert(QUANTUM == 1 << 7)
-        while tl.max(tl.where(seen >= MOST_PARTS << part, 1, 0)) > 0:
-            part = tl.where(seen >= MOST_PARTS << part, part + 1, part)
+        while tl.max(tl.where(seen >= limit, 1, 0)) > 0:
+            part, limit = part + tl.where(seen >= limit, 1, 0), limit * tl.where(seen >= limit, 2, 1)
         quantum = first_quantum + before
         shared = tl.where(quanta * most_shared > total, 1 + quantum * most_shared // tl.maximum(total, 1), 0)
         fields = (start + first, count, length + first, base, slot, part, shared, quantum, quanta, per)

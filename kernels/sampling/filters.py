@@ -407,11 +407,11 @@ def _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, 
             columns = start + tl.arange(0, SCANNED)
             x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
             bits = x.to(tl.uint32, bitcast=True)
-            order = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+            order = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
             weight = tl.where(columns < V, mass(x, peak, rate) if BY_MASS else 1.0, 0.0)
             weights += tl.where(order[None, :] >= pivots[:, None], weight[None, :], 0.0)
         reached = tl.sum((tl.sum(weights, axis=1) >= goal).to(tl.int32), axis=0)
         known = known + tl.maximum(reached - 1, 0).to(tl.uint32) * unit
         unit = unit >> 4
-    bits = tl.where(known >= 0x80000000, known & 0x7FFFFFFF, ~known)
+    bits = tl.where(known >= 0x80000000, known & 0x7FFFFFFF, known ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
