@@ -33,10 +33,13 @@ from slipstream.train.training import DraftTraining
 ASSETS = Path(__file__).resolve().parent
 ROOT = ASSETS.parent.parent
 TARGET = "assets/tiny-target"  # from ROOT
-HEADS = {"num_kv_heads": 1, "head_dim": 32}
-NUM_HEADS = {eagle: 2, eagle3: 2, dflash: 4}  # a block's slots know of the text only by attention
+CHAIN_HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+BLOCK_HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32}  # its slots know of the text only by attention
+HEADS = {eagle: CHAIN_HEADS, eagle3: CHAIN_HEADS, dflash: BLOCK_HEADS}
+STATES = (2, 3, 4, 5, 6)  # that some draft reads
 MUON: dict[str, Any] = {"name": "muon", "warmup_ratio": 0.03, "schedule": "linear", "momentum": 0.85}
 FILES = ("config.json", "model.safetensors")
+LONGEST = 512  # tokens of a conversation, and of a packed row
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Recipe:
     options: Mapping[str, Any]  # of the draft
     lr: float
     map_size: int | None = 512  # tokens of the draft's vocabulary; None: all of the target's
+    epochs: int = 6  # passes over the demo's answers
 
 
 def chain(**options: Any) -> dict[str, Any]:
@@ -79,6 +83,7 @@ DRAFTS: dict[str, Recipe] = {
     "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2),
 }
 RUN_OPTIONS = {eagle: eagle.EagleOptions, eagle3: eagle3.Eagle3Options, dflash: dflash.DFlashOptions}
+EVALUATIONS = {dflash: dflash.BlockEvaluationOptions}
 TRAININGS = {eagle: eagle.EagleTraining, eagle3: eagle3.Eagle3Training, dflash: dflash.DFlashTraining}
 
 
@@ -90,7 +95,7 @@ class NarrowFiles(TargetFiles):
     """Makes drafts with HEADS instead of the target's."""
 
     def new_draft(self, network: type[Any], options: BaseDraftOptions, **named: Any) -> Any:
-        return super().new_draft(network, options, **named, **HEADS, num_heads=NUM_HEADS[program_of(network)])
+        return super().new_draft(network, options, **named, **HEADS[program_of(network)])
 
 
 def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
@@ -117,25 +122,36 @@ def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
     return Narrow
 
 
-def make(name: str, demo: Path, epochs: int) -> None:
-    recipe, runs = DRAFTS[name], demo / "small"
+def capture(demo: Path) -> Path:
+    """The target's states of all answers, so that it runs once for all drafts."""
+    path = demo / "small" / "states"
+    program = [sys.executable, str(ROOT / "data_tools" / "capture_states.py"), "--data", str(demo / "dataset")]
+    arguments = ["--target", TARGET, "--output", str(path), "--layers", *map(str, STATES), "--yes"]
+    subprocess.run([*program, *arguments, "--max-length", str(LONGEST), "--heldout-documents", "40"], check=True)
+    return path
+
+
+def token_map(demo: Path, size: int) -> Path:
+    """The `size` most frequent tokens of the answers."""
+    path = demo / "small" / f"tokens-{size}.safetensors"
+    if not path.exists():
+        program = [sys.executable, str(ROOT / "data_tools" / "frequency_map.py"), "--data", str(demo / "dataset")]
+        subprocess.run([*program, "--target", TARGET, "--size", str(size), "--output", str(path)], check=True)
+    return path
+
+
+def make(name: str, demo: Path, epochs: int | None) -> None:
+    recipe, output = DRAFTS[name], demo / "small" / name
     options = dict(recipe.options)
     if recipe.map_size is not None:
-        path = runs / f"tokens-{recipe.map_size}.safetensors"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            program = [sys.executable, str(ROOT / "data_tools" / "frequency_map.py"), "--data", str(demo / "dataset")]
-            arguments = ["--target", TARGET, "--size", str(recipe.map_size), "--output", str(path)]
-            subprocess.run([*program, *arguments], check=True)
-        options["vocabulary"] = str(path)
-    output = runs / name
+        options["vocabulary"] = str(token_map(demo, recipe.map_size))
     made = RUN_OPTIONS[recipe.program](
         target=TARGET,
         output=str(output),
-        data=DataOptions(path=str(demo / "dataset"), max_length=512, batch_size=2),
+        data=DataOptions(path=str(demo / "dataset"), max_length=LONGEST, batch_size=2, aux_states=str(capture(demo))),
         draft=recipe.program.DraftOptions(**options),
-        optim=OptimOptions(lr=recipe.lr, epochs=epochs, **MUON),
-        evaluation=EvaluationOptions(every=200, depth=63 if recipe.program is dflash else 3, documents=40),
+        optim=OptimOptions(lr=recipe.lr, epochs=epochs or recipe.epochs, **MUON),
+        evaluation=EVALUATIONS.get(recipe.program, EvaluationOptions)(every=200, documents=40),
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,
     )
