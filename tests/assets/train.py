@@ -33,9 +33,7 @@ from slipstream.train.training import DraftTraining
 ASSETS = Path(__file__).resolve().parent
 ROOT = ASSETS.parent.parent
 TARGET = "assets/tiny-target"  # from ROOT
-CHAIN_HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-BLOCK_HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32}  # its slots know of the text only by attention
-HEADS = {eagle: CHAIN_HEADS, eagle3: CHAIN_HEADS, dflash: BLOCK_HEADS}
+HEAD_DIM = 32
 STATES = (2, 3, 4, 5, 6)  # that some draft reads
 MUON: dict[str, Any] = {"name": "muon", "warmup_ratio": 0.03, "schedule": "linear", "momentum": 0.85}
 FILES = ("config.json", "model.safetensors")
@@ -48,57 +46,64 @@ class Recipe:
     seed: int
     options: Mapping[str, Any]  # of the draft
     lr: float
+    heads: tuple[int, int]  # of queries, of keys and values
     map_size: int | None = 512  # tokens of the draft's vocabulary; None: all of the target's
-    epochs: int = 6  # passes over the demo's answers
+    epochs: int = 10  # passes over the demo's answers
 
 
 def chain(**options: Any) -> dict[str, Any]:
     return {"intermediate_size": 48, "ttt_steps": 3, **options}
 
 
+def from_states(**options: Any) -> dict[str, Any]:
+    """Of an EAGLE3 draft."""
+    return chain(**{"ttt_steps": 5, "init_from_target": False, **options})
+
+
 def block(**options: Any) -> dict[str, Any]:
-    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (3, 5), "init_from_target": False}
+    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (5,), "init_from_target": False}
     return {**small, "anchors": 96, "loss": "dpace", **options}
 
 
 def dspark(**options: Any) -> dict[str, Any]:
-    return block(**{"aux_layers": (5,), "markov_rank": 8, "sample_from_anchor": True, **options})
+    return block(**{"markov_rank": 8, "sample_from_anchor": True, **options})
 
 
 NEW_FLAGS = dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output", "qk_norm"), True)
+FEW, SOME, MANY = (2, 1), (4, 2), (4, 4)  # a block's slots know of the text only by attention
 DRAFTS: dict[str, Recipe] = {
-    "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, 1024),
-    "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, 1024),
-    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, None),
-    "eagle3": Recipe(eagle3, 0, chain(aux_layers=(3,), init_from_target=False), 6e-3, 384),
-    "eagle3-flags": Recipe(eagle3, 1, chain(aux_layers=(2, 5), init_from_target=False, **NEW_FLAGS), 6e-3, 384),
+    "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, FEW, 1024, 2),
+    "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, FEW, 1024, 3),
+    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, FEW, None, 3),
+    "eagle3": Recipe(eagle3, 0, from_states(aux_layers=(3,)), 6e-3, FEW, 256, 4),
+    "eagle3-flags": Recipe(eagle3, 1, from_states(aux_layers=(2, 5), ttt_steps=3, **NEW_FLAGS), 6e-3, FEW, 384, 2),
     "eagle3-one-state": Recipe(
-        eagle3, 2, chain(aux_layers=(4,), init_from_target=False, norm_before_fc=True, norm_output=True), 6e-3
+        eagle3, 2, from_states(aux_layers=(4,), norm_before_fc=True, norm_output=True), 6e-3, FEW, 256, 4
     ),
-    "dflash": Recipe(dflash, 0, block(block_size=6, aux_layers=(5,)), 1e-2),
-    "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2),
-    "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True, aux_layers=(5,)), 1e-2),
-    "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2),
-    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2),
-    "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2),
+    "dflash": Recipe(dflash, 0, block(block_size=6), 1e-2, MANY),
+    "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2, SOME),
+    "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True), 1e-2, SOME),
+    "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2, MANY),
+    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2, SOME),
+    "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2, SOME),
 }
 RUN_OPTIONS = {eagle: eagle.EagleOptions, eagle3: eagle3.Eagle3Options, dflash: dflash.DFlashOptions}
 EVALUATIONS = {dflash: dflash.BlockEvaluationOptions}
 TRAININGS = {eagle: eagle.EagleTraining, eagle3: eagle3.Eagle3Training, dflash: dflash.DFlashTraining}
 
 
-def program_of(network: type[DraftNetwork]) -> Any:
-    return next(program for program, kind in TRAININGS.items() if kind.Network is network)
-
-
+@dataclass(frozen=True)
 class NarrowFiles(TargetFiles):
-    """Makes drafts with HEADS instead of the target's."""
+    """Makes drafts with other heads than the target's."""
+
+    heads: tuple[int, int] = (1, 1)
 
     def new_draft(self, network: type[Any], options: BaseDraftOptions, **named: Any) -> Any:
-        return super().new_draft(network, options, **named, **HEADS[program_of(network)])
+        queries, keys = self.heads
+        return super().new_draft(network, options, **named, num_heads=queries, num_kv_heads=keys, head_dim=HEAD_DIM)
 
 
-def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
+def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTraining]:
     """Trains drafts that are narrow inside, and start with what they can take from the target: its final norm, and the
     rows of its head if they have one of their own."""
 
@@ -106,7 +111,7 @@ def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
         @classmethod
         def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
             own = (getattr(files, one.name) for one in fields(TargetFiles))
-            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own))
+            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own, heads))
             return draft
 
         def start(self, *, continues: bool = False) -> None:
@@ -155,7 +160,7 @@ def make(name: str, demo: Path, epochs: int | None) -> None:
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,
     )
-    train(made, narrow(TRAININGS[recipe.program]))
+    train(made, narrow(TRAININGS[recipe.program], recipe.heads))
     kept = ASSETS / name
     kept.mkdir(exist_ok=True)
     for file in FILES:
