@@ -7,7 +7,17 @@ from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
-from slipstream.doctor.readings import STAGES, Case, Reading, readings, repairs, with_layers, without_flag
+from slipstream.doctor.readings import (
+    STAGES,
+    Case,
+    Reading,
+    anchor_fields,
+    convention,
+    readings,
+    repairs,
+    with_layers,
+    without_flag,
+)
 from slipstream.doctor.replay import Replay, Score, Subject
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
 
@@ -176,13 +186,12 @@ def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
                     f"name the layer outputs {list(config.aux_layers)} in config.json",
                     with_layers(subject, guess),
                 )
-    if subject.family == "dflash" and "sample_from_anchor" not in values and "drafter" not in values:
-        yield Reading(
-            "block convention",
-            f"sample_from_anchor {str(not config.sample_from_anchor).lower()}",
-            "config.json does not say whether the anchor's slot drafts a token, and servers differ",
-            f"write sample_from_anchor {str(config.sample_from_anchor).lower()} in config.json",
-            subject.with_values(sample_from_anchor=not config.sample_from_anchor),
+    if subject.family == "dflash" and not anchor_fields(subject) and "drafter" not in values:
+        value = str(config.sample_from_anchor).lower()
+        yield replace(
+            convention(subject, from_anchor=not config.sample_from_anchor),
+            cause="config.json does not say whether the anchor's slot drafts a token, and servers differ",
+            remedy=f"write sample_from_anchor {value} in config.json",
         )
 
 

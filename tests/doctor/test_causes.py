@@ -344,6 +344,39 @@ def test_block_drafts(healthy: Callable[..., Subject], answers: Answers) -> None
         assert found.mended.accept_length == pytest.approx(before, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("said", ["sample_from_anchor", "shift_label", "nested", "option"])
+def test_an_anchor_that_is_said_to_draft(said: str, healthy: Callable[..., Subject], answers: Answers) -> None:
+    """Whichever field says so; the field that is wrong is named."""
+    good = healthy("dflash").with_values(drafter=None, sample_from_anchor=None)
+    inner = {**good.files.values["dflash_config"], "shift_label": True}
+    bad = {
+        "sample_from_anchor": good.with_values(sample_from_anchor=True),
+        "shift_label": good.with_values(shift_label=True),
+        "nested": good.with_values(dflash_config=inner),
+        "option": good.with_values(architectures=["MyDraft"]).with_choices(sample_from_anchor=True),
+    }[said]
+    cause = first_cause(check(bad, answers, "block convention").findings)
+    assert cause is not None
+    assert cause.name == "sample_from_anchor false"
+    named = {"nested": "shift_label true", "option": "the option sample_from_anchor is true"}.get(said, f"{said} true")
+    assert named in cause.cause
+    assert ("--drafter" in cause.remedy) == (said == "option")
+    assert cause.after == pytest.approx(accept_length(good, answers))
+
+
+@pytest.mark.slow
+def test_a_confidence_head_of_another_number_of_slots(healthy: Callable[..., Subject], answers: Answers) -> None:
+    """Its calibration has a number for every slot that drafts, so a file that contradicts it is refused."""
+    inner = {"confidence_temperatures": [1.0] * 4}
+    good = healthy("dflash", confidence_head=True, sample_from_anchor=True)
+    good = good.with_values(dflash_config={**good.files.values["dflash_config"], **inner})
+    found = check(good.with_values(sample_from_anchor=False), answers, "block convention")
+    assert "confidence_temperatures" in found.refusal
+    assert found.mended is not None
+    assert found.mended.accept_length == pytest.approx(accept_length(good, answers))
+
+
 def test_a_mask_embedding_of_its_own(healthy: Callable[..., Subject], answers: Answers, tmp_path: Path) -> None:
     good = healthy("dflash")
     vector = answers[1].shared["embed_tokens.weight"][0].clone()
