@@ -7,7 +7,17 @@ from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
-from slipstream.doctor.readings import STAGES, Case, Reading, readings, repairs, with_layers, without_flag
+from slipstream.doctor.readings import (
+    STAGES,
+    Case,
+    Reading,
+    anchor_fields,
+    convention,
+    readings,
+    repairs,
+    with_layers,
+    without_flag,
+)
 from slipstream.doctor.replay import Replay, Score, Subject
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
 
@@ -111,17 +121,30 @@ def best_reading(
         gain, low = (other.accept_length, 1.0) if quick is None else other.ratio(quick)
         if quick is None or (gain >= LEAST_GAIN and low > 1):
             found.append((gain, reading))
-    if not found:
-        return None
-    most = max(gain for gain, _ in found)
-    near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
-    first = min(near, key=lambda one: one[:2])[2]
-    whole = replay.score(first.subject)
-    if score is not None:
-        gain, low = whole.ratio(score)
-        if gain < LEAST_GAIN or low <= CERTAIN:
-            return None
-    return first, whole
+    while found:
+        most = max(gain for gain, _ in found)
+        near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
+        first = min(near, key=lambda one: one[:2])[2]
+        whole = replay.score(first.subject)
+        if score is None or (is_better(whole, score) and is_better_at_once(first, subject, replay)):
+            return first, whole
+        found = [one for one in found if one[1] is not first]
+    return None
+
+
+def is_better(other: Score, score: Score) -> bool:
+    gain, low = other.ratio(score)
+    return gain >= LEAST_GAIN and low > CERTAIN
+
+
+def is_better_at_once(reading: Reading, subject: Subject, replay: Replay) -> bool:
+    """Whether a chain's first step that is computed otherwise is better, too. Steps beyond those that training took may
+    gain by a reading that it did not mean, such as one that keeps states from growing."""
+    if "dflash" in (subject.family, reading.subject.family):
+        return True  # a block is drafted in one step
+    depth = 2 if reading.stage == "later steps" else 1
+    _, low = replay.score(reading.subject, depth=depth).ratio(replay.score(subject, depth=depth))
+    return low > 1
 
 
 def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
@@ -176,13 +199,12 @@ def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
                     f"name the layer outputs {list(config.aux_layers)} in config.json",
                     with_layers(subject, guess),
                 )
-    if subject.family == "dflash" and "sample_from_anchor" not in values and "drafter" not in values:
-        yield Reading(
-            "block convention",
-            f"sample_from_anchor {str(not config.sample_from_anchor).lower()}",
-            "config.json does not say whether the anchor's slot drafts a token, and servers differ",
-            f"write sample_from_anchor {str(config.sample_from_anchor).lower()} in config.json",
-            subject.with_values(sample_from_anchor=not config.sample_from_anchor),
+    if subject.family == "dflash" and not anchor_fields(subject) and "drafter" not in values:
+        value = str(config.sample_from_anchor).lower()
+        yield replace(
+            convention(subject, from_anchor=not config.sample_from_anchor),
+            cause="config.json does not say whether the anchor's slot drafts a token, and servers differ",
+            remedy=f"write sample_from_anchor {value} in config.json",
         )
 
 

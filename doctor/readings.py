@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.doctor.replay import Subject
 from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork, ids_of
-from slipstream.models.drafts.block_layouts import CAUSAL_FIELDS
+from slipstream.models.drafts.block_layouts import ANCHOR_FIELDS, CAUSAL_FIELDS
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.models.targets.decoder import Target
@@ -182,16 +182,38 @@ def conventions(case: Case) -> Iterator[Reading]:
     if case.subject.family != "dflash":
         return
     config: Any = case.network.config
-    value = not config.sample_from_anchor
-    meant = "the anchor's slot drafts the next token" if value else "the anchor's slot drafts nothing"
-    yield Reading(
+    yield convention(case.subject, from_anchor=not config.sample_from_anchor)
+
+
+def convention(subject: Subject, *, from_anchor: bool) -> Reading:
+    """The files in this convention, whatever their fields and the options say of it."""
+    value, fields, chosen = str(from_anchor).lower(), anchor_fields(subject), subject.choices.sample_from_anchor
+    said, option = "config.json does not say whether it drafts", f" (serve: --drafter.sample-from-anchor {value})"
+    if fields:  # the option must not contradict them
+        said, option = f"config.json has {', '.join(fields)}", ""
+    elif chosen is not None:
+        said = f"the option sample_from_anchor is {str(chosen).lower()}"
+    others = [field for field in fields if not field.startswith("sample_from_anchor")]
+    instead = f" instead of {', '.join(others)}" if others else ""
+    meant = "the next token" if from_anchor else "nothing"
+    inner = subject.files.values.get("dflash_config") or {}
+    kept = {name: x for name, x in inner.items() if name not in ANCHOR_FIELDS}
+    changed = {**dict.fromkeys(ANCHOR_FIELDS), "sample_from_anchor": from_anchor}
+    return Reading(
         "block convention",
-        f"sample_from_anchor {str(value).lower()}",
-        f"the draft is read as if sample_from_anchor were {str(not value).lower()}, but it was trained so that {meant}",
-        f"write sample_from_anchor {str(value).lower()} in config.json (serve: --drafter.sample-from-anchor "
-        f"{str(value).lower()})",
-        case.subject.with_values(sample_from_anchor=value).with_choices(sample_from_anchor=None),
+        f"sample_from_anchor {value}",
+        f"the draft was trained so that the anchor's slot drafts {meant}; {said}",
+        f"write sample_from_anchor {value}{instead} in config.json{option}",
+        subject.with_values(**changed, dflash_config=kept).with_choices(sample_from_anchor=None),
     )
+
+
+def anchor_fields(subject: Subject) -> list[str]:
+    """The fields by which config.json says whether the anchor's slot drafts, with their values."""
+    values = subject.files.values
+    levels = values, values.get("dflash_config") or {}
+    found = {name: fields[name] for fields in levels for name in ANCHOR_FIELDS if fields.get(name) is not None}
+    return [f"{name} {str(bool(value)).lower()}" for name, value in found.items()]
 
 
 def ropes(case: Case) -> Iterator[Reading]:
@@ -514,10 +536,4 @@ def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
     if subject.family == "dflash":
         yield from other_masks(subject, target, None)
         for value in (True, False):
-            yield Reading(
-                "block convention",
-                f"sample_from_anchor {str(value).lower()}",
-                "config.json does not say whether the anchor's slot drafts a token",
-                f"write sample_from_anchor {str(value).lower()} in config.json",
-                subject.with_choices(sample_from_anchor=value),
-            )
+            yield convention(subject, from_anchor=value)

@@ -202,8 +202,9 @@ class Replay:
         return build_draft(family.network, subject.files, self.path, *given)
 
     @torch.inference_mode()
-    def score(self, subject: Subject, num_batches: int | None = None) -> Score:
-        """Of all texts, or of those of the first batches. Raises ValueError for files that cannot be read so."""
+    def score(self, subject: Subject, num_batches: int | None = None, depth: int | None = None) -> Score:
+        """Of all texts, or of those of the first batches; `depth` in place of the replay's. Raises ValueError for files
+        that cannot be read so."""
         draft: Any = self.build(subject)
         family, config = FAMILIES[subject.family], draft.config
         target = self.target
@@ -213,7 +214,7 @@ class Replay:
             target.mask_token = config.mask_token_id, subject.mask_embedding
         rope = self._rope(config, subject.most_positions)
         options = family.options(config)
-        training = family.training(draft.requires_grad_(False), target, rope, options, self.depth).eval()
+        training = family.training(draft.requires_grad_(False), target, rope, options, depth or self.depth).eval()
         emitted: list[int] = []
         rounds: list[Round] = []
         for batch in self.batches[:num_batches]:

@@ -86,21 +86,14 @@ def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator
         return
     simulated = diagnosis.as_read.accept_length
     if refusal:
-        yield Finding(
-            kind="note",
-            stage="files",
-            name="not served here",
-            cause=f"the engine here refuses the draft: {refusal}",
-            remedy="see there",
-        )
+        name, cause, remedy = "not served here", f"the engine here refuses the draft: {refusal}", "see there"
     elif served is not None and abs(served / simulated - 1) > PARITY:
-        yield Finding(
-            kind="note",
-            stage="files",
-            name="trainer and server here differ",
-            cause=f"replayed, the draft has an accept length of {simulated:.2f}, served here {served:.2f}",
-            remedy="please report this with the draft's config.json: both run the same network",
-        )
+        name = "trainer and server here differ"
+        cause = f"replayed, the draft has an accept length of {simulated:.2f}, served here {served:.2f}"
+        remedy = "please report this with the draft's config.json: both run the same network"
+    else:
+        return
+    yield Finding(kind="note", stage="files", name=name, cause=cause, remedy=remedy)
 
 
 def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Finding]:

@@ -4,8 +4,9 @@
     python tests/assets/train.py                  # all drafts
     python tests/assets/train.py dspark-gated     # one of them
 
-They are narrow inside, so that all of them take a few megabytes: attention has few heads of 32 dims, MLPs have 48
-neurons. Each is trained by its family's program with the seed that DRAFTS names. An interrupted run continues; delete
+They are narrow inside, so that all of them take less than 6 MB: attention has few heads of 32 dims, MLPs have 48
+neurons. Each is trained by its family's program with the seed and the options that DRAFTS names, from states of the
+target that are captured once, in 2 to 9 minutes on a core of a busy machine. An interrupted run continues; delete
 DEMO/small to train anew.
 """
 
@@ -33,10 +34,11 @@ from slipstream.train.training import DraftTraining
 ASSETS = Path(__file__).resolve().parent
 ROOT = ASSETS.parent.parent
 TARGET = "assets/tiny-target"  # from ROOT
-HEADS = {"num_kv_heads": 1, "head_dim": 32}
-NUM_HEADS = {eagle: 2, eagle3: 2, dflash: 4}  # a block's slots know of the text only by attention
+HEAD_DIM = 32
+STATES = (2, 3, 4, 5, 6)  # that some draft reads
 MUON: dict[str, Any] = {"name": "muon", "warmup_ratio": 0.03, "schedule": "linear", "momentum": 0.85}
 FILES = ("config.json", "model.safetensors")
+LONGEST = 512  # tokens of a conversation, and of a packed row
 
 
 @dataclass(frozen=True)
@@ -45,55 +47,64 @@ class Recipe:
     seed: int
     options: Mapping[str, Any]  # of the draft
     lr: float
+    heads: tuple[int, int]  # of queries, of keys and values
     map_size: int | None = 512  # tokens of the draft's vocabulary; None: all of the target's
+    epochs: int = 10  # passes over the demo's answers
 
 
 def chain(**options: Any) -> dict[str, Any]:
     return {"intermediate_size": 48, "ttt_steps": 3, **options}
 
 
+def from_states(**options: Any) -> dict[str, Any]:
+    """Of an EAGLE3 draft."""
+    return chain(**{"ttt_steps": 5, "init_from_target": False, **options})
+
+
 def block(**options: Any) -> dict[str, Any]:
-    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (3, 5), "init_from_target": False}
+    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (5,), "init_from_target": False}
     return {**small, "anchors": 96, "loss": "dpace", **options}
 
 
 def dspark(**options: Any) -> dict[str, Any]:
-    return block(**{"aux_layers": (5,), "markov_rank": 8, "sample_from_anchor": True, **options})
+    return block(**{"markov_rank": 8, "sample_from_anchor": True, **options})
 
 
 NEW_FLAGS = dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output", "qk_norm"), True)
+FEW, SOME, MANY = (2, 1), (4, 2), (4, 4)  # a block's slots know of the text only by attention
 DRAFTS: dict[str, Recipe] = {
-    "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, 1024),
-    "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, 1024),
-    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, None),
-    "eagle3": Recipe(eagle3, 0, chain(aux_layers=(3,), init_from_target=False), 6e-3, 384),
-    "eagle3-flags": Recipe(eagle3, 1, chain(aux_layers=(2, 5), init_from_target=False, **NEW_FLAGS), 6e-3, 384),
+    "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, FEW, 1024, 2),
+    "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, FEW, 1024, 3),
+    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, FEW, None, 3),
+    "eagle3": Recipe(eagle3, 0, from_states(aux_layers=(3,)), 6e-3, FEW, 256, 4),
+    "eagle3-flags": Recipe(eagle3, 1, from_states(aux_layers=(2, 5), ttt_steps=3, **NEW_FLAGS), 6e-3, FEW, 384, 2),
     "eagle3-one-state": Recipe(
-        eagle3, 2, chain(aux_layers=(4,), init_from_target=False, norm_before_fc=True, norm_output=True), 6e-3
+        eagle3, 2, from_states(aux_layers=(4,), norm_before_fc=True, norm_output=True), 6e-3, FEW, 256, 4
     ),
-    "dflash": Recipe(dflash, 0, block(block_size=6, aux_layers=(5,)), 1e-2),
-    "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2),
-    "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True, aux_layers=(5,)), 1e-2),
-    "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2),
-    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2),
-    "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2),
+    "dflash": Recipe(dflash, 0, block(block_size=6), 1e-2, MANY),
+    "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2, SOME),
+    "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True), 1e-2, SOME),
+    "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2, MANY),
+    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2, SOME),
+    "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2, SOME),
 }
 RUN_OPTIONS = {eagle: eagle.EagleOptions, eagle3: eagle3.Eagle3Options, dflash: dflash.DFlashOptions}
+EVALUATIONS = {dflash: dflash.BlockEvaluationOptions}
 TRAININGS = {eagle: eagle.EagleTraining, eagle3: eagle3.Eagle3Training, dflash: dflash.DFlashTraining}
 
 
-def program_of(network: type[DraftNetwork]) -> Any:
-    return next(program for program, kind in TRAININGS.items() if kind.Network is network)
-
-
+@dataclass(frozen=True)
 class NarrowFiles(TargetFiles):
-    """Makes drafts with HEADS instead of the target's."""
+    """Makes drafts with other heads than the target's."""
+
+    heads: tuple[int, int] = (1, 1)
 
     def new_draft(self, network: type[Any], options: BaseDraftOptions, **named: Any) -> Any:
-        return super().new_draft(network, options, **named, **HEADS, num_heads=NUM_HEADS[program_of(network)])
+        queries, keys = self.heads
+        return super().new_draft(network, options, **named, num_heads=queries, num_kv_heads=keys, head_dim=HEAD_DIM)
 
 
-def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
+def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTraining]:
     """Trains drafts that are narrow inside, and start with what they can take from the target: its final norm, and the
     rows of its head if they have one of their own."""
 
@@ -101,7 +112,7 @@ def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
         @classmethod
         def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
             own = (getattr(files, one.name) for one in fields(TargetFiles))
-            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own))
+            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own, heads))
             return draft
 
         def start(self, *, continues: bool = False) -> None:
@@ -117,29 +128,40 @@ def narrow(kind: type[DraftTraining]) -> type[DraftTraining]:
     return Narrow
 
 
-def make(name: str, demo: Path, epochs: int) -> None:
-    recipe, runs = DRAFTS[name], demo / "small"
+def capture(demo: Path) -> Path:
+    """The target's states of all answers, so that it runs once for all drafts."""
+    path = demo / "small" / "states"
+    program = [sys.executable, str(ROOT / "data_tools" / "capture_states.py"), "--data", str(demo / "dataset")]
+    arguments = ["--target", TARGET, "--output", str(path), "--layers", *map(str, STATES), "--yes"]
+    subprocess.run([*program, *arguments, "--max-length", str(LONGEST), "--heldout-documents", "40"], check=True)
+    return path
+
+
+def token_map(demo: Path, size: int) -> Path:
+    """The `size` most frequent tokens of the answers."""
+    path = demo / "small" / f"tokens-{size}.safetensors"
+    if not path.exists():
+        program = [sys.executable, str(ROOT / "data_tools" / "frequency_map.py"), "--data", str(demo / "dataset")]
+        subprocess.run([*program, "--target", TARGET, "--size", str(size), "--output", str(path)], check=True)
+    return path
+
+
+def make(name: str, demo: Path) -> None:
+    recipe, output = DRAFTS[name], demo / "small" / name
     options = dict(recipe.options)
     if recipe.map_size is not None:
-        path = runs / f"tokens-{recipe.map_size}.safetensors"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            program = [sys.executable, str(ROOT / "data_tools" / "frequency_map.py"), "--data", str(demo / "dataset")]
-            arguments = ["--target", TARGET, "--size", str(recipe.map_size), "--output", str(path)]
-            subprocess.run([*program, *arguments], check=True)
-        options["vocabulary"] = str(path)
-    output = runs / name
+        options["vocabulary"] = str(token_map(demo, recipe.map_size))
     made = RUN_OPTIONS[recipe.program](
         target=TARGET,
         output=str(output),
-        data=DataOptions(path=str(demo / "dataset"), max_length=512, batch_size=2),
+        data=DataOptions(path=str(demo / "dataset"), max_length=LONGEST, batch_size=2, aux_states=str(capture(demo))),
         draft=recipe.program.DraftOptions(**options),
-        optim=OptimOptions(lr=recipe.lr, epochs=epochs, **MUON),
-        evaluation=EvaluationOptions(every=200, depth=63 if recipe.program is dflash else 3, documents=40),
+        optim=OptimOptions(lr=recipe.lr, epochs=recipe.epochs, **MUON),
+        evaluation=EVALUATIONS.get(recipe.program, EvaluationOptions)(every=200, documents=40),
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,
     )
-    train(made, narrow(TRAININGS[recipe.program]))
+    train(made, narrow(TRAININGS[recipe.program], recipe.heads))
     kept = ASSETS / name
     kept.mkdir(exist_ok=True)
     for file in FILES:
@@ -150,15 +172,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of `make demo`, for its dataset")
     parser.add_argument("names", nargs="*", default=list(DRAFTS), help=f"default: all of {', '.join(DRAFTS)}")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the demo's answers (default: %(default)s)")
     chosen = parser.parse_args()
+    if unknown := sorted(set(chosen.names) - set(DRAFTS)):
+        parser.error(f"no draft is called {', '.join(unknown)}; there are {', '.join(DRAFTS)}")
     os.chdir(ROOT)
     if len(chosen.names) == 1:
-        make(chosen.names[0], chosen.demo, chosen.epochs)
+        make(chosen.names[0], chosen.demo)
         return
     for name in chosen.names:  # a process for each, since accelerate keeps the state of one run
-        options = ["--demo", str(chosen.demo), "--epochs", str(chosen.epochs), name]
-        subprocess.run([sys.executable, __file__, *options], check=True)
+        subprocess.run([sys.executable, __file__, "--demo", str(chosen.demo), name], check=True)
 
 
 if __name__ == "__main__":

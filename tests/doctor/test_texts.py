@@ -18,7 +18,7 @@ from slipstream.doctor.cli import DoctorConfig, examine
 from slipstream.doctor.diagnosis import Diagnosis, Finding
 from slipstream.doctor.endpoint import Endpoint
 from slipstream.doctor.replay import Round, Score
-from slipstream.doctor.text_causes import endpoint_findings, repetition
+from slipstream.doctor.text_causes import endpoint_findings, parity, repetition
 from slipstream.doctor.texts import Answered, Conversation
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
@@ -169,3 +169,23 @@ def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, sta
     if stage == "files":
         assert RISK.name in found[0].cause
         assert found[0].remedy == RISK.remedy
+
+
+@pytest.mark.parametrize(
+    ("served", "refusal", "name"),
+    [
+        (2.0, "", None),
+        (2.05, "", None),
+        (2.1, "", "trainer and server here differ"),
+        (None, "lacks aux_layers", "not served here"),
+        (None, "", None),
+    ],
+)
+def test_whether_the_engine_here_accepts_as_much(served: float | None, refusal: str, name: str | None) -> None:
+    diagnosis = Diagnosis(findings=(), tried=(), as_read=SCORE, mended=SCORE)
+    assert SCORE.accept_length == 2.0
+    found = [*parity(diagnosis, served, refusal)]
+    assert [(one.kind, one.stage, one.name) for one in found] == ([] if name is None else [("note", "files", name)])
+    if refusal:
+        assert refusal in found[0].cause
+    assert not [*parity(replace(diagnosis, as_read=None), served, refusal)]
