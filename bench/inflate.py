@@ -15,7 +15,7 @@ what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-or a block draft, with its convolutions, selector, Markov head and confidence head.
+or a block draft, with its convolutions, selector, Markov head, LiLiCorr scorer and confidence head.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from slipstream.bench.inflate_scorer import ScorerInflation, big_scorer
 from slipstream.bench.inflate_weights import (
     RANK,
     SHAPES,
@@ -165,7 +166,11 @@ class Draft:
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
         make = inflation.network(like, small, layer_at)
         make["fc.weight"] = lambda: inflation.fusion(None if small is None else small["fc.weight"], states)
-        return make | (self.vocabulary(shape) if "d2t" in like else {})
+        return make | self.scorer(inflation, like) | (self.vocabulary(shape) if "d2t" in like else {})
+
+    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
+        """What makes each tensor of LiLiCorr's scorer; `like`: all of the big draft's."""
+        return {}
 
     def vocabulary(self, shape: Shape) -> dict[str, Make]:
         """The big draft's map: the small one's (Vd,), then the first unused tokens."""
@@ -202,7 +207,7 @@ class DFlashDraft(Draft):
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
         check_room("rank", max(self.config.selector_rank, self.config.markov_rank), RANK)
         if self.config.lilicorr is not None:
-            raise ValueError("draft has a LiLiCorr scorer, which cannot be inflated; give one without it")
+            big_scorer(self.config.lilicorr, self.config.hidden_size, shape.hidden_size)
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
@@ -217,8 +222,17 @@ class DFlashDraft(Draft):
         layer_at = places(self.config.num_layers, NUM_LAYERS)
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
         windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
-        ranks = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
-        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **ranks, **fields)
+        heads: dict[str, Any] = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
+        if (scorer := self.config.lilicorr) is not None:
+            heads["lilicorr"] = big_scorer(scorer, self.config.hidden_size, shape.hidden_size)
+        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **heads, **fields)
+
+    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
+        if self.config.lilicorr is None:
+            return {}
+        big = {name: x for name, x in like.items() if name.startswith("lilicorr.")}
+        small = None if inflation.random else self.weights
+        return ScorerInflation(inflation, self.config.lilicorr, self.config.rms_norm_eps).tensors(big, small)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}

@@ -182,11 +182,11 @@ def test_losses_are_methods_of_their_own() -> None:
 @pytest.mark.slow
 def test_it_trains_and_serves_drafts_with_other_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--target", str(TINY), "--data", str(prepared(TINY, tmp_path, 12)), "--choosing=2", "--others=4"]
-    words += ["--methods", "dflash2", "dspark", "--losses", "default", "tv", "dpace", "--baseline=dflash2"]
+    words += ["--methods", "dflash2", "dspark", "--losses", "default", "tv", "--baseline=dflash2"]
     flags = "--optim.steps 2 --data.max_length 64 --data.batch_size 2 --draft.num_layers 1"
     main([*words, "--output", str(tmp_path / "runs"), f"--flags={flags}"])
     lines = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
-    names = ["dflash2", "dflash2-tv", "dflash2-dpace", "dspark", "dspark-tv", "dspark-dpace"]
+    names = ["dflash2", "dflash2-tv", "dspark", "dspark-tv"]
     assert [line["method"] for line in lines] == names
     assert [line["method"] for line in ratios(lines, "dflash2")[1]] == names[1:]
     assert "others: of dflash2" in capsys.readouterr().out
