@@ -1,10 +1,12 @@
 """Enlarges a small Qwen3 target and its draft without changing their function, to measure speed-ups end to end.
 
     python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
+    python bench/inflate.py --draft EAGLE3 --more.dflash2 DFLASH2 --more.dspark DSPARK --output runs/llama31-8b
 
-Writes OUTPUT/target and OUTPUT/draft, ordinary checkpoints that emit the small pair's tokens at the big pair's cost:
-real text, real acceptance, real cost. The tokens are the same up to floating-point ties, since sums over more channels
-may round otherwise. Of the big vocabulary only the small one's tokens are ever emitted.
+Writes OUTPUT/target and OUTPUT/draft, and OUTPUT/draft-NAME of each of `more`: ordinary checkpoints that emit the
+small pair's tokens at the big pair's cost: real text, real acceptance, real cost. The tokens are the same up to
+floating-point ties, since sums over more channels may round otherwise. Of the big vocabulary only the small one's
+tokens are ever emitted.
 
 How: hidden channels, heads, neurons, layers and vocabulary rows are added so that none of them changes what the small
 ones compute (bench/inflate_weights.py). At both 8B shapes 70 % of the target's weights are random at their ordinary
@@ -21,9 +23,10 @@ or a block draft, with its convolutions, selector, Markov head, LiLiCorr scorer 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -70,10 +73,11 @@ from slipstream.serve.options import EngineConfig, find_target
 CPU = torch.device("cpu")
 NUM_LAYERS = 5  # of a big DFLASH draft
 NUM_STATES = 5
+NAME = r"[A-Za-z0-9._-]+"  # of one of `more`
 PAIR = FolderKind(
     "an enlarged target and draft",
     ("target/config.json", *(f"draft/{name}" for name in CHECKPOINT.markers)),
-    (r"target/[^/]+\.(json|safetensors|jinja|txt|model)", *CHECKPOINT.below("draft")),
+    (r"target/[^/]+\.(json|safetensors|jinja|txt|model)", *CHECKPOINT.below(f"draft(?:-{NAME})?")),
 )
 COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
@@ -86,6 +90,8 @@ class InflateConfig:
     """Draft checkpoint of the small target."""
     output: str
     """Folder for target/ and draft/. Replaces an earlier pair."""
+    more: dict[str, str] = field(default_factory=dict)
+    """More draft checkpoints of the same target, by a name of your choice: --more.NAME PATH."""
     target: str = ""
     """The small target. Default: the target of the draft."""
     shape: Literal["llama31-8b", "qwen3-8b", "mid", "small"] = "llama31-8b"
@@ -96,6 +102,15 @@ class InflateConfig:
     """Seed of the random weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where random weights are made."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.more if not re.fullmatch(NAME, name)]:
+            raise ValueError(f"more has the name {unknown[0]!r}; give letters, digits, dots, dashes and underscores")
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """Folders below `output` -> the small checkpoints."""
+        return {"draft": self.draft} | {f"draft-{name}": path for name, path in self.more.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +254,21 @@ DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
 
 
 def inflate(config: InflateConfig) -> None:
-    """Writes both checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
+    """Writes all checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
     output = Path(config.output)
-    _, source = find_target(EngineConfig(target=config.target, draft=config.draft))
-    inputs = {"draft": [config.draft], "target": [str(source)]}
+    source, *others = (find_target(EngineConfig(target=config.target, draft=one))[1] for one in config.drafts.values())
+    if strange := [other for other in others if other != source]:
+        raise ValueError(f"more has a draft of {strange[0]}, and draft is of {source}; give drafts of one target")
+    inputs = {"draft": [config.draft], "more": config.more.values(), "target": [str(source)]}
     check_output_folder(config.output, PAIR, inputs, overwrite=True)
     model = load_config(source)
-    draft = load_small_draft(config.draft, model)
-    draft.check(model, SHAPES[config.shape])
+    drafts = {name: load_small_draft(path, model) for name, path in config.drafts.items()}
+    for draft in drafts.values():
+        draft.check(model, SHAPES[config.shape])
     with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
-        write_draft(config, draft, folder / "draft", folder / "target", output / "target")
+        for name, draft in drafts.items():
+            write_draft(config, draft, folder / name, folder / "target", output / "target")
     num_bytes = sum(file.stat().st_size for file in output.rglob("*.safetensors"))
     print(f"{num_bytes / 1e9:.1f} GB; try: serve --draft {output}/draft")
 

@@ -1,6 +1,7 @@
 """What fits into a shape, what the shapes amount to, and how the checkpoints are written."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,16 +206,34 @@ def test_random_weights_are_ordinary_everywhere(
 
 def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs" / "pair"
-    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))
+    save_random_dflash(TINY, tmp_path / "block", target=str(TINY), draft_vocab_size=1500)
+    config = InflateConfig(
+        draft=str(draft), more={"dflash": str(tmp_path / "block")}, shape="small", output=str(output)
+    )
+    inflate(config)
+    block = read_json(output / "draft-dflash" / "config.json")
+    assert (block["architectures"], block["target"]) == (["DFlashDraftModel"], str(output / "target"))
+    assert block["target_fingerprint"] == weights_fingerprint(output / "target")
     values = read_json(output / "draft" / "config.json")
     assert values["target"] == str(output / "target")
     assert values["target_fingerprint"] == weights_fingerprint(output / "target")
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (output / "target" / name).read_bytes() == (TINY / name).read_bytes()
     before = weights_fingerprint(output / "target")
-    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))  # replaced, and the same again
+    inflate(replace(config, more={}))  # replaced, and the same again
+    assert not (output / "draft-dflash").exists()
     assert weights_fingerprint(output / "target") == before
     assert [path.name for path in output.parent.iterdir()] == ["pair"]
+
+
+def test_more_drafts_are_of_one_target_and_have_names(draft: Path, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "other")
+    save_random_dflash(TINY, tmp_path / "block", target=str(tmp_path / "other"))
+    config = InflateConfig(draft=str(draft), more={"b": str(tmp_path / "block")}, output=str(tmp_path / "pair"))
+    with pytest.raises(ValueError, match=r"more has a draft of .*other, and draft is of .*; give drafts of one target"):
+        inflate(config)
+    with pytest.raises(ValueError, match="more has the name 'a/b'; give letters, digits"):
+        replace(config, more={"a/b": "draft"})
 
 
 def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
