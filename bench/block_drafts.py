@@ -267,12 +267,13 @@ def ratios(lines: Sequence[dict[str, Any]], baseline: str) -> tuple[list[tuple[s
     ]
     columns = [one for one in columns if one[1] == "method" or any(f"rounds_{one[1]}" in line for line in lines)]
     methods = [name for name in dict.fromkeys(line["method"] for line in lines) if name != baseline]
-    rows = []
-    for name in methods:
-        counts = {key: [counts_of(lines, one, key) for one in (name, baseline)] for _, key, _ in columns[1:]}
-        found = {key: None if None in pair else str(accept_ratio(*pair)) for key, pair in counts.items()}
-        rows.append({"method": name, **found})
-    return columns, rows
+    keys = [key for _, key, _ in columns[1:]]
+    return columns, [{"method": name} | {key: ratio(lines, name, baseline, key) for key in keys} for name in methods]
+
+
+def ratio(lines: Sequence[dict[str, Any]], method: str, baseline: str, key: str) -> str | None:
+    own, others = (counts_of(lines, name, key) for name in (method, baseline))
+    return None if own is None or others is None else str(accept_ratio(own, others))
 
 
 def counts_of(lines: Sequence[dict[str, Any]], method: str, key: str) -> Counts | None:
