@@ -48,9 +48,9 @@ class DFlashOptions(TokenMapOptions):
     markov_candidates: int = MOST_SORTED
     """Tokens of each slot among which a draft's Markov head chooses; 0: all, for chains only."""
     admit_by: AdmitBy | None = None
-    """What says which nodes of all requests a step verifies: confidence, what the draft's confidence head says;
-    candidates, the probabilities of its tokens; position, their places alone. Default: confidence for chains of drafts
-    that have the head, else candidates."""
+    """What says which nodes of all requests a step verifies, and how a tree grows: confidence, what the draft's
+    confidence head says; candidates, the probabilities of its tokens; position, places in the proposal alone, of nodes
+    that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
     window: int | None = None
     """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
     sample_from_anchor: bool | None = None
@@ -127,14 +127,12 @@ class Drafter(base.NetworkDrafter):
         return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
 
     def _admission(self, options: DFlashOptions) -> AdmitBy:
-        if options.admit_by == "confidence":
-            remedy = "leave it out, or give candidates or position"
-            if self.module.confidence is None:
-                raise ValueError(f"drafter.admit_by is confidence; this draft has no confidence head: {remedy}")
-            if self.branches:
-                raise ValueError(f"drafter.admit_by is confidence, which is for chains; topk is {self.topk}: {remedy}")
-        usual: AdmitBy = "candidates" if self.module.confidence is None or self.branches else "confidence"
-        return options.admit_by or usual
+        if options.admit_by == "confidence" and self.module.confidence is None:
+            raise ValueError(
+                "drafter.admit_by is confidence; this draft has no confidence head: leave it out or give candidates "
+                "or position"
+            )
+        return options.admit_by or ("candidates" if self.module.confidence is None else "confidence")
 
     def _num_nodes(self, options: DFlashOptions) -> int:
         """The most of a proposal."""
@@ -208,7 +206,8 @@ class Drafter(base.NetworkDrafter):
         found = self._find(block)
         scores = self.joins.scores(block, found)
         if self.branches:
-            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, self.topk, width))
+            given = self.topk, width, self._confidence(block)
+            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, *given))
         tokens, reached = walk_lattice(scores, found.tokens, block.roots, found.values, self._confidence(block))
         return Proposal(tokens, base.chain_parents(len(tokens), width, tokens.device), reached)
 
