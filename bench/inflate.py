@@ -1,10 +1,12 @@
 """Enlarges a small Qwen3 target and its draft without changing their function, to measure speed-ups end to end.
 
     python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
+    python bench/inflate.py --draft EAGLE3 --more.dflash2 DFLASH2 --more.dspark DSPARK --output runs/llama31-8b
 
-Writes OUTPUT/target and OUTPUT/draft, ordinary checkpoints that emit the small pair's tokens at the big pair's cost:
-real text, real acceptance, real cost. The tokens are the same up to floating-point ties, since sums over more channels
-may round otherwise. Of the big vocabulary only the small one's tokens are ever emitted.
+Writes OUTPUT/target and OUTPUT/draft, and OUTPUT/draft-NAME of each of `more`: ordinary checkpoints that emit the
+small pair's tokens at the big pair's cost: real text, real acceptance, real cost. The tokens are the same up to
+floating-point ties, since sums over more channels may round otherwise. Of the big vocabulary only the small one's
+tokens are ever emitted.
 
 How: hidden channels, heads, neurons, layers and vocabulary rows are added so that none of them changes what the small
 ones compute (bench/inflate_weights.py). At both 8B shapes 70 % of the target's weights are random at their ordinary
@@ -15,15 +17,16 @@ what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-or a block draft, with its convolutions, selector, Markov head and confidence head.
+or a block draft, with its convolutions, selector, Markov head, LiLiCorr scorer and confidence head.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +37,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from slipstream.bench.inflate_scorer import ScorerInflation, big_scorer
 from slipstream.bench.inflate_weights import (
     RANK,
     SHAPES,
@@ -69,10 +73,11 @@ from slipstream.serve.options import EngineConfig, find_target
 CPU = torch.device("cpu")
 NUM_LAYERS = 5  # of a big DFLASH draft
 NUM_STATES = 5
+NAME = r"[A-Za-z0-9._-]+"  # of one of `more`
 PAIR = FolderKind(
     "an enlarged target and draft",
     ("target/config.json", *(f"draft/{name}" for name in CHECKPOINT.markers)),
-    (r"target/[^/]+\.(json|safetensors|jinja|txt|model)", *CHECKPOINT.below("draft")),
+    (r"target/[^/]+\.(json|safetensors|jinja|txt|model)", *CHECKPOINT.below(f"draft(?:-{NAME})?")),
 )
 COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
@@ -85,6 +90,8 @@ class InflateConfig:
     """Draft checkpoint of the small target."""
     output: str
     """Folder for target/ and draft/. Replaces an earlier pair."""
+    more: dict[str, str] = field(default_factory=dict)
+    """More draft checkpoints of the same target, by a name of your choice: --more.NAME PATH."""
     target: str = ""
     """The small target. Default: the target of the draft."""
     shape: Literal["llama31-8b", "qwen3-8b", "mid", "small"] = "llama31-8b"
@@ -95,6 +102,15 @@ class InflateConfig:
     """Seed of the random weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where random weights are made."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.more if not re.fullmatch(NAME, name)]:
+            raise ValueError(f"more has the name {unknown[0]!r}; give letters, digits, dots, dashes and underscores")
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """Folders below `output` -> the small checkpoints."""
+        return {"draft": self.draft} | {f"draft-{name}": path for name, path in self.more.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +181,11 @@ class Draft:
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
         make = inflation.network(like, small, layer_at)
         make["fc.weight"] = lambda: inflation.fusion(None if small is None else small["fc.weight"], states)
-        return make | (self.vocabulary(shape) if "d2t" in like else {})
+        return make | self.scorer(inflation, like) | (self.vocabulary(shape) if "d2t" in like else {})
+
+    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
+        """What makes each tensor of LiLiCorr's scorer; `like`: all of the big draft's."""
+        return {}
 
     def vocabulary(self, shape: Shape) -> dict[str, Make]:
         """The big draft's map: the small one's (Vd,), then the first unused tokens."""
@@ -202,7 +222,7 @@ class DFlashDraft(Draft):
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
         check_room("rank", max(self.config.selector_rank, self.config.markov_rank), RANK)
         if self.config.lilicorr is not None:
-            raise ValueError("draft has a LiLiCorr scorer, which cannot be inflated; give one without it")
+            big_scorer(self.config.lilicorr, self.config.hidden_size, shape.hidden_size)
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
@@ -217,25 +237,38 @@ class DFlashDraft(Draft):
         layer_at = places(self.config.num_layers, NUM_LAYERS)
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
         windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
-        ranks = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
-        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **ranks, **fields)
+        heads: dict[str, Any] = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
+        if (scorer := self.config.lilicorr) is not None:
+            heads["lilicorr"] = big_scorer(scorer, self.config.hidden_size, shape.hidden_size)
+        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **heads, **fields)
+
+    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
+        if self.config.lilicorr is None:
+            return {}
+        big = {name: x for name, x in like.items() if name.startswith("lilicorr.")}
+        small = None if inflation.random else self.weights
+        return ScorerInflation(inflation, self.config.lilicorr, self.config.rms_norm_eps).tensors(big, small)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
 
 
 def inflate(config: InflateConfig) -> None:
-    """Writes both checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
+    """Writes all checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
     output = Path(config.output)
-    _, source = find_target(EngineConfig(target=config.target, draft=config.draft))
-    inputs = {"draft": [config.draft], "target": [str(source)]}
+    source, *others = (find_target(EngineConfig(target=config.target, draft=one))[1] for one in config.drafts.values())
+    if strange := [other for other in others if other != source]:
+        raise ValueError(f"more has a draft of {strange[0]}, and draft is of {source}; give drafts of one target")
+    inputs = {"draft": [config.draft], "more": config.more.values(), "target": [str(source)]}
     check_output_folder(config.output, PAIR, inputs, overwrite=True)
     model = load_config(source)
-    draft = load_small_draft(config.draft, model)
-    draft.check(model, SHAPES[config.shape])
+    drafts = {name: load_small_draft(path, model) for name, path in config.drafts.items()}
+    for draft in drafts.values():
+        draft.check(model, SHAPES[config.shape])
     with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
-        write_draft(config, draft, folder / "draft", folder / "target", output / "target")
+        for name, draft in drafts.items():
+            write_draft(config, draft, folder / name, folder / "target", output / "target")
     num_bytes = sum(file.stat().st_size for file in output.rglob("*.safetensors"))
     print(f"{num_bytes / 1e9:.1f} GB; try: serve --draft {output}/draft")
 

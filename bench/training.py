@@ -1,6 +1,7 @@
 """Measures a training step at a real model's shape with random weights: tokens/s, memory, share of peak.
 
     python bench/training.py --shape qwen3-8b --sequence 4096 --anchors 512 --profile
+    python bench/training.py --shape qwen3-8b --sequence 2048 --rows 8 --block 8 --heads dflash2
     python bench/training.py --shape tiny                       # a few seconds on a CPU
     accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 2 bench/training.py --shape qwen3-8b
 
@@ -15,7 +16,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from slipstream.bench.lines import Lines, origin
 from slipstream.bench.random_targets import CONFIGS, DRAFT_VOCABULARY, published_spec, published_target
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
+from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -54,6 +56,15 @@ GROUPS = {  # the first pattern that a kernel's name matches
     "sums and indexing": r"softmax|reduce|logsumexp|argmax|sort|scan|index|gather|scatter|::sum|::max|::mean",
     "elementwise and the rest": "",
 }
+DSPARK: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
+HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published sizes, or those of a smaller target
+    "none": {},
+    "dflash2": {"conv_kernel_size": 2, "selector_rank": 256},
+    "dspark": DSPARK,
+    "dspark-gated": DSPARK | {"markov_head_type": "gated"},
+    "lilicorr": {"lilicorr": LiLiCorrConfig()},
+    "lilicorr-conv": {"lilicorr": LiLiCorrConfig(), "conv_kernel_size": 2},
+}
 Part = Callable[[], None]
 
 
@@ -77,6 +88,9 @@ class StepConfig:
     """Layers of a block draft."""
     block: int = 16
     """Tokens of a block."""
+    heads: str = "none"
+    """What a block draft has besides its layers, with the losses that follow from it: none, dflash2, dspark,
+    dspark-gated, lilicorr or lilicorr-conv."""
     anchors: int = 512
     """Blocks per row."""
     loss: Literal["decay", "dpace"] = "decay"
@@ -101,6 +115,10 @@ class StepConfig:
             raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(SHAPES | CONFIGS)}")
         if self.quantization is not None and self.shape not in CONFIGS:
             raise ValueError(f"quantization is {self.quantization}; then shape must be one of {', '.join(CONFIGS)}")
+        if self.heads not in HEADS:
+            raise ValueError(f"heads is {self.heads!r}; choose of {', '.join(HEADS)}")
+        if self.heads != "none" and self.drafter != "dflash":
+            raise ValueError(f"heads is {self.heads!r}, which drafter {self.drafter} has not; leave it out")
         if self.is_published and self.reader == "transformers":
             raise ValueError(f"reader is transformers; for shape {self.shape!r}, or with quantization, give decoder")
 
@@ -219,7 +237,20 @@ def make_draft(config: StepConfig, model: TargetSpec) -> Eagle3 | DFlash:
         return Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, aux_layers=layers))
     layers = default_block_aux_layers(model.num_layers, config.layers)
     sizes = {"num_layers": config.layers, "block_size": config.block, "aux_layers": layers, "mask_token_id": 3}
+    sizes |= head_fields(config.heads, model.hidden_size)
     return DFlash(DFlashConfig.from_target(model, draft_vocab_size=size if config.reduced else None, **sizes))
+
+
+def head_fields(name: str, hidden_size: int) -> dict[str, Any]:
+    """Fields of a block draft's config for HEADS[name], no wider than the draft."""
+    fields = dict(HEADS[name])
+    for rank in ("selector_rank", "markov_rank"):
+        if rank in fields:
+            fields[rank] = min(fields[rank], hidden_size)
+    if (scorer := fields.get("lilicorr")) is not None:
+        width = min(scorer.hidden_size, hidden_size)
+        fields["lilicorr"] = replace(scorer, hidden_size=width, factor_dim=min(scorer.factor_dim, hidden_size))
+    return fields
 
 
 def make_batch(config: StepConfig) -> Batch:

@@ -1,5 +1,7 @@
 """Arithmetic that a training step needs, by part: what its products take in exact numbers, recomputed or wasted work
 left out. A product of (m, k) and (k, n) is 2 m k n operations; backward it is that again for each operand that learns.
+
+Of elementwise arithmetic the convolutions' taps alone are counted, a multiplication and an addition each.
 """
 
 from typing import Any
@@ -7,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.drafts.block_heads import BlockConvolution
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
+from slipstream.train.block_losses import mix_of
 from slipstream.train.blocks import draw_anchors, find_blocks
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.eagle3 import Eagle3Training
@@ -64,17 +69,76 @@ def document_lengths(batch: Batch) -> Tensor:
 
 
 def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
+    """Of N blocks of S slots of which M have a loss. Logits of candidates, which training computes apart from those of
+    the whole vocabulary, count only where the latter are not computed."""
     draft, config = training.draft, training.draft.config
-    blocks = find_blocks(batch, draw_anchors(batch, training.options.anchors, training.seed)[0], config.block_size)
+    anchors = draw_anchors(batch, training.options.anchors, training.seed)[0]
+    blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
     known = blocks.counts & (training.head_rows[blocks.labels] >= 0)
+    counting = int((known if draft.confidence is None else blocks.counts).sum())
     tokens, slots = batch.tokens.numel(), blocks.positions.numel()
     keys_values = 2 * config.num_kv_heads * config.head_dim * config.hidden_size * config.num_layers
     pairs = int((blocks.anchors - blocks.starts + config.block_size).sum()) * config.block_size
-    return target_flops(training.target, batch) | {
+    convolutions = [module for module in draft.modules() if isinstance(module, BlockConvolution)]
+    mixing = sum(weights_of(module.kernel_projection) for module in convolutions)
+    found = target_flops(training.target, batch) | {
         "context": 4 * weights_of(draft.fc) * tokens + 6 * keys_values * tokens,
-        "blocks": 6 * weights_of(draft.layers) * slots,
+        "blocks": 6 * (weights_of(draft.layers) - mixing) * slots,
         "block attention": 12 * config.num_heads * config.head_dim * pairs * config.num_layers,
-        "head": 4 * training.head.rows.numel() * int(known.sum()),
+        "head": 4 * training.head.rows.numel() * counting,
+    }
+    if convolutions:
+        taps = sum(slots - len(blocks) * tap for tap in range(config.conv_kernel_size))  # none reaches before a block
+        found["convolutions"] = 6 * mixing * slots
+        found["convolutions' taps"] = 6 * 2 * config.hidden_size * taps * len(convolutions)
+    num_whole = int(known.all(dim=1).sum())
+    found |= teacher_flops(training, counting, num_whole * config.num_proposals)
+    return found | block_head_flops(draft, counting) | scorer_flops(draft, num_whole)
+
+
+def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int) -> dict[str, int]:
+    """The target's head at slots with a loss, forward only: over the draft's vocabulary if a loss reads all of it, else
+    over the candidates of the selector, or of LiLiCorr in whole blocks."""
+    losses, config = training.losses, training.draft.config
+    row = 2 * config.hidden_size
+    if mix_of(losses).reads_teacher or training.draft.confidence is not None:
+        return {"teacher": row * len(training.head.rows) * counting}
+    if losses["selector_tv"]:
+        return {"teacher": row * config.num_candidates * counting}
+    return {"teacher": row * config.num_candidates * in_whole_blocks} if losses["scorer_regret"] else {}
+
+
+def block_head_flops(draft: DFlash, counting: int) -> dict[str, int]:
+    """Heads that read one slot and the token before it, of rank r: the selector's projection of the state and its
+    products with k candidates, the Markov head's products with Vd tokens and its gate, the confidence head."""
+    config, found = draft.config, {}
+    if (selector := draft.selector) is not None:
+        pairs = config.selector_rank * config.selector_top_k
+        found["selector"] = 6 * (weights_of(selector.hidden_projection) + pairs) * counting
+    if (markov := draft.markov) is not None:
+        gate = 0 if markov.gate_proj is None else weights_of(markov.gate_proj)
+        found["Markov head"] = 6 * (weights_of(markov.markov_w2) + gate) * counting
+    if (confidence := draft.confidence) is not None:
+        found["confidence head"] = 6 * weights_of(confidence) * counting
+    return found
+
+
+def scorer_flops(draft: DFlash, num_blocks: int) -> dict[str, int]:
+    """LiLiCorr over the K * k nodes of each whole block. Candidates' embeddings are frozen."""
+    scorer, config = draft.scorer, draft.config
+    if scorer is None:
+        return {}
+    K, k, factors = config.num_proposals, config.num_candidates, scorer.config.factor_dim
+    nodes, out = K * k, weights_of(scorer.out_head)  # the three heads of factors are alike
+    by_node = 4 * weights_of(scorer.token_proj) + 6 * weights_of(scorer.feature_mlp) + 6 * weights_of(scorer.layers)
+    by_node += 6 * weights_of(scorer.factor_input_proj)
+    by_block = 6 * weights_of(scorer.context_proj) + 6 * weights_of(scorer.pass_hidden_proj) * K
+    heads = 6 * out * (nodes + k * (K - 1) + 1)
+    edges = 6 * factors * (k + k * k * (K - 1))
+    width = scorer.out_head.in_features
+    return {
+        "scorer": num_blocks * (by_node * nodes + by_block + heads + edges),
+        "scorer's attention": num_blocks * 12 * width * nodes**2 * len(scorer.layers),
     }
 
 

@@ -117,7 +117,7 @@ class NaiveDFlash(NaiveLayers):
     ) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and scores of the best nodes; sizes: nodes, K, slots of the block, children of a node."""
         count, depth, slots, topk = sizes
-        candidates, mass, after, _ = self.lattice(aux_states, tokens, depth, slots, key, temperature)
+        candidates, mass, after, trust = self.lattice(aux_states, tokens, depth, slots, key, temperature)
         nodes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # score, candidates from the root on
         for _, path in nodes:  # grows while it is read
             if len(path) < depth:
@@ -126,6 +126,8 @@ class NaiveDFlash(NaiveLayers):
                 steps = after(slot, path[-1] if path else 0, before).log_softmax(0) + mass[slot]
                 score = next(score for score, own in nodes if own == path)
                 best = sorted(range(len(steps)), key=lambda one: -float(steps[one]))[:topk]
+                if trust is not None:
+                    steps[best[0]] = trust(slot, before)
                 nodes += [(score + float(steps[one]), (*path, one)) for one in best]
         chosen = sorted(nodes, key=lambda node: -node[0])[:count]
         places = {path: place for place, (_, path) in enumerate(chosen)}

@@ -201,7 +201,8 @@ class DFlashTraining(DraftTraining):
         self.target_head = TargetHead(self.target, torch.arange(self.vocab_size, device="cpu"))  # of all tokens
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
-        self.said: list[Confidences] = []  # of the confidence head, in the evaluation at hand
+        # Of the confidence head, in the evaluation at hand: number of a batch's first row, and what it said there.
+        self.said: list[tuple[int, Confidences]] = []
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
@@ -408,12 +409,13 @@ class DFlashTraining(DraftTraining):
             blocks = blocks.to(self.device)
             hidden, noise = self.states(blocks, read)[:, first:], self.noise(batch, blocks, read)
             if self.joins:
-                found, sums = self.follow_lattice(blocks, hidden, read, noise)
+                found, chain, sums = self.follow_lattice(blocks, hidden, read, noise)
                 add(metrics, sums)
             else:
-                predicted = self.predictions(hidden, noise)
-                found = count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t())
-                self.collect(blocks, hidden, predicted, found, read)
+                chain = self.predictions(hidden, noise)
+                found = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
+            if self.draft.confidence is not None and self.is_new:
+                self.said.append((int(batch.numbers[0]), self.confidences(blocks, hidden, chain, found, read)))
             accepted.append(found)
         joined = torch.cat(accepted).cpu()  # sync
         return metrics | self.walk(batch, anchors - 1, joined, self.depth)
@@ -438,11 +440,11 @@ class DFlashTraining(DraftTraining):
 
     def follow_lattice(
         self, blocks: Blocks, hidden: Tensor, read: Read, noise: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
-        """What the chain through the lattice has right (N,), and sums: `candidate_recall`, the share of slots
-        whose token is a candidate; `path_accept_rate`, of the tokens that some path has right, the share that the chain
-        has; `block_accept_length`, the mean over blocks of the accepted tokens, and `slots_accept_length`, the same of
-        each slot's best token by itself."""
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """What the chain through the lattice has right (N,), the chain (N, K) of target ids, and sums:
+        `candidate_recall`, the share of slots whose token is a candidate; `path_accept_rate`, of the tokens that some
+        path has right, the share that the chain has; `block_accept_length`, the mean over blocks of the accepted
+        tokens, and `slots_accept_length`, the same of each slot's best token by itself."""
         with torch.autocast(self.device.type, enabled=False):
             logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
         context = read.context[blocks.anchors - 1]
@@ -452,7 +454,6 @@ class DFlashTraining(DraftTraining):
         chain = lattice.tokens(walk(lattice))
         matches = (lattice.candidates == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
         accepted = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
-        self.collect(blocks, hidden, chain, accepted, read)
         reachable = matches.any(dim=2).long().cumprod(dim=1).sum()
         alone = matches[:, :, 0].long().cumprod(dim=1).sum()
         count = accepted.new_tensor(len(blocks))
@@ -462,26 +463,25 @@ class DFlashTraining(DraftTraining):
             "block_accept_length": (accepted.sum(), count),
             "slots_accept_length": (alone, count),
         }
-        return accepted, {name: torch.stack(pair) for name, pair in sums.items()}
+        return accepted, chain, {name: torch.stack(pair) for name, pair in sums.items()}
 
-    def collect(self, blocks: Blocks, hidden: Tensor, chain: Tensor, accepted: Tensor, read: Read) -> None:
-        """Keeps what the confidence head says of the chains (N, K) of target ids."""
-        if self.draft.confidence is None:
-            return
+    def confidences(self, blocks: Blocks, hidden: Tensor, chain: Tensor, accepted: Tensor, read: Read) -> Confidences:
+        """What the confidence head says of the chains (N, K) of target ids."""
         before = torch.cat((read.tokens[blocks.anchors].unsqueeze(1), chain[:, :-1]), dim=1)
         embedded = None if self.draft.markov is None else self.draft.markov.embed(before)
         logits = self.draft.confidence(hidden, embedded).float()
-        self.said.append(Confidences(*(x.cpu() for x in (logits, accepted, blocks.counts))))  # sync
+        return Confidences(*(x.cpu() for x in (logits, accepted, blocks.counts)))  # sync
 
     def end_evaluation(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
         """Calibrates the confidence head. The metrics `confidence_error` and `confidence_error_before` are measured on
-        the second half of the held-out chains, with what fits the first half; the draft gets what fits all."""
+        the second half of the held-out chains, with what fits the first half; the draft gets what fits all. Chains are
+        in the order of their rows, however many processes share them."""
         if self.draft.confidence is None:
             return {}
         parts, self.said = gather(self.said), []
         if not parts:
             return {}
-        found = Confidences.joined(parts)
+        found = Confidences.joined([said for _, said in sorted(parts, key=lambda part: part[0])])
         half, none = len(found.accepted) // 2, Calibration.none(found.logits.shape[1])
         others = found.of(slice(half, None))
         fitted = fit_calibration(found).padded(self.draft.config.num_proposals)

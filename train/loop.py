@@ -241,6 +241,7 @@ class Loop:
             self.heldout, self.options.data.batch_size, accelerator.process_index, accelerator.num_processes
         )
         for batch, is_new in read_ahead(batches, self.heldout):
+            self.training.is_new = is_new
             add(totals, self.model(batch)[1], weight=int(is_new))
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}

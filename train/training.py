@@ -32,6 +32,7 @@ class DraftTraining(nn.Module, ABC):
     drafter: ClassVar[str]  # its kind, as files name it
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
+    is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
         self, draft: Any, target: FrozenTarget, rope: RotaryEmbedding, options: Any, depth: int, seed: int = 0
@@ -86,7 +87,7 @@ class DraftTraining(nn.Module, ABC):
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
         """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""
         walks = list(walk_answers(batch, asking, accepted))
-        if self.samples is not None:
+        if self.samples is not None and self.is_new:
             self.samples.add(batch, walks)
         return walk_metrics(walks, depth)
 

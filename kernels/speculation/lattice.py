@@ -60,6 +60,13 @@ class Confidence(NamedTuple):
             logits = logits + self.by_token[before.clamp(min=0)]
         return logsigmoid(logits / self.temperatures[slot])
 
+    def of_all(self, before: Tensor) -> Tensor:
+        """Its logarithm (B, K, k) of every slot, after each of the tokens `before` (B, K, k)."""
+        logits = self.slots.float().unsqueeze(2).expand(before.shape)
+        if self.by_token is not None:
+            logits = logits + self.by_token[before.clamp(min=0)]
+        return logsigmoid(logits / self.temperatures[:, None])
+
 
 @Op
 def transition_scores(
@@ -146,17 +153,27 @@ def walk_lattice_triton(
 
 @Op
 def grow_lattice(
-    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, topk: int, count: int
+    scores: Tensor,
+    tokens: Tensor,
+    roots: Tensor,
+    values: Tensor,
+    topk: int,
+    count: int,
+    confidence: Confidence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tree of the `count` most probable nodes: tokens, parents (B, count) int32 and scores (B, count) fp32.
 
     A node's score is the sum of log-probabilities along its path, as in EAGLE-2 (arXiv 2406.16858, section 4.2); of a
     node's children the best `topk` are considered. Nodes come in the order of their scores, ties in that of their
     parents, then of the candidates' scores, so a parent always comes first. Unused nodes have token -1, parent 0 and
-    score -inf. Otherwise as `walk_lattice`.
+    score -inf. With `confidence` that is the probability of a node's best child; the others keep theirs. Otherwise as
+    `walk_lattice`.
     """
     best = scores.log_softmax(dim=-1).clamp(max=0.0).sort(dim=-1, descending=True, stable=True)
     steps = best.values + values.logsumexp(dim=-1).clamp(max=0.0)[:, :, None, None]
+    if confidence is not None:
+        before = torch.cat((roots[:, None, None].expand(-1, 1, tokens.shape[2]), tokens[:, :-1]), dim=1)
+        steps[..., 0] = torch.where(steps[..., 0] > -torch.inf, confidence.of_all(before), steps[..., 0])
     children = zip(steps[..., :topk].tolist(), best.indices[..., :topk].tolist(), strict=True)  # sync: the CPU's path
     trees = [_grow_one(*own, count=count) for own in children]
     slots, candidates, parents, reached = (torch.tensor(x, device=scores.device) for x in zip(*trees, strict=True))
@@ -189,7 +206,13 @@ def _grow_one(
 
 @grow_lattice.kernel()
 def grow_lattice_triton(
-    scores: Tensor, tokens: Tensor, roots: Tensor, values: Tensor, topk: int, count: int
+    scores: Tensor,
+    tokens: Tensor,
+    roots: Tensor,
+    values: Tensor,
+    topk: int,
+    count: int,
+    confidence: Confidence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, a program per request: it takes the best of the waiting nodes and adds that node's children."""
     B, K, _, k = scores.shape
@@ -198,10 +221,13 @@ def grow_lattice_triton(
     assert values.is_contiguous()
     chosen, parents = torch.empty(2, B, count, dtype=torch.int32, device=scores.device).unbind()
     reached = torch.empty(B, count, device=scores.device)
+    slots, temperatures, by_token = confidence or (None, None, None)
+    slots = None if slots is None else slots.contiguous()
     if B:
         children = triton.next_power_of_2(min(topk, k))
         _grow_lattice[(B,)](
-            scores, tokens, roots, values, chosen, parents, reached, *scores.stride()[:3], K, k, min(topk, k), count,
+            scores, tokens, roots, values, slots, temperatures, by_token, chosen, parents, reached,
+            *scores.stride()[:3], K, k, min(topk, k), count,
             BLOCK=triton.next_power_of_2(k), CHILDREN=children, NODES=triton.next_power_of_2(count),
             num_warps=1 if k <= 16 else 4, **pdl_options(scores.device),
         )  # fmt: skip
@@ -314,8 +340,8 @@ def _walk_lattice(
 
 @triton.jit(do_not_specialize=["K", "count"])
 def _grow_lattice(
-    scores_ptr, tokens_ptr, roots_ptr, values_ptr, chosen_ptr, parents_ptr, reached_ptr,
-    request_stride, slot_stride, row_stride, K, k, topk, count,
+    scores_ptr, tokens_ptr, roots_ptr, values_ptr, slots_ptr, temperatures_ptr, by_token_ptr, chosen_ptr, parents_ptr,
+    reached_ptr, request_stride, slot_stride, row_stride, K, k, topk, count,
     BLOCK: tl.constexpr, CHILDREN: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Waiting nodes are numbered by their parent's place and their rank among its children."""
@@ -326,8 +352,8 @@ def _grow_lattice(
     candidates = tl.zeros((NODES * CHILDREN,), tl.int32)
     depths = tl.zeros((NODES,), tl.int32)
     depth, candidate, out = tl.sum(depths, axis=0), tl.sum(depths, axis=0), request * count
-    score = depth.to(tl.float32)
-    tl.store(chosen_ptr + out, tl.load(roots_ptr + request).to(tl.int32))
+    score, token = depth.to(tl.float32), tl.load(roots_ptr + request)
+    tl.store(chosen_ptr + out, token.to(tl.int32))
     tl.store(parents_ptr + out, -1)
     tl.store(reached_ptr + out, score)
     for node in range(1, count):
@@ -341,6 +367,10 @@ def _grow_lattice(
             (steps[None, :] == steps[:, None]) & (index[None, :] < index[:, None])
         )
         order = tl.sum(is_better.to(tl.int32), axis=1)  # of each candidate
+        if slots_ptr is not None:
+            slot = tl.minimum(depth, K - 1)
+            sure = log_confidence(slots_ptr + request * K, temperatures_ptr, by_token_ptr, slot, token)
+            steps = tl.where((order == 0) & (steps > float("-inf")), sure, steps)
         is_ranked = order[:, None] == rank[None, :]
         ranked = tl.max(tl.where(is_ranked, steps[:, None], float("-inf")), axis=0)  # (CHILDREN,)
         ranked = tl.where(rank < topk, ranked, float("-inf"))

@@ -8,6 +8,7 @@ Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of 
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
 DEFAULT_NODES = 32  # of a tree
+AdmitBy = Literal["confidence", "candidates", "position"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class DFlashOptions(TokenMapOptions):
     """Most nodes that the target verifies, root included. Default: block for a chain, up to 32 for a tree."""
     markov_candidates: int = MOST_SORTED
     """Tokens of each slot among which a draft's Markov head chooses; 0: all, for chains only."""
+    admit_by: AdmitBy | None = None
+    """What says which nodes of all requests a step verifies, and how a tree grows: confidence, what the draft's
+    confidence head says; candidates, the probabilities of its tokens; position, places in the proposal alone, of nodes
+    that grew by the candidates. Default: confidence for drafts that have the head, else candidates."""
     window: int | None = None
     """Committed tokens that the draft's layers see at most, of a draft that was trained to see all."""
     sample_from_anchor: bool | None = None
@@ -89,6 +95,7 @@ class Drafter(base.NetworkDrafter):
             raise ValueError(
                 f"drafter.topk is {options.topk}; the draft has {self.candidates} candidates a slot to choose from"
             )
+        self.admit_by = self._admission(options)
         self._cut_heads(options)
         nodes = self._num_nodes(options)
         self.full_slots = self.depth + self.first_slot if options.full_block else 0
@@ -118,6 +125,14 @@ class Drafter(base.NetworkDrafter):
         if module.markov is not None:
             return options.markov_candidates or 1
         return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
+
+    def _admission(self, options: DFlashOptions) -> AdmitBy:
+        if options.admit_by == "confidence" and self.module.confidence is None:
+            raise ValueError(
+                "drafter.admit_by is confidence; this draft has no confidence head: leave it out or give candidates "
+                "or position"
+            )
+        return options.admit_by or ("candidates" if self.module.confidence is None else "confidence")
 
     def _num_nodes(self, options: DFlashOptions) -> int:
         """The most of a proposal."""
@@ -179,13 +194,20 @@ class Drafter(base.NetworkDrafter):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
-        block = self._draft(batch, width)
+        proposal = self._join(self._draft(batch, width), batch.sampling, width)
+        if self.admit_by != "position":
+            return proposal
+        return replace(proposal, scores=torch.where(proposal.scores > -torch.inf, 0.0, proposal.scores))
+
+    def _join(self, block: Block, sampling: Sampling, width: int) -> Proposal:
+        """A chain or a tree of `width` nodes."""
         if self.walks_vocabulary:
-            return self._walk_vocabulary(block, batch.sampling)
+            return self._walk_vocabulary(block, sampling)
         found = self._find(block)
         scores = self.joins.scores(block, found)
         if self.branches:
-            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, self.topk, width))
+            given = self.topk, width, self._confidence(block)
+            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, *given))
         tokens, reached = walk_lattice(scores, found.tokens, block.roots, found.values, self._confidence(block))
         return Proposal(tokens, base.chain_parents(len(tokens), width, tokens.device), reached)
 
@@ -224,7 +246,7 @@ class Drafter(base.NetworkDrafter):
 
     def _confidence(self, block: Block) -> Confidence | None:
         head = self.module.confidence
-        if head is None:
+        if head is None or self.admit_by != "confidence":
             return None
         slots = head.slots(block.hidden).float() + self.trust_bias[: block.hidden.shape[1]]
         return Confidence(slots, self.temperatures, self.trust_by_token)

@@ -1,6 +1,7 @@
 """What fits into a shape, what the shapes amount to, and how the checkpoints are written."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch.nn import Module
 
 from slipstream.bench import inflate as program
 from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, main, write_shards
-from slipstream.bench.inflate_weights import CONSTANT, SHAPES, SPREAD, places, target_json
+from slipstream.bench.inflate_scorer import ScorerInflation, big_scorer
+from slipstream.bench.inflate_weights import CONSTANT, QUIET, SHAPES, SPREAD, Inflation, places, target_json
 from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.block_heads import LiLiCorr, LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.files.checkpoint import read_json, read_tensors, weights_fingerprint
@@ -115,6 +118,12 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
         ({}, partial(small_dflash, num_layers=6), {}, "draft num_layers: 6 do not fit .* has room for 5"),
         ({}, partial(small_dflash, aux_layers=tuple(range(6))), {}, "draft aux_layers: 6 do not fit"),
         ({}, partial(small_dflash, attention_bias=True), {}, "draft has attention_bias; only drafts without"),
+        (
+            {},
+            partial(small_dflash, lilicorr=LiLiCorrConfig(hidden_size=512)),
+            {},
+            "draft has lilicorr_hidden_size 512, which would be 1024; it must grow by 4, 16",
+        ),
         ({}, partial(small_eagle3, norm_output=True), {}, "draft sets norm_output; only EAGLE3 drafts without"),
     ],
 )
@@ -138,6 +147,35 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "draft"
     save_random_draft(TINY, folder, 1500)
     return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("width", "big_width"), [(256, 1024), (16, 256), (0, 64)])
+def test_a_big_scorer_says_what_the_small_one_does(width: int, big_width: int) -> None:
+    """In fp64, with an eps of norms that counts: where the scorer grows less than the draft, its constant makes up for
+    that."""
+    generator, (h, H), eps = torch.Generator().manual_seed(0), (4, 64), 1e-3
+    config = LiLiCorrConfig(candidate_topk=4, hidden_size=width, num_heads=2, factor_dim=8)
+    big_config = big_scorer(config, h, H)
+    assert big_config.hidden_size == big_width
+    small, big = LiLiCorr(config, h, 6, eps), LiLiCorr(big_config, H, 6, eps * h / H)
+    for parameter in small.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_((parameter + 0.2 * noise).bfloat16())
+    tensors, like = ({f"lilicorr.{name}": x for name, x in one.state_dict().items()} for one in (small, big))
+    made = ScorerInflation(Inflation(h, H, CPU, 0), config, eps).tensors(like, tensors)
+    big.load_state_dict({name.removeprefix("lilicorr."): make() for name, make in made.items()})
+    sizes = ((3, 5, 4), (3, 5), (3,))  # embeddings of candidates, states of slots, contexts
+    own = [torch.randn(*size, h, generator=generator).double() for size in sizes]
+    padded = [torch.cat((x, torch.full((*x.shape[:-1], H - h), SPREAD * QUIET).double()), dim=-1) for x in own]
+    padded[1][..., -1] = 0.5  # as the last norm lifts it
+    log_probs = torch.randn(3, 5, 4, generator=generator).double().sort(descending=True).values - 1
+    found, expected = (
+        network.double()(embedded, log_probs, *states) for network, (embedded, *states) in ((big, padded), (small, own))
+    )
+    for scores, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-4)
+    assert expected[1].std() > 0.1
 
 
 def check_ordinary(network: Module) -> None:
@@ -168,16 +206,34 @@ def test_random_weights_are_ordinary_everywhere(
 
 def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs" / "pair"
-    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))
+    save_random_dflash(TINY, tmp_path / "block", target=str(TINY), draft_vocab_size=1500)
+    config = InflateConfig(
+        draft=str(draft), more={"dflash": str(tmp_path / "block")}, shape="small", output=str(output)
+    )
+    inflate(config)
+    block = read_json(output / "draft-dflash" / "config.json")
+    assert (block["architectures"], block["target"]) == (["DFlashDraftModel"], str(output / "target"))
+    assert block["target_fingerprint"] == weights_fingerprint(output / "target")
     values = read_json(output / "draft" / "config.json")
     assert values["target"] == str(output / "target")
     assert values["target_fingerprint"] == weights_fingerprint(output / "target")
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (output / "target" / name).read_bytes() == (TINY / name).read_bytes()
     before = weights_fingerprint(output / "target")
-    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))  # replaced, and the same again
+    inflate(replace(config, more={}))  # replaced, and the same again
+    assert not (output / "draft-dflash").exists()
     assert weights_fingerprint(output / "target") == before
     assert [path.name for path in output.parent.iterdir()] == ["pair"]
+
+
+def test_more_drafts_are_of_one_target_and_have_names(draft: Path, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "other")
+    save_random_dflash(TINY, tmp_path / "block", target=str(tmp_path / "other"))
+    config = InflateConfig(draft=str(draft), more={"b": str(tmp_path / "block")}, output=str(tmp_path / "pair"))
+    with pytest.raises(ValueError, match=r"more has a draft of .*other, and draft is of .*; give drafts of one target"):
+        inflate(config)
+    with pytest.raises(ValueError, match="more has the name 'a/b'; give letters, digits"):
+        replace(config, more={"a/b": "draft"})
 
 
 def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

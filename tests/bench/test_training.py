@@ -1,40 +1,77 @@
 """The training benchmark on a tiny shape: its arithmetic against torch's own count, and what it prints."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.bench.training import StepConfig, build, main, make_batch
+from slipstream.bench.training import HEADS, StepConfig, build, main, make_batch
 from slipstream.bench.training_flops import step_flops
+from slipstream.train.batches import Batch
+from slipstream.train.dflash import DFlashTraining
 
 SIZES = ["--shape=tiny", "--sequence=96", "--rows=2", "--document=32", "--anchors=9", "--block=5", "--layers=2"]
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_the_arithmetic_is_what_torch_counts(reduced: bool) -> None:
-    """All products but attention's, forward and backward; torch's count sees no attention on a CPU."""
+@pytest.mark.parametrize(
+    ("heads", "reduced"), [*((heads, False) for heads in HEADS), ("none", True), ("dflash2", True), ("dspark", True)]
+)
+def test_the_arithmetic_is_what_torch_counts(heads: str, reduced: bool) -> None:
+    """All products forward and backward, but attention's of target and draft, which torch's count does not see on a
+    CPU, and those of the convolutions' taps, which are no matrix products; a scorer's attention it sees."""
     sizes = {"sequence": 96, "rows": 2, "document": 32, "anchors": 9, "block": 5, "layers": 2}
-    config = StepConfig(shape="tiny", reduced=reduced, **sizes)  # type: ignore[arg-type]
+    config = StepConfig(shape="tiny", heads=heads, reduced=reduced, **sizes)  # type: ignore[arg-type]
     training, batch = build(config, torch.device("cpu")), make_batch(config)
-    counter = FlopCounterMode(display=False)
-    with counter:
+    assert isinstance(training, DFlashTraining)
+    with FlopCounterMode(display=False) as counter:
         training.loss(batch)[0].backward()
-    products = sum(
-        count for operation, count in counter.get_flop_counts()["Global"].items() if "attention" not in str(operation)
+    counted, unseen = step_flops(training, batch), {"target attention", "block attention", "convolutions' taps"}
+    assert sum(count for name, count in counted.items() if name not in unseen) + repeated(training, batch) == sum(
+        counter.get_flop_counts()["Global"].values()
     )
-    counted = step_flops(training, batch)
-    assert sum(count for name, count in counted.items() if "attention" not in name) == products
     assert all(counted.values())
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "eagle3"])
-def test_it_ends_in_a_line_of_json(drafter: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SIZES, "--steps=1", "--ttt_steps=2", f"--drafter={drafter}", "--profile"])
+def repeated(training: DFlashTraining, batch: Batch) -> int:
+    """Work that the step does and does not need: logits of candidates (LiLiCorr's with the label) beside those of all
+    tokens, forward and backward."""
+    config = training.draft.config
+    if config.selector_rank:
+        slots, columns = len(training.backbone(batch).states), config.selector_top_k
+    else:
+        slots, columns = len(training.backbone(batch).whole) * config.num_proposals, config.num_candidates + 1
+    return 4 * config.hidden_size * slots * columns if config.selector_rank or config.lilicorr else 0
+
+
+def test_taps_count_a_multiplication_and_an_addition() -> None:
+    """Three times, forward and for both gradients; nothing comes before a block's first row."""
+    config = StepConfig(shape="tiny", heads="dflash2", sequence=32, document=32, anchors=3, block=4, layers=1)
+    training, batch = build(config, torch.device("cpu")), make_batch(config)
+    blocks, hidden, convolutions = 3, 64, 4
+    terms = sum(1 for row in range(4) for tap in range(2) if row >= tap)
+    assert step_flops(training, batch)["convolutions' taps"] == 3 * 2 * terms * blocks * hidden * convolutions
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": "medusa"}, "heads is 'medusa'; choose of none, dflash2"),
+        ({"heads": "dspark", "drafter": "eagle3"}, "heads is 'dspark', which drafter eagle3 has not"),
+    ],
+)
+def test_unknown_heads_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepConfig(**fields)
+
+
+@pytest.mark.parametrize(("drafter", "heads"), [("dflash", "dspark"), ("eagle3", "none")])
+def test_it_ends_in_a_line_of_json(drafter: str, heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SIZES, "--steps=1", "--ttt_steps=2", f"--drafter={drafter}", f"--heads={heads}", "--profile"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["bench"] == "training"
-    assert line["drafter"] == drafter
+    assert (line["drafter"], line["heads"]) == (drafter, heads)
     assert line["tokens_per_second"] > 0
     assert 0 < line["share_of_peak"] < 1
     assert set(line["parts_ms"]) == {"target", "draft and loss", "backward", "update"}

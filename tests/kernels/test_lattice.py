@@ -1,5 +1,6 @@
 """Walks and trees over a lattice against loops over all paths; scores of transitions against one pair at a time."""
 
+import math
 from itertools import product
 
 import pytest
@@ -70,6 +71,22 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
     torch.testing.assert_close(found.double().cpu(), expected, atol=20 * tolerance, rtol=tolerance)
 
 
+def confidence_of(kind: str, B: int, K: int, device: str) -> Confidence | None:
+    """kind "none", "slots" or "tokens": what it depends on."""
+    generator = torch.Generator().manual_seed(1)
+    if kind == "none":
+        return None
+    by_token = torch.randn(VOCAB, generator=generator).to(device) if kind == "tokens" else None
+    slots, temperatures = torch.randn(B, K, generator=generator), torch.rand(K, generator=generator) + 0.5
+    return Confidence(slots.to(device), temperatures.to(device), by_token)
+
+
+def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> float:
+    """By the formula, after the token `before`."""
+    own = 0.0 if confidence.by_token is None else float(confidence.by_token[before])
+    return -math.log1p(math.exp(-(float(confidence.slots[request, slot]) + own) / float(confidence.temperatures[slot])))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
@@ -79,10 +96,7 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
 def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, device: str) -> None:
     scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
-    generator, sure = torch.Generator().manual_seed(1), None
-    if confidence != "none":
-        by_token = torch.randn(VOCAB, generator=generator).to(device) if confidence == "tokens" else None
-        sure = Confidence(torch.randn(B, K, generator=generator).to(device), torch.rand(K).to(device) + 0.5, by_token)
+    sure = confidence_of(confidence, B, K, device)
     with poisoned():
         chain, reached = getattr(walk_lattice, run)(scores, tokens, roots, values, sure)
     for b in range(B):
@@ -94,8 +108,7 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
             row = own.tolist().index(max(own.tolist()))
             step = own.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
             if sure is not None:
-                logit = sure.slots[b, s].double().cpu() + (0 if sure.by_token is None else float(sure.by_token[token]))
-                step = torch.sigmoid(logit / float(sure.temperatures[s])).log()
+                step = log_sure(sure, b, s, token)
             token, total = int(tokens[b, s, row]), total + float(step)
             assert chain[b, s + 1] == token
             assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-4)
@@ -107,13 +120,15 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
     ("shape", "kind", "topk", "count"),
     cover([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
 )
+@pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
 def test_the_tree_is_the_best_of_all_paths(
-    shape: tuple[int, ...], kind: str, topk: int, count: int, run: str, device: str
+    shape: tuple[int, ...], kind: str, topk: int, count: int, confidence: str, run: str, device: str
 ) -> None:
     scores, tokens, roots, values = lattice_of(*shape, kind, device)
     B, K, k = shape
+    sure = confidence_of(confidence, B, K, device)
     with poisoned():
-        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count)
+        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count, sure)
     steps = scores.double().cpu().log_softmax(-1)
     mass = values.double().cpu().logsumexp(-1)
     for b in range(B):
@@ -121,10 +136,14 @@ def test_the_tree_is_the_best_of_all_paths(
         for length in range(1, K + 1):
             for path in product(range(k), repeat=length):
                 if path[:-1] in totals:
-                    own = steps[b, length - 1, path[-2] if length > 1 else 0]
+                    slot = length - 1
+                    own = steps[b, slot, path[-2] if slot else 0]
                     best = sorted(range(k), key=lambda one: (-float(own[one]), one))[:topk]
                     if path[-1] in best and own[path[-1]] > -torch.inf:
-                        totals[path] = totals[path[:-1]] + float(own[path[-1]] + mass[b, length - 1])
+                        step = float(own[path[-1]] + mass[b, slot])
+                        if sure is not None and path[-1] == best[0]:
+                            step = log_sure(sure, b, slot, int(tokens[b, slot - 1, path[-2]] if slot else roots[b]))
+                        totals[path] = totals[path[:-1]] + step
         expected = sorted(totals.values(), reverse=True)[:count]
         used = [node for node in range(count) if reached[b, node] > -torch.inf]
         assert used == list(range(len(expected)))
@@ -170,7 +189,8 @@ def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
 @pytest.mark.gpu
 def test_replays_equal_the_references() -> None:
     scores, tokens, roots, values = lattice_of(32, 7, 16, "plain", "cuda")
-    for op, rest in ((walk_lattice, ()), (grow_lattice, (4, 32))):
+    sure = confidence_of("tokens", 32, 7, "cuda")
+    for op, rest in ((walk_lattice, (sure,)), (grow_lattice, (4, 32)), (grow_lattice, (4, 32, sure))):
         found = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, values, *rest))
         for own, right in zip(found, op.reference(scores, tokens, roots, values, *rest), strict=True):
             torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)

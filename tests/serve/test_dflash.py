@@ -105,6 +105,8 @@ class Oracle:
     """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed.
     `topk`: children of a node of a tree; 1: a chain."""
 
+    places_alone = False  # whether scores are those of nodes that are admitted by position
+
     def __init__(
         self, target: Path, draft: Path, width: int, slots: int = 0, topk: int = 1, candidates: int | None = None
     ) -> None:
@@ -121,8 +123,10 @@ class Oracle:
         key = noise_key(request.seed, request.choice)
         if self.topk > 1:
             sizes = self.width, self.depth, self.slots, self.topk
-            return self.naive.tree(aux_states, tokens, sizes, key, request.params.temperature)
+            nodes, parents, scores = self.naive.tree(aux_states, tokens, sizes, key, request.params.temperature)
+            return nodes, parents, [0.0] * len(scores) if self.places_alone else scores
         chain, scores = self.naive.chain(aux_states, tokens, self.width, self.slots, key, request.params.temperature)
+        scores = [0.0] * len(scores) if self.places_alone else scores
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
 
@@ -219,6 +223,36 @@ def test_candidates_may_be_the_whole_vocabulary_or_a_token_map(
     if "markov_candidates" in options:
         naive.num_candidates = options["markov_candidates"] or len(naive.head)
     run_checked(engine, oracle, requests_of())
+
+
+@pytest.mark.parametrize(
+    ("options", "topk"),
+    [
+        ({}, 1),
+        pytest.param({"markov_candidates": 0}, 1, marks=pytest.mark.slow),
+        ({"topk": 3, "nodes": 9, "markov_candidates": 8}, 3),
+    ],
+)
+def test_nodes_may_be_admitted_by_candidates_or_position(
+    options: dict[str, Any], topk: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    """Whatever a confidence head says; and the nodes are the same. Nodes that are not used stay so."""
+    target, draft = make_target("qwen3"), make_draft("qwen3", "dspark")
+    candidates = options.get("markov_candidates", 64) or 120
+    for admit_by in ("candidates", "position"):
+        engine = build_engine(target, draft, drafter=options | {"admit_by": admit_by})
+        oracle = Oracle(target, draft, engine.planner.limits.most_nodes, topk=topk, candidates=candidates)
+        del oracle.naive.weights["confidence_head.proj.weight"]
+        oracle.places_alone = admit_by == "position"
+        answers = run_checked(engine, oracle, requests_of())
+        assert tokens_of(answers) == plain_answers(target, requests_of())
+
+
+def test_admission_by_a_confidence_that_is_not_there_is_refused(
+    make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    with pytest.raises(ValueError, match="drafter.admit_by is confidence; this draft has no confidence head: leave it"):
+        build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"admit_by": "confidence"})
 
 
 @pytest.mark.parametrize("attention", ["auto", OURS])

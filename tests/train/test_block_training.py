@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.drafts.base import load_draft, write_draft
 from slipstream.models.drafts.block_heads import LiLiCorrConfig
-from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -236,6 +236,24 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
     assert [len(numbers) for numbers in fitted.padded(5)] == [5, 5]
     halves = torch.tensor([0.5] * 4 + [0.95] * 2)
     assert calibration_error(halves, torch.tensor([1, 0, 0, 0, 1, 1])) == pytest.approx((4 * 0.25 + 2 * 0.05) / 6)
+
+
+@torch.no_grad()
+def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedModel) -> None:
+    """Whichever process has a row, and though one that runs out of rows repeats the first."""
+    training, rows = rough_training(target_model, "dspark").eval(), documents(4)
+    batches = [collate([row], 32, number) for number, row in enumerate(rows)]
+
+    def fitted(*order: tuple[int, bool]) -> tuple[DFlashConfig, dict[str, float]]:
+        for number, is_new in order:
+            training.is_new = is_new
+            training.evaluate(batches[number])
+        metrics = training.end_evaluation(lambda parts: parts)
+        return training.draft.config, metrics
+
+    expected = fitted((0, True), (1, True), (2, True))
+    assert fitted((0, True), (2, True), (1, True), (0, False)) == expected
+    assert fitted((0, True), (2, True), (1, True), (0, True)) != expected
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
+from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
-from slipstream.train import checkpoints
-from slipstream.train.batches import PackedRows
+from slipstream.train import checkpoints, dflash
+from slipstream.train.batches import PackedRows, evaluation_batches
 from slipstream.train.eagle3 import main
 
 ONE_EPOCH = {"optim__steps": "null", "optim__epochs": 1}
@@ -68,6 +69,26 @@ def test_a_run_goes_on_with_another_number_of_processes(
     if begin[0] * begin[1] == go_on[0] * go_on[1]:
         main(arguments(tmp_path / "one", **ONE_EPOCH, data__batch_size=4))
         assert_like_run(tmp_path, tmp_path / "one", last_step=num_steps)
+
+
+@pytest.mark.slow
+def test_two_processes_calibrate_a_confidence_head_as_one_does(
+    tmp_path: Path, run_flags: Arguments, data_path: Path
+) -> None:
+    """Where the held-out rows do not divide, the process that repeats the first one adds nothing."""
+    heldout = PackedRows(load_from_disk(str(data_path))["heldout"], 40)
+    shares = [[is_new for _, is_new in evaluation_batches(heldout, 2, process, 2)] for process in range(2)]
+    assert shares == [[True, True], [True, False]]
+    sizes = {"draft__num_layers": 1, "draft__block_size": 5, "draft__anchors": 6, "draft__mask_token_id": 7}
+    heads = {"draft__markov_rank": 4, "draft__confidence_head": "true", "draft__sample_from_anchor": "true"}
+    options = sizes | heads | {"optim__steps": 1, "evaluation__every": 1}
+    one, two = (run_flags(tmp_path / name, **options, data__batch_size=4 // len(name)) for name in ("1", "22"))
+    dflash.main(one)
+    end_program(start_program(Path(dflash.__file__), *two, num_processes=2))
+    configs = [read_json(tmp_path / name / "best" / "config.json")["dflash_config"] for name in ("1", "22")]
+    for name in ("confidence_temperatures", "confidence_biases"):
+        assert configs[1][name] == pytest.approx(configs[0][name], abs=1e-4)
+    assert records(tmp_path / "22") == [pytest.approx(line, rel=1e-3) for line in records(tmp_path / "1")]
 
 
 @pytest.mark.parametrize(
