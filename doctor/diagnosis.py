@@ -26,6 +26,7 @@ CERTAIN = 1.01  # what the gain's 95 % interval must lie above
 ALIKE = 0.98  # of the best gain: of readings that gain as much, the best of the earliest stage is named
 MOST_CAUSES = 3
 FEW = 3  # batches by which readings are compared; the best one is confirmed by all
+EARLY = 2  # steps of a chain: the first, and one that reads the draft's own state; training takes both
 RISK = 0.97  # of the accept length: what another way to read the files must stay below to be called a risk
 
 Kind = Literal["cause", "risk", "note"]
@@ -126,7 +127,7 @@ def best_reading(
         near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
         first = min(near, key=lambda one: one[:2])[2]
         whole = replay.score(first.subject)
-        if score is None or (is_better(whole, score) and is_better_at_once(first, subject, replay)):
+        if score is None or (is_better(whole, score) and is_better_early(first, subject, replay)):
             return first, whole
         found = [one for one in found if one[1] is not first]
     return None
@@ -137,13 +138,12 @@ def is_better(other: Score, score: Score) -> bool:
     return gain >= LEAST_GAIN and low > CERTAIN
 
 
-def is_better_at_once(reading: Reading, subject: Subject, replay: Replay) -> bool:
-    """Whether a chain's first step that is computed otherwise is better, too. Steps beyond those that training took may
-    gain by a reading that it did not mean, such as one that keeps states from growing."""
+def is_better_early(reading: Reading, subject: Subject, replay: Replay) -> bool:
+    """Whether the first steps of a chain are better, too. Steps beyond those that training took may gain by a reading
+    that it did not mean, such as one that keeps states from growing."""
     if "dflash" in (subject.family, reading.subject.family):
         return True  # a block is drafted in one step
-    depth = 2 if reading.stage == "later steps" else 1
-    _, low = replay.score(reading.subject, depth=depth).ratio(replay.score(subject, depth=depth))
+    _, low = replay.score(reading.subject, depth=EARLY).ratio(replay.score(subject, depth=EARLY))
     return low > 1
 
 

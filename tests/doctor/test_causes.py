@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.doctor.answers import open_engine
 from slipstream.doctor.cli import QUESTIONS, DoctorConfig
-from slipstream.doctor.diagnosis import Diagnosis, diagnose, first_cause
+from slipstream.doctor.diagnosis import EARLY, Diagnosis, diagnose, first_cause
 from slipstream.doctor.readings import with_layers, without_flag
 from slipstream.doctor.replay import Replay, Round, Score, Subject
 from slipstream.doctor.texts import Renderer, batches_of, read_conversations
@@ -262,24 +262,24 @@ def test_the_state_that_later_steps_of_a_trained_draft_read(draft: str, is_refus
 
 
 class GrowingStates(Replay):
-    """Later steps do better with norm_before_residual; the first one only `at_once`."""
+    """Later steps do better with norm_before_residual; the first two only `early`."""
 
-    at_once = False
+    early = False
 
     def score(self, subject: Subject, num_batches: int | None = None, depth: int | None = None) -> Score:
-        gains = subject.files.values.get("norm_before_residual") and (self.at_once or depth != 1)
+        gains = subject.files.values.get("norm_before_residual") and (self.early or depth != EARLY)
         rounds = [Round(text, 10 * step, 1) for text in range(TEXTS) for step in range(10 if gains else 12)]
         return Score((24,) * TEXTS, tuple(rounds), depth or self.depth)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("early", [True, False])
 def test_what_only_steps_beyond_the_training_gain_by_is_no_cause(
-    at_once: bool, healthy: Callable[..., Subject], answers: Answers
+    early: bool, healthy: Callable[..., Subject], answers: Answers
 ) -> None:
     replay = GrowingStates(answers[1], Path("draft"), answers[2], DEPTH)
-    replay.at_once = at_once
+    replay.early = early
     found = diagnose(healthy("eagle3"), replay, Path("draft"))
-    assert [finding.name for finding in found.findings] == (["norm_before_residual true"] if at_once else [])
+    assert [finding.name for finding in found.findings] == (["norm_before_residual true"] if early else [])
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
