@@ -3,6 +3,7 @@
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -48,6 +49,12 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folder
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def every_message_counts() -> None:
+    """Commands that an earlier test ran in this process set the level of the package's messages."""
+    logging.getLogger("slipstream").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)
