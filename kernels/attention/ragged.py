@@ -770,19 +770,12 @@ def _attend_parts(
             lowest = tl.maximum(lowest, certain - WINDOW)
     new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
     page = _load_pages(table, start, end, PAGE, TOKENS)
-    cell, first_path = token, 0
-    if path is not None:
-        first_path = tl.min(path)
-        cell = _path_cells(
-            nodes_ptr, table, first_path, tl.maximum(start, new) + token, lowest, base, end, PAGE, WINDOW
-        )
+    cell = _first_cells(path, nodes_ptr, table, tl.maximum(start, new) + token, lowest, base, end, PAGE, WINDOW)
     for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
         first = tl.maximum(start, index << part) if NESTED else start
         last = tl.minimum(stop, (index + 1) << part) if NESTED else stop
         for tile_start in range(first, tl.minimum(last, new), TOKENS):
-            first_cell = page.to(OFFSET) * (PAGE * G * D)
-            if PAGE > TOKENS:
-                first_cell += tile_start % PAGE * (G * D)
+            first_cell = page.to(OFFSET) * (PAGE * G * D) + (tile_start % PAGE * (G * D) if PAGE > TOKENS else 0)
             cells = first_cell[:, None] + in_page
             inside = (token < end - tile_start)[:, None] & (dims < D)
             if WINDOW is not None:
@@ -797,21 +790,21 @@ def _attend_parts(
             elif tile_start + TOKENS > certain:
                 scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
             top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
-            if not NESTED:  # noqa: SIM102
-                if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
-                    merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
+            if not NESTED:
+                merged, all_top, all_total, acc, top, total = _end_part_at(
+                    tile_start + TOKENS, part, stop, merged, all_top, all_total, acc, top, total
+                )
         if path is not None:
             for tile_start in range(tl.maximum(first, new), last, TOKENS):
                 top, total, acc, cell = _attend_paths(
-                    q, path, first_path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
+                    q, path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
                     lowest, base, end, scale, squash, top, total, acc,
                     G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
                 )  # fmt: skip
-                if not NESTED:  # noqa: SIM102
-                    if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
-                        merged, all_top, all_total, acc, top, total = _end_part(
-                            merged, all_top, all_total, acc, top, total
-                        )
+                if not NESTED:
+                    merged, all_top, all_total, acc, top, total = _end_part_at(
+                        tile_start + TOKENS, part, stop, merged, all_top, all_total, acc, top, total
+                    )
         if NESTED:
             merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
     return merged, all_top, all_total
@@ -834,7 +827,7 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.con
 
 @triton.jit
 def _attend_paths(
-    q, path, first_path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
+    q, path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
     lowest, base, end, scale, squash, top, total, acc,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
@@ -846,7 +839,7 @@ def _attend_paths(
     """
     dims, position = tl.arange(0, BLOCK_D)[None, :], tile_start + tl.arange(0, TOKENS)
     loaded = _is_inside(position, lowest, end, WINDOW)[:, None] & (dims < D)
-    last_path = tl.max(path)
+    first_path, last_path = tl.min(path), tl.max(path)
     for index in range(first_path, last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
@@ -861,6 +854,15 @@ def _attend_paths(
         cells = values_ptr + kv_cells
         top, total, acc = _add_tile(scores, cells, loaded, scale, top, total, acc, q.dtype, PRECISION)
     return top, total, acc, cell
+
+
+@triton.jit
+def _first_cells(path, nodes_ptr, table, position, lowest, base, end, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+    """`_path_cells` of a tile's first path; without paths, anything."""
+    cells = position
+    if path is not None:
+        cells = _path_cells(nodes_ptr, table, tl.min(path), position, lowest, base, end, PAGE, WINDOW)
+    return cells
 
 
 @triton.jit
@@ -903,6 +905,14 @@ def _end_part(merged, all_top, all_total, acc, top, total):
     """`_add_part`, and the sums of the next part, which has none yet. The columns of `total` (ROWS, 16) are equal."""
     merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, tl.max(total, axis=1))
     return merged, all_top, all_total, tl.zeros_like(acc), _nothing(acc.shape[0]), tl.zeros_like(total)
+
+
+@triton.jit
+def _end_part_at(place, part, stop, merged, all_top, all_total, acc, top, total):
+    """`_end_part` if a part ends before `place`, or the tile's last tokens do."""
+    if (place & ((1 << part) - 1) == 0) | (place >= stop):
+        merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
+    return merged, all_top, all_total, acc, top, total
 
 
 @triton.jit
