@@ -112,9 +112,12 @@ def with_blocks(*factors: Collection[Any], kept: Collection[tuple[Any, ...]] = (
     return [*rotating(DRAFTERS, *factors), *gate_of(product(BLOCKS, *factors), kept)]
 
 
-def least_acceptance(drafter: str) -> float:
-    """Less would prove little; a random scorer chooses at random."""
-    return 0.02 if drafter.startswith("lilicorr") else 0.1
+def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
+    """Else the test would prove little. Random selectors and scorers choose at random, at a temperature among few
+    tokens; some accepted tokens in all of their answers are enough."""
+    if drafter.startswith(("dflash2", "lilicorr")):
+        return sum(answer.counts.accepted_tokens for answer in answers.values()) >= 3
+    return acceptance(answers) > 0.1
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +182,8 @@ def test_a_drafter_changes_no_token(
         answers = run(engine, requests)
         assert tokens_of(answers) == reference(family, requests)
     if drafter != "none":
-        least = least_acceptance(drafter)
-        assert least < acceptance(answers) < 0.95, "the test needs drafts that are right now and then"
+        assert is_right_now_and_then(drafter, answers)
+        assert acceptance(answers) < 0.95
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_captured_steps_change_no_token(
         answers = run(engine, requests)
         assert tokens_of(answers) == reference("qwen3", requests)
     if drafter != "none":
-        assert acceptance(answers) > least_acceptance(drafter)
+        assert is_right_now_and_then(drafter, answers)
 
 
 @pytest.mark.gpu
