@@ -50,7 +50,7 @@ class Confidence(NamedTuple):
     after token a (arXiv 2607.05147, section 3.3)."""
 
     slots: Tensor  # (B, K)
-    temperatures: Tensor  # (K,) fp32
+    temperatures: Tensor  # (K or more,) fp32
     by_token: Tensor | None = None  # (V,) fp32
 
     def of(self, slot: int, before: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Confidence(NamedTuple):
         logits = self.slots.float().unsqueeze(2).expand(before.shape)
         if self.by_token is not None:
             logits = logits + self.by_token[before.clamp(min=0)]
-        return logsigmoid(logits / self.temperatures[:, None])
+        return logsigmoid(logits / self.temperatures[: before.shape[1], None])
 
 
 @Op

@@ -72,12 +72,12 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
 
 
 def confidence_of(kind: str, B: int, K: int, device: str) -> Confidence | None:
-    """kind "none", "slots" or "tokens": what it depends on."""
+    """kind "none", "slots" or "tokens": what it depends on. Temperatures of a slot more than the block has."""
     generator = torch.Generator().manual_seed(1)
     if kind == "none":
         return None
     by_token = torch.randn(VOCAB, generator=generator).to(device) if kind == "tokens" else None
-    slots, temperatures = torch.randn(B, K, generator=generator), torch.rand(K, generator=generator) + 0.5
+    slots, temperatures = torch.randn(B, K, generator=generator), torch.rand(K + 1, generator=generator) + 0.5
     return Confidence(slots.to(device), temperatures.to(device), by_token)
 
 
