@@ -47,8 +47,8 @@ def save_dspark(target: Path, folder: Path) -> None:
 
 
 def save_lilicorr(target: Path, folder: Path) -> None:
-    """Two candidates, since a random scorer chooses at random."""
-    scorer = LiLiCorrConfig(candidate_topk=2, hidden_size=32, num_heads=2, factor_dim=16)
+    """Few candidates, since a random scorer chooses at random; fewer would hold too few sampled tokens."""
+    scorer = LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_heads=2, factor_dim=16)
     save_random_dflash(target, folder, known_texts(target), lilicorr=scorer)
 
 

@@ -491,7 +491,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
     assert seen["cached"] > 0
     if drafter != "none":
         assert seen["ragged"] > 3, "requests of one step verify different numbers of nodes"
-        assert seen["accepted"] > 10
+        assert seen["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see is_right_now_and_then
 
 
 Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text: tokens and parents
