@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.data_tools.dataset import Tokens, write_dataset
 from slipstream.data_tools.frequency_map import main as make_token_map
-from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.files.checkpoint import read_json, tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_targets import change_json
@@ -156,5 +156,6 @@ def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Pat
     records = read_metrics(trained / "metrics.jsonl")
     simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)
     options, width = DRAFTERS[trained.name][2:4]
+    width = read_json(trained / "best" / "config.json").get("block_size", width)  # the recipe's block, not the default
     served = answer(LLM(draft=str(trained / "best"), drafter=options, width=width), prompts(target, "heldout", 64), 192)
     assert accept_length(served) == pytest.approx(simulated, rel=0.03)
