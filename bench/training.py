@@ -118,7 +118,7 @@ class StepConfig:
         if self.heads not in HEADS:
             raise ValueError(f"heads is {self.heads!r}; choose of {', '.join(HEADS)}")
         if self.heads != "none" and self.drafter != "dflash":
-            raise ValueError(f"heads is {self.heads!r}, which drafter {self.drafter} has not; leave it out")
+            raise ValueError(f"heads is {self.heads!r}; drafter {self.drafter} has no such heads: give drafter dflash")
         if self.is_published and self.reader == "transformers":
             raise ValueError(f"reader is transformers; for shape {self.shape!r}, or with quantization, give decoder")
 

@@ -58,7 +58,7 @@ def test_taps_count_a_multiplication_and_an_addition() -> None:
     ("fields", "message"),
     [
         ({"heads": "medusa"}, "heads is 'medusa'; choose of none, dflash2"),
-        ({"heads": "dspark", "drafter": "eagle3"}, "heads is 'dspark', which drafter eagle3 has not"),
+        ({"heads": "dspark", "drafter": "eagle3"}, "heads is 'dspark'; drafter eagle3 has no such heads"),
     ],
 )
 def test_unknown_heads_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -313,6 +313,7 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
         torch.tensor([length for length, _ in (*nodes, *chunks)], dtype=torch.int64, device=device),
         len(nodes),
         most,
+        by_path=bool(seed % 2),
     )
     Q, G, D = rng.choice(((32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 1, 256)))
     window = rng.choice((None, 1, 100, 128, 4096))
