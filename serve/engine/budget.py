@@ -67,6 +67,13 @@ class Batch(NamedTuple):
         return self.decoding + self.drafted * (width - 1)
 
 
+class HostRow(NamedTuple):
+    """(n,) both, of the nodes of a host's proposal: cells, -1 of the root, and the bits of fp32 survivals."""
+
+    cells: NDArray[np.int32]
+    survivals: NDArray[np.int32]
+
+
 class Curve(NamedTuple):
     """What the likeliest of a request's nodes after the root yield: (n,) both, from 0, concave between."""
 
@@ -188,6 +195,7 @@ class _Plan(NamedTuple):
 
     rows: list[int]  # [k] ascending
     target_ms: list[float]  # [k] of the target's pass
+    arrays: tuple[NDArray[np.int64], NDArray[np.float64]]  # both of these
     draft_ms: list[float]  # [j] of the draft pass
     tokens: NDArray[np.float64]  # [j, k] expected
     best: list[int]  # [j] the k that yields most
@@ -230,9 +238,13 @@ class BudgetPolicy:
         self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
         self._curves: list[Curve] = []  # by width
         self._drafted: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}  # see `_nodes_of`
+        self._joined: dict[tuple[Offer, ...], Curve] = {}  # see `_curve`
+        self._host_rows: dict[Offer, HostRow] = {}  # see `host_row`
+        self._rows_version = self.version
         self._plans: dict[tuple[Batch, int, bool], _Plan] = {}
         self._chunks: dict[tuple[int, int | None, bool], int] = {}
         self._age = self._num_chosen = 0
+        self._is_prepared = False  # the next step was counted
         self._probe_ms = 0.0  # that probes may cost
         self._probe = (0, 0)  # steps left, width's index
         self._probe_narrow = False  # the next one
@@ -252,6 +264,19 @@ class BudgetPolicy:
     def version(self) -> int:
         return self.calibration.version
 
+    def host_row(self, offer: Offer) -> HostRow:
+        """What the device should know of such a proposal of the host, by `table`. A node is never likelier than those
+        before it."""
+        if self._rows_version != self.version:
+            self._host_rows.clear()
+            self._rows_version = self.version
+        if offer not in self._host_rows:
+            cells = host_cells(*offer)
+            survivals = np.ones(len(cells), np.float32)
+            survivals[1:] = np.minimum.accumulate(self.table[cells[1:]])
+            self._host_rows[offer] = HostRow(cells, survivals.view(np.int32))
+        return self._host_rows[offer]
+
     @property
     def width(self) -> int:
         """The best width lately."""
@@ -262,6 +287,16 @@ class BudgetPolicy:
         """Whether steps should wait for proposals of the host: not after PATIENCE steps in a row where none paid,
         until `look_back` sees one that would have."""
         return self._steps_without_host < PATIENCE
+
+    def prepare(
+        self, num_decoding: int, prompt_rows: int = 0, *, num_drafted: int | None = None, filtered: bool = False
+    ) -> None:
+        """Computes what `choose` will need of the next step, as far as that is known while the device is busy."""
+        batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
+        if self.fixed is None and batch.drafted and not self._is_prepared:
+            self._count_step()
+            self._is_prepared = True
+            self._plan(batch, prompt_rows, filtered)
 
     def choose(
         self,
@@ -356,14 +391,13 @@ class BudgetPolicy:
         width = min(fixed, self.widths[-1])  # more come from the host
         nodes = batch.nodes(width) if offers is None else sum(min(count, fixed) for count, _ in offers)
         nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), batch.decoding))
-        if batch.decoding:
-            self._count_step()
-            self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
         if offers is not None and batch.drafted:
             if any(kind for _, kind in offers):
                 self._of_host(self._plan(batch, prompt_rows, filtered), offers, prompt_rows)
             else:
                 self._steps_without_host += 1
+        if batch.decoding:
+            self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
         return Choice(nodes, width, self.costs.time(nodes + prompt_rows, batch.drafted, width, filtered=filtered))
 
     def _patience(self) -> int:
@@ -371,14 +405,16 @@ class BudgetPolicy:
         return min(RECOMPUTE, 1 + self._num_chosen // RECOMPUTE)
 
     def _count_step(self) -> None:
+        """Once a step: `prepare` does, if it is called."""
+        if self._is_prepared:
+            self._is_prepared = False
+            return
         self._age += 1
         self._num_chosen += 1
         if self._age >= self._patience():
             self._age = 0
-            self._plans.clear()
-            self._chunks.clear()
-            self._curves.clear()
-            self._drafted.clear()
+            for computed in (self._plans, self._chunks, self._curves, self._drafted, self._joined):
+                computed.clear()
 
     def _count_records(self) -> None:
         """Several steps at once, since that takes little longer than one."""
@@ -415,7 +451,8 @@ class BudgetPolicy:
         # A width that no allowed step has still needs a number of nodes, as long as its proposals are stored.
         best = np.where(allowed.any(axis=1), best, ms.argmin(axis=1))
         highest = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
-        return _Plan(rows.tolist(), target.tolist(), draft, tokens, best.tolist(), highest.tolist(), rate)
+        lists = rows.tolist(), target.tolist()
+        return _Plan(*lists, (rows, target), draft, tokens, best.tolist(), highest.tolist(), rate)
 
     def _passes(self, least: int, most: int) -> NDArray[np.int64]:
         """Rows of the passes that take at least `least` rows, up to the first that takes `most`."""
@@ -492,26 +529,27 @@ class BudgetPolicy:
 
     def _expect(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
         """The best pass for these offers, and the tokens that they yield by the pass."""
-        curve = self._curve(offers)
-        drafted = np.array(plan.rows) - prompt_rows - len(offers)
-        tokens = len(offers) + np.interp(drafted, *curve)
+        rows, target = plan.arrays
+        tokens = len(offers) + np.interp(rows - (prompt_rows + len(offers)), *self._curve(offers))
         total = sum(count for count, _ in offers)
         if total + prompt_rows <= self._free_rows(plan):
             return min(bisect_left(plan.rows, total + prompt_rows), len(plan.rows) - 1), tokens
-        values = tokens - self._host_rate(plan) * np.array(plan.target_ms)
+        values = tokens - self._host_rate(plan) * target
         if self.itl_ms is not None:
-            ms = np.array(plan.target_ms) + plan.draft_ms[self._width]
-            values[~self._allowed(ms)] = -np.inf
+            values[~self._allowed(target + plan.draft_ms[self._width])] = -np.inf
         return int(values.argmax()), tokens
 
     def _curve(self, offers: Sequence[Offer]) -> Curve:
         """What the likeliest nodes of all these offers yield."""
-        numbers = Counter(offers)
-        parts = [self._nodes_of(offer) for offer in numbers]
-        shares = np.concatenate([number * each for number, (each, _) in zip(numbers.values(), parts, strict=True)])
-        survivals = np.concatenate([each for _, each in parts])
-        order = np.argsort(-survivals)
-        return Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
+        key = tuple(sorted(offers))
+        if key not in self._joined:
+            numbers = Counter(key)
+            parts = [self._nodes_of(offer) for offer in numbers]
+            shares = np.concatenate([number * each for number, (each, _) in zip(numbers.values(), parts, strict=True)])
+            survivals = np.concatenate([each for _, each in parts])
+            order = np.argsort(-survivals)
+            self._joined[key] = Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
+        return self._joined[key]
 
     def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(n,) numbers of nodes in such a proposal, and (n,) how likely these are accepted."""
@@ -529,7 +567,7 @@ class BudgetPolicy:
 
     def _pays(self, plan: _Plan, tokens: NDArray[np.float64]) -> bool:
         """Whether a pass that yields `tokens`, by index, is worth a wait for the host."""
-        rate, target = self._host_rate(plan), np.array(plan.target_ms)
+        rate, target = self._host_rate(plan), plan.arrays[1]
         gained = (tokens - rate * target).max() - (plan.tokens[self._stored] - rate * target).max()
         return bool(gained > rate * self.wait_ms)
 

@@ -89,6 +89,8 @@ class Edits:
     def of(self, slots: Collection[int]) -> tuple["Edits", "Edits"]:
         """The edits of a plan for `slots`, and those that a later plan brings. Proposals come with the next plan in any
         case: they are kept on the device, while masks hold for one pass."""
+        if not self.masks and not self.errors:
+            return self, Edits()
         masks, errors = self.masks, self.errors.items()
         now = Edits(
             self.proposals,
@@ -145,7 +147,12 @@ class StepPlan:
     @property
     def variant(self) -> Literal["plain", "all"]:
         """Which captured pass it needs."""
-        return "plain" if self.mode != "all" and self.logprobs is None else "all"
+        return variant_of(self.mode, self.logprobs)
+
+
+def variant_of(mode: SamplingMode, logprobs: int | None) -> Literal["plain", "all"]:
+    """See StepPlan.variant."""
+    return "plain" if mode != "all" and logprobs is None else "all"
 
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:

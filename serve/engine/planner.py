@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells, is_forced
+from slipstream.serve.engine.budget import BudgetPolicy, Offer, is_forced
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
@@ -24,6 +24,7 @@ from slipstream.serve.engine.plan import (
     drafting_slots,
     read_logprobs,
     slots_of,
+    variant_of,
 )
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.engine.traces import Tracer
@@ -99,6 +100,7 @@ class Planner:
             logprobs=most_logprobs(launched),
         )
         self._admissions.clear()
+        self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
         return plan
 
     def offer(self, edits: Edits) -> None:
@@ -113,18 +115,13 @@ class Planner:
         offers = None
         if self.host_drafts:
             offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
-        num_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
-        num_drafted = sum(slot not in plan.undrafted for slot in plan.slots)
-        plan = replace(plan, mode=mode)
-        filtered = plan.variant == "all"
-        choice = self.policy.choose(
-            len(plan.slots), num_rows, num_drafted=num_drafted, filtered=filtered, offers=offers
-        )
+        filtered = variant_of(mode, plan.logprobs) == "all"
+        choice = self.policy.choose(**sizes_of(plan), filtered=filtered, offers=offers)
         self._launched[plan.number].expected_ms = choice.ms
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
-        return replace(plan, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:
@@ -235,16 +232,13 @@ class Planner:
         self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.variant == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
-        """Fills in its cells, and how likely they are accepted; never likelier than the nodes before."""
+        """Fills in its cells, and how likely they are accepted."""
         _, _, cells, survivals = proposal.nodes
         cells[:], survivals[:] = -1, 0
-        values = survivals.view(np.float32)
-        for index, (count, kind) in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
-            if count:
-                own = host_cells(count, kind)
-                cells[index, :count] = own
-                values[index, 0] = 1.0
-                values[index, 1:count] = np.minimum.accumulate(self.policy.table[own[1:]])
+        for index, offer in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
+            if count := offer[0]:
+                row = self.policy.host_row(offer)
+                cells[index, :count], survivals[index, :count] = row
 
     def _receivers(self, plan: StepPlan, errors: Iterable[int]) -> tuple[list[int], list[int]]:
         """Places in the pass, and slots, of the requests that gain tokens by it."""
@@ -321,6 +315,13 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
     following = tokens[end] if end < len(tokens) else None
     logprobs = chunk.sequence.request.params.prompt_logprobs if chunk.sequence.scores_prompt else None
     return PromptChunk(chunk.sequence.slot, start, tokens[start:end], following, chunk.is_last, logprobs)
+
+
+def sizes_of(plan: StepPlan) -> dict[str, int]:
+    """What BudgetPolicy wants to know of a plan."""
+    num_drafted = sum(slot not in plan.undrafted for slot in plan.slots)
+    prompt_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+    return {"num_decoding": len(plan.slots), "prompt_rows": prompt_rows, "num_drafted": num_drafted}
 
 
 def most_logprobs(launched: Launched) -> int | None:
