@@ -4,15 +4,18 @@ Letters: T rows, blocks of S rows one after another, H channels, G groups of cha
 adds.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 
 CHANNELS = 1024  # of a program
+GRADIENT_CHANNELS, GRADIENT_ROWS = 512, 64  # of a program of the gradient
 
 
 @Op
@@ -31,11 +34,62 @@ def block_conv(x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tenso
     return total.view(x.shape)
 
 
-@block_conv.kernel()
+def runs_kernel(x: Tensor, delta: Tensor, *_: object) -> bool:
+    """The gradient wants groups of a power of two channels that fit into a program."""
+    group = x.shape[-1] // delta.shape[-1]
+    fits = not torch.is_grad_enabled() or (group <= GRADIENT_CHANNELS and group.bit_count() == 1)
+    return on_gpu(x) and fits
+
+
+@block_conv.kernel(when=runs_kernel)
 def block_conv_triton(x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tensor:
-    """One launch, in fp32 until it is stored."""
+    """One launch, in fp32 until it is stored; the gradient is another."""
+    if torch.is_grad_enabled():
+        return _BlockConv.apply(x, delta, base, block_size)
+    return _forward(x, delta, base, block_size)
+
+
+class _BlockConv(torch.autograd.Function):
+    """Keeps the inputs alone. Gradients are fp32 inside and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tensor:
+        ctx.save_for_backward(x, delta, base)
+        ctx.block_size = block_size
+        return _forward(x, delta, base, block_size)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """What programs add to the gradient of `base` is summed in a fixed order."""
+        x, delta, base = ctx.saved_tensors
+        rows, deltas, towards = _as_rows(x), _as_deltas(delta), _as_rows(upstream)
+        (num_rows, size), (taps, groups) = rows.shape, delta.shape[-2:]
+        towards = towards if towards.stride(1) == 1 else towards.contiguous()
+        grid = triton.cdiv(num_rows, GRADIENT_ROWS), triton.cdiv(size, GRADIENT_CHANNELS)
+        x_gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        delta_gradient = torch.empty(delta.shape, dtype=delta.dtype, device=x.device)
+        parts = torch.empty(grid[0], taps, size, device=x.device)
+        if num_rows:
+            _block_conv_gradient[grid](
+                rows, deltas, base, towards, x_gradient, delta_gradient, parts, rows.stride(0), deltas.stride(0),
+                deltas.stride(1), base.stride(0), towards.stride(0), num_rows, size, groups, ctx.block_size,
+                TAPS=taps, GROUP=size // groups, ROWS=GRADIENT_ROWS, BLOCK=GRADIENT_CHANNELS, num_warps=4,
+            )  # fmt: skip
+        return x_gradient, delta_gradient, parts.sum(dim=0).to(base.dtype), None
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _as_deltas(delta: Tensor) -> Tensor:
+    """(T, taps, G)."""
+    return delta.flatten(0, -3) if delta.dim() > 2 else delta[None]
+
+
+def _forward(x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tensor:
     size, (taps, groups) = x.shape[-1], delta.shape[-2:]
-    rows, deltas = x.reshape(-1, size), delta.flatten(0, -3) if delta.dim() > 2 else delta[None]
+    rows, deltas = _as_rows(x), _as_deltas(delta)
     assert rows.stride(1) == base.stride(1) == deltas.stride(2) == 1
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -63,3 +117,39 @@ def _block_conv(
         x = tl.load(x_ptr + (row - tap) * x_stride + channel, mask=there, other=0.0)
         total += (own.to(tl.float32) + base.to(tl.float32)) * x.to(tl.float32)
     tl.store(out_ptr + row * size + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "block_size"])
+def _block_conv_gradient(
+    x_ptr, delta_ptr, base_ptr, upstream_ptr, x_gradient_ptr, delta_gradient_ptr, parts_ptr, x_stride, delta_stride,
+    tap_stride, base_stride, upstream_stride, num_rows, size, groups, block_size,
+    TAPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS rows and BLOCK channels; parts (programs, TAPS, size) of the gradient of `base`."""
+    first, channel = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, count = channel < size, tl.minimum(num_rows - first, ROWS).to(tl.int32)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    for tap in tl.static_range(TAPS):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for index in range(count):
+            row = first + index
+            there = inside & (channel < tl.where(row % block_size >= tap, size, 0))
+            upstream = tl.load(upstream_ptr + row * upstream_stride + channel, mask=there, other=0.0).to(tl.float32)
+            product = upstream * tl.load(x_ptr + (row - tap) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
+            total += product
+            own = tl.sum(tl.reshape(product, (BLOCK // GROUP, GROUP)), axis=1)
+            cells = delta_gradient_ptr + (row * TAPS + tap) * groups + group
+            tl.store(cells, own.to(delta_gradient_ptr.dtype.element_ty), mask=group < groups)
+        tl.store(parts_ptr + (tl.program_id(0).to(tl.int64) * TAPS + tap) * size + channel, total, mask=inside)
+    for index in range(count):
+        row = first + index
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(TAPS):
+            reader = row + tap  # which has read this row with that tap
+            there = inside & (channel < tl.where(row % block_size + tap < block_size, size, 0))
+            cells = delta_ptr + reader * delta_stride + tap * tap_stride + channel // GROUP
+            kernel = tl.load(cells, mask=there, other=0.0).to(tl.float32)
+            kernel += tl.load(base_ptr + tap * base_stride + channel, mask=there, other=0.0).to(tl.float32)
+            upstream = tl.load(upstream_ptr + reader * upstream_stride + channel, mask=there, other=0.0)
+            total += kernel * upstream.to(tl.float32)
+        tl.store(x_gradient_ptr + row * size + channel, total.to(x_gradient_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""The convolution of a block against a loop over rows, taps and channels."""
+"""The convolution of a block against a loop over rows, taps and channels, and its gradient against autograd's."""
 
 import pytest
 import torch
@@ -24,6 +24,31 @@ def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run
             kernel = base[t].double() + both[i, 1, t].double().repeat_interleave(group)
             expected[i] += kernel * x[i - t].double()
     delta = both.to(device)[:, 1]  # one side of a projection
-    with poisoned():
+    with poisoned(), torch.no_grad():
         found = getattr(block_conv, run)(x.to(device), delta, base.to(device), block)
     torch.testing.assert_close(found.double().cpu(), expected, atol=3 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype"),
+    cover([(130, 48, 16, 2), (8, 1040, 8, 3), (0, 48, 16, 2)], [2, 1, 8], [torch.float32, torch.bfloat16]),
+)
+def test_its_gradient(shape: tuple[int, ...], block: int, dtype: torch.dtype, device: str) -> None:
+    T, H, group, taps = shape
+    T -= T % block
+    generator = torch.Generator().manual_seed(H)
+    x, towards = torch.randn(2, T, H, generator=generator).to(device, dtype)
+    both = (torch.randn(T, 2, taps, H // group, generator=generator) / 4).to(device, dtype)
+    base = torch.randn(taps, H, generator=generator).to(device)
+    wanted = [one.double().requires_grad_() for one in (x, both, base)]
+    block_conv.reference(wanted[0], wanted[1][:, 1], wanted[2], block).backward(towards.double())
+    given = [one.clone().requires_grad_() for one in (x, both, base)]
+    with poisoned():
+        block_conv.triton(given[0], given[1][:, 1], given[2], block).backward(towards.t().contiguous().t())
+    for found, expected in zip(given, wanted, strict=True):
+        assert found.grad is not None
+        assert expected.grad is not None
+        assert found.grad.dtype == found.dtype
+        tolerance = {"atol": 30 * TOLERANCES[torch.float32], "rtol": TOLERANCES[dtype]}
+        torch.testing.assert_close(found.grad.double(), expected.grad, **tolerance)
