@@ -5,8 +5,8 @@ core that the last one needs: beside one other busy program that costs 80 to 95 
 once cost half of it on an idle machine, where waking a core takes longer than an operator. So they spin for some
 microseconds and then sleep (figures: docs/benchmarks.md).
 
-Importing this module, or any other of the package, sets that. It imports no torch: OpenMP reads its settings once, when
-torch is imported.
+Importing this module, or any other of the package, sets that, and how Triton compiles. It imports no torch: OpenMP
+reads its settings once, when torch is imported.
 """
 
 import logging
@@ -31,6 +31,8 @@ def set_thread_policy() -> bool:
 
 
 THREADS_SPIN = not set_thread_policy()
+# Whether a product and a sum become one operation decides bits. Triton does so up to 3.9, which warns that 3.10 will not.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def usable_cores() -> int:

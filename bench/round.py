@@ -68,7 +68,8 @@ class RoundConfig:
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter by name, such as depth."""
     width: list[int] = field(default_factory=lambda: [4])
-    """Nodes that a round with the draft verifies, measured one after another."""
+    """Nodes that a round with the draft verifies of each request, measured one after another; 0: as the engine
+    chooses."""
     batch: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
     """Requests decoding at once."""
     prompt_len: int = 512
@@ -127,10 +128,10 @@ def rounds(config: RoundConfig) -> None:
 
 
 def build(config: RoundConfig, draft: str, width: int) -> Engine:
-    """An engine whose rounds all verify `width` nodes."""
+    """An engine whose rounds all verify `width` nodes of each request, or as many as it chooses (0)."""
     options: dict[str, Any] = {"target": config.target, "grammar_drafts": False, **config.engine}
     if draft != "none":
-        options |= {"drafter": config.drafter, "width": width}
+        options |= {"drafter": config.drafter, "width": width or None}
         options |= {"simulate_accept_length": config.simulate_accept_length}
     length = max(config.prompt_len + config.new_tokens, config.long_prompt + 1)
     start = time.monotonic()
@@ -156,7 +157,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "batch": batch,
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "width": engine.planner.limits.most_nodes,
+        "width": round(nodes_of(engine, batch)),
+        "chosen": engine.config.draft != "none" and engine.config.width is None,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
         "gap_us": gap_us(flights),
@@ -289,11 +291,18 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
     """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's."""
-    length, rows = config.prompt_len + config.new_tokens / 2, batch * engine.planner.limits.most_nodes
-    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, rows))
+    length, nodes = config.prompt_len + config.new_tokens / 2, nodes_of(engine, batch)
+    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, batch, nodes))
 
 
-def weight_bytes(layers: nn.ModuleList, rows: int) -> float:
+def nodes_of(engine: Engine, batch: int) -> float:
+    """That rounds verify of each of `batch` requests, on average if the engine chooses."""
+    if engine.config.draft == "none" or engine.config.width is not None:
+        return engine.planner.limits.most_nodes
+    return engine.planner.policy.metrics()["nodes_per_step"] / batch
+
+
+def weight_bytes(layers: nn.ModuleList, rows: float) -> float:
     """Of the target's layers; of `rows` tokens that choose experts independently, those that are hit."""
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
@@ -302,9 +311,9 @@ def weight_bytes(layers: nn.ModuleList, rows: int) -> float:
     return total
 
 
-def passes(engine: Engine, length: float, rows: int) -> Iterator[tuple[float, float]]:
-    """(bytes of a request's KV at that length, bytes of weights) of the target's pass of `rows` and of each of the
-    draft's; embeddings are not read.
+def passes(engine: Engine, length: float, batch: int, nodes: float) -> Iterator[tuple[float, float]]:
+    """(bytes of a request's KV at that length, bytes of weights) of the target's pass over `nodes` of each request, and
+    of each of the draft's; embeddings are not read.
 
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
@@ -312,13 +321,13 @@ def passes(engine: Engine, length: float, rows: int) -> Iterator[tuple[float, fl
     target, drafter = engine.runner.target, engine.runner.drafter
     item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
     layers = [layer.attention for layer in target.config.layers]
-    yield kv_bytes(layers, length, item), weight_bytes(target.layers, rows) + head
-    module = getattr(drafter, "module", None)
-    if module is None or engine.planner.limits.most_nodes == 1:
+    yield kv_bytes(layers, length, item), weight_bytes(target.layers, batch * nodes) + head
+    module, drafted = getattr(drafter, "module", None), round(nodes) - 1
+    if module is None or drafted < 1:
         return
     weights = dict(module.named_parameters())
     is_block = "lm_head.weight" not in weights
-    for step in range(1 if is_block else engine.planner.limits.most_nodes - 1):
+    for step in range(1 if is_block else drafted):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
         yield kv_bytes(drafter.kv, length, item), read + is_block * head
 
