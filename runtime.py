@@ -31,7 +31,7 @@ def set_thread_policy() -> bool:
 
 
 THREADS_SPIN = not set_thread_policy()
-# Whether a product and a sum become one operation decides bits. Triton does so up to 3.9, which warns that 3.10 will not.
+# Whether a product and a sum become one operation decides bits. Triton does so up to 3.9, which warns that it will not.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
