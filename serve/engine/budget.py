@@ -240,7 +240,7 @@ class BudgetPolicy:
         self._drafted: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}  # see `_nodes_of`
         self._joined: dict[tuple[Offer, ...], Curve] = {}  # see `_curve`
         self._host_rows: dict[Offer, HostRow] = {}  # see `host_row`
-        self._rows_version = self.version
+        self._rows_version = -1
         self._plans: dict[tuple[Batch, int, bool], _Plan] = {}
         self._chunks: dict[tuple[int, int | None, bool], int] = {}
         self._age = self._num_chosen = 0
