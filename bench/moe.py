@@ -33,7 +33,7 @@ from slipstream.config import run
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.expert_weights import CHUNKS, ExpertMatrix, FP8Weight, format_of, pointers
 from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales
-from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, mix_experts_triton
+from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, least_rows, mix_experts_triton
 from slipstream.kernels.gemm.int4 import Int4Weight, num_words
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
@@ -96,7 +96,8 @@ class Layer:
     top_k: int
 
     def route(self, x: Tensor, block_rows: int | None = None) -> Routing:
-        return route_triton(x, self.router, None, self.top_k, True, block_rows)
+        least = least_rows(format_of(self.weights.gate_up))
+        return route_triton(x, self.router, None, self.top_k, True, least, block_rows)
 
     def __call__(self, x: Tensor, block_rows: int | None = None, tiling: Tiling | None = None) -> Tensor:
         return mix_experts_triton(x, self.route(x, block_rows), self.weights, None, tiling)
@@ -205,7 +206,7 @@ def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float)
     num_bytes = of_experts * hit / experts + 2 * experts * size + 4 * x.numel()
     floor = 1e6 * num_bytes / bandwidth
     flops = 6 * len(x) * top_k * size * intermediate
-    is_plain = isinstance(layers[0].weights.gate_up, Tensor)
+    is_plain, least = isinstance(layers[0].weights.gate_up, Tensor), least_rows(format_of(layers[0].weights.gate_up))
     others = {
         "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1) if is_plain else None,
         "router_us": round(graph_us(lambda layer: layer.route(x), layers), 1),
@@ -223,15 +224,16 @@ def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float)
             "tflops": round(flops / us / 1e6, 1),
             "share_of_tensor_cores": round(1e6 * flops / us / TENSOR_FLOPS, 3),
             **others,
-            "block_rows": block_rows or choose_block_rows(len(x) * top_k, experts),
+            "block_rows": block_rows or choose_block_rows(len(x) * top_k, experts, least),
             "tiling": "" if tiling is None else ",".join(map(str, astuple(tiling))),
         }
 
 
 def choices(layer: Layer, num_pairs: int) -> Iterator[tuple[int | None, Tiling | None]]:
     """Blocks of other sizes, and other tilings of blocks of the chosen size: outputs, depth, stages, warps."""
-    format, chosen = format_of(layer.weights.gate_up), choose_block_rows(num_pairs, len(layer.router))
-    sizes = [1, *TILINGS[format]]
+    format = format_of(layer.weights.gate_up)
+    chosen = choose_block_rows(num_pairs, len(layer.router), least_rows(format))
+    sizes = sorted({1, *TILINGS[format]})
     place = sizes.index(chosen)
     yield from ((rows, None) for rows in sizes[max(place - 1, 0) : place + 2] if rows != chosen)
     if format in CHUNKS:  # which fixes the depth
@@ -244,7 +246,7 @@ def choices(layer: Layer, num_pairs: int) -> Iterator[tuple[int | None, Tiling |
     else:
         cuts = [(128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8)]
         cuts += [(128, 128, 2, 8), (64, 64, 4, 4), (128, 32, 6, 8)]
-    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[format][max(chosen, 16)])
+    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[format].get(chosen))
 
 
 def main() -> None:

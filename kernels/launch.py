@@ -70,6 +70,12 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
+@triton.constexpr_function
+def is_interpreted() -> bool:
+    """Whether kernels run in the interpreter, which knows no assembly."""
+    return triton.knobs.runtime.interpret
+
+
 PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
 

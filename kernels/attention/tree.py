@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.kernels.attention.dense import cap
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.kv.fp8 import E4M3, decode
-from slipstream.kernels.launch import Op, pdl_options, shared_memory
+from slipstream.kernels.launch import Op, is_interpreted, pdl_options, shared_memory
 from slipstream.kernels.speculation.verify import MAX_NODES, unpack
 
 Mask = Literal["causal", "tree", "block"]
@@ -444,16 +444,15 @@ def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
 
     Codes lie in words of two: tensor cores read values by columns, and nothing transposes bytes on the way from shared
     memory; words are. Two products, since the compiler then copies words straight to shared memory and reads them as
-    tensor cores take them; halves of acc lie in registers of their own, so nothing moves. Of words of less than 128
-    bytes a token, one product: Triton 3.6 computes wrong ones of such narrow tiles of values."""
+    tensor cores take them; halves of acc lie in registers of their own, so nothing moves. High tiles with words of
+    less than 128 bytes a token have one product: Triton 3.6 computes wrong ones of such narrow tiles of values."""
     if loaded.dtype == tl.int16:
         lower, upper = _unpack(loaded, weights.dtype)
-        if loaded.shape[1] < 64:
+        if loaded.shape[1] < 64 and weights.shape[0] >= 64:
             both = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (loaded.shape[0], acc.shape[1]))
             acc = tl.dot(weights, both, acc, input_precision=PRECISION)
         else:
-            SHAPE: tl.constexpr = (acc.shape[0], 2, acc.shape[1] // 2)
-            even, odd = tl.split(tl.permute(tl.reshape(acc, SHAPE), (0, 2, 1)))
+            even, odd = _halves(acc)
             even = tl.dot(weights, lower, even, input_precision=PRECISION)
             odd = tl.dot(weights, upper, odd, input_precision=PRECISION)
             acc = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), acc.shape)
@@ -463,22 +462,30 @@ def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _read_keys(loaded, DTYPE: tl.constexpr):
-    """A tile of keys as loaded (TOKENS, columns) -> (dims, TOKENS), of codes even dims first. Words are transposed
-    before they become numbers, for the same reason as in `_add_values`."""
-    keys = tl.trans(loaded)
-    if loaded.dtype == tl.int16:
-        lower, upper = _unpack(keys, DTYPE)
-        both = tl.permute(tl.join(lower, upper), (2, 0, 1))
-        keys = tl.reshape(both, (2 * keys.shape[0], keys.shape[1]))
-    return keys
+def _halves(x):
+    """The first and the second half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+# Codes of two words side by side, (a, b) and (c, d) -> (a, c) and (b, d) in fp16.
+UNPACK_PAIRS = tl.constexpr("""{
+    .reg .b32 bytes; .reg .b16 low, high;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    mov.b32 {low, high}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
 
 
 @triton.jit
 def _unpack(words, DTYPE: tl.constexpr):
     """The lower and the upper codes of words, as numbers."""
-    lower = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    upper = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    if tl.float16 == DTYPE and not is_interpreted():
+        lower, upper = tl.inline_asm_elementwise(
+            UNPACK_PAIRS, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        lower = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        upper = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
     return lower, upper
 
 
@@ -503,8 +510,17 @@ def _by_head(factor, scales_ptr, head):
 def _score(q, k, squash, PRECISION: tl.constexpr):
     """q k, of a tile k as loaded, or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The
     kernels multiply by the cap later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both
-    limits."""
-    scores = tl.dot(q, _read_keys(k, q.dtype), input_precision=PRECISION)
+    limits.
+
+    Two products of codes, as in `_add_values`. Joined, Triton would add dims in another order in tiles of less than 64
+    rows than in others."""
+    if k.dtype == tl.int16:
+        even, odd = _halves(q)
+        lower, upper = _unpack(tl.trans(k), q.dtype)  # transposed as words
+        scores = tl.dot(even, lower, input_precision=PRECISION)
+        scores = tl.dot(odd, upper, scores, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if squash is not None:
         scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)
     return scores

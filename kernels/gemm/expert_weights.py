@@ -78,13 +78,17 @@ def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:
     """Constants of `multiply`, for inputs like x. `depth`: inputs of a tile, where the format does not fix it."""
     format, size = format_of(matrix), num_inputs_of(matrix)
     chunk = CHUNKS.get(format, depth)
+    if format == "mxfp4":  # a step may take several
+        chunk *= max(1, depth // chunk)
     group = matrix.group_size if isinstance(matrix, Int4Weight) else 0
-    own = {"ZERO": int4.OFFSETS.get(x.dtype, 0.0) + int4.SYMMETRIC_ZERO, "PACKED": int4.is_packed(x)}
+    is_packed = mxfp4.is_packed(x, matrix) if isinstance(matrix, MXFP4Weight) else int4.is_packed(x)
+    own = {"ZERO": int4.OFFSETS.get(x.dtype, 0.0) + int4.SYMMETRIC_ZERO, "PACKED": is_packed}
     return {"FORMAT": format, "DEPTH": chunk, "GROUP": group, "EVEN": size % chunk == 0, **own}
 
 
 CHUNKS = {"fp8": fp8.BLOCK, "fp8 blocks": fp8.BLOCK, "mxfp4": mxfp4.CHUNK, "int4": int4.CHUNK}
 """Inputs of a tile, by format."""
+MOST_CHUNKS: tl.constexpr = tl.constexpr(4)  # of a step in MXFP4; a power of two
 WEIGHT_BITS = {"fp8": 8, "fp8 blocks": 8, "mxfp4": 4, "int4": 4}
 
 
@@ -107,8 +111,9 @@ def multiply(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if FORMAT == "mxfp4":
         acc = _multiply_mxfp4(
-            acc, weight_ptr, scale_ptr, output, rows, valid, num_inputs, part, SPLIT, DEPTH, STAGES, EVEN, PRECISION
-        )
+            acc, weight_ptr, scale_ptr, output, rows, valid, num_inputs, part,
+            SPLIT, DEPTH, STAGES, PACKED, EVEN, PRECISION,
+        )  # fmt: skip
     elif FORMAT == "int4":
         acc = _multiply_int4(
             acc, weight_ptr, scale_ptr, zeros_ptr, output, rows, valid, num_inputs,
@@ -163,17 +168,21 @@ def _multiply_blocks(
 @triton.jit
 def _multiply_mxfp4(
     acc, words_ptr, scale_ptr, output, rows, valid, num_inputs, part,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pipelines the loads of scales, as `_multiply_blocks` does."""
-    BLOCK: tl.constexpr = CHUNK // 4
-    chunks, column = tl.cdiv(num_inputs, CHUNK), tl.arange(0, BLOCK)[None, :]
-    words, scales = words_ptr + output[:, None] * (chunks * BLOCK) + column, scale_ptr + output * chunks
-    size = tl.cdiv(chunks, SPLIT)
-    for chunk in tl.range(part * size, tl.minimum((part + 1) * size, chunks), num_stages=STAGES):
-        acc = mxfp4.add_products(
-            acc, words, scales, rows + column, valid[:, None], num_inputs, chunk, CHUNK, BLOCK, EVEN, PRECISION
-        )
+    """A step takes DEPTH inputs. Pipelines the loads of scales, as `_multiply_blocks` does."""
+    chunks, column = tl.cdiv(num_inputs, mxfp4.INPUTS), tl.arange(0, mxfp4.WORDS)[None, :]
+    group, place = output // mxfp4.OUTPUTS * chunks, output % mxfp4.OUTPUTS
+    scales = group * mxfp4.OUTPUTS + place
+    words, scales = words_ptr + scales[:, None] * mxfp4.WORDS, scale_ptr + scales
+    size = tl.cdiv(tl.cdiv(chunks, SPLIT), MOST_CHUNKS) * MOST_CHUNKS  # of a part: the same for any depth
+    first, last = part * size, tl.minimum((part + 1) * size, chunks)
+    for step in tl.range(first, last, DEPTH // mxfp4.INPUTS, num_stages=STAGES):
+        for index in tl.static_range(DEPTH // mxfp4.INPUTS):
+            acc = mxfp4.add_products(
+                acc, words, scales, rows + column, valid[:, None], num_inputs, step + index, EVEN, PACKED, PRECISION
+            )
     return acc
 
 

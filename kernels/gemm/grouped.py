@@ -6,8 +6,9 @@ read. A row's bits depend on its own experts alone: a product adds its inputs in
 (kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
 only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
 last block end at once. FP8 experts take two launches more, which quantise the inputs of each product. (In the product
-each program would do it again, which takes three times as long.) Decoding MXFP4 takes a program longer than loading it:
-the down projection of few tokens has twice the programs, each with half of the inputs.
+each program would do it again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more
+than for memory: the down projection of few tokens has twice the programs, each with half of the inputs, and blocks of
+few pairs have tiles of 8 rows.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -97,7 +98,9 @@ TILINGS: dict[Format, dict[int, Tiling]] = {
         128: Tiling(outputs=128, depth=128, stages=4, warps=8),
     },
     "mxfp4": {
-        16: Tiling(outputs=64, depth=128, stages=6),
+        1: Tiling(outputs=64, depth=256, stages=3),
+        8: Tiling(outputs=64, depth=256, stages=3, warps=2),
+        16: Tiling(outputs=64, depth=256, stages=3, warps=2),
         32: Tiling(outputs=64, depth=128, stages=4),
         64: Tiling(outputs=128, depth=128, stages=4, warps=8),
         128: Tiling(outputs=128, depth=128, stages=2, warps=8),
@@ -155,10 +158,11 @@ def mix_experts_triton(
     assert shared is None or (shared.output.is_contiguous() and shared.gate.is_contiguous())
     intermediate, top_k = num_inputs_of(weights.down), routing.experts.shape[1]
     blocks, num_pairs = routing.blocks, num_rows * top_k
-    block_rows = 16 if blocks is None else blocks.rows
+    block_rows = 1 if blocks is None else blocks.rows
+    tile_rows = max(block_rows, least_rows(format_of(weights.gate_up)))
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     listed = (routing.experts, *((None,) * 4 if blocks is None else blocks[1:]))
-    options = {"TOP_K": top_k, "ROWS": block_rows, "PRECISION": "ieee", **pdl_options(x.device)}
+    options = {"TOP_K": top_k, "ROWS": tile_rows, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.clamped or Clamped(0.0, 0.0)
     is_fused = num_rows <= FUSED_ROWS
@@ -188,6 +192,11 @@ def mix_experts_triton(
     return out
 
 
+def least_rows(format: Format) -> int:
+    """Of the smallest tile. Those of 8 rows were tried for MXFP4 alone."""
+    return min(rows for rows in TILINGS[format] if rows > 1)
+
+
 def _inputs(x: Tensor, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int]:
     """Rows as the product with `matrix` takes them, their stride, and scales with their stride (`multiply`)."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -200,7 +209,7 @@ def _inputs(x: Tensor, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None
 def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     """Of tiles that the inputs fill, and as many stages as the device has room for."""
     format, num_inputs = format_of(matrix), num_inputs_of(matrix)
-    tiling = TILINGS[format][block_rows]
+    tiling = TILINGS[format].get(block_rows) or TILINGS[format][least_rows(format)]
     if format not in CHUNKS and num_inputs % tiling.depth and num_inputs % 64 == 0:
         tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
     bits = WEIGHT_BITS.get(format, 8 * x.element_size())

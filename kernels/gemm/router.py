@@ -27,7 +27,9 @@ PARALLEL_ROWS = 512  # up to here programs share the inputs
 GROUP = 16  # rows whose experts are chosen at a time, for any number of rows
 # Up to so many pairs, of at most a quarter of the experts, these are mostly hit once: each pair is a block of its own.
 UNSORTED_PAIRS = 32
-BLOCK_ROWS = ((8, 16), (24, 32), (96, 64))  # mean pairs of an expert, up to which a block has so many rows
+# Mean pairs of an expert, up to which a block has so many rows.
+BLOCK_ROWS = ((4, 8), (8, 16), (24, 32), (96, 64))
+LEAST_ROWS = 16  # of a block, for products that take as long with fewer
 
 
 class Blocks(NamedTuple):
@@ -47,10 +49,18 @@ class Routing(NamedTuple):
 
 
 @Op
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> Routing:
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    normalise: bool,
+    least_rows: int = LEAST_ROWS,  # noqa: ARG001
+) -> Routing:
     """The k experts with the highest logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals first.
 
-    Weights are the softmax of the logits: over the chosen experts if `normalise`, else over all.
+    Weights are the softmax of the logits: over the chosen experts if `normalise`, else over all. least_rows: of a
+    block, however few pairs an expert has.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -61,7 +71,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalise:
 
 @route.kernel()
 def route_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalise: bool, block_rows: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    normalise: bool,
+    least_rows: int = LEAST_ROWS,
+    block_rows: int | None = None,
 ) -> Routing:
     """`block_rows`: rows of a block; 1: unsorted."""
     (num_rows, num_inputs), num_experts, device = x.shape, len(weight), x.device
@@ -69,7 +85,7 @@ def route_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
-    block_rows = block_rows or choose_block_rows(num_rows * top_k, num_experts)
+    block_rows = block_rows or choose_block_rows(num_rows * top_k, num_experts, least_rows)
     blocks = None if block_rows == 1 else _empty_blocks(num_rows, top_k, num_experts, block_rows, device)
     if num_rows == 0:
         return Routing(experts, weights, blocks)
@@ -92,11 +108,11 @@ def route_triton(
     return Routing(experts, weights, blocks)
 
 
-def choose_block_rows(num_pairs: int, num_experts: int) -> int:
+def choose_block_rows(num_pairs: int, num_experts: int, least_rows: int = LEAST_ROWS) -> int:
     if num_pairs <= min(UNSORTED_PAIRS, num_experts // 4):
         return 1
     mean = num_pairs / num_experts
-    return next((rows for most, rows in BLOCK_ROWS if mean <= most), 128)
+    return max(least_rows, next((rows for most, rows in BLOCK_ROWS if mean <= most), 128))
 
 
 def _empty_blocks(num_rows: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> Blocks:

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm.expert_weights import ExpertMatrix
-from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, mix_experts
-from slipstream.kernels.gemm.router import Routing, route
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
+from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts
+from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.targets.config import MLPSpec, MoESpec
@@ -26,9 +26,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.bias else None
 
-    def forward(self, x: Tensor) -> Routing:
-        """x (T, H)."""
-        return route(x, self.weight, self.bias, self.top_k, self.normalise)
+    def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
+        """x (T, H). least_rows: `Experts.least_rows`."""
+        return route(x, self.weight, self.bias, self.top_k, self.normalise, least_rows)
 
 
 class Experts(nn.Module):
@@ -58,6 +58,11 @@ class Experts(nn.Module):
     def matrix(self, name: str) -> ExpertMatrix:
         """A projection of all experts, as it is stored."""
         return self.get_parameter(name)
+
+    @property
+    def least_rows(self) -> int:
+        """Of the blocks of pairs that the router lists."""
+        return least_rows(format_of(self.matrix("gate_up_proj")))
 
     def parts(self, name: str) -> list[str]:
         """The pieces of parameter `name` in files that have the experts apart, such as "3.up_proj.weight". Empty where
@@ -112,7 +117,7 @@ class MixtureOfExperts(nn.Module):
         shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared = Shared(self.shared_expert(rows), self.shared_expert_gate(rows))
-        return self.experts(rows, self.gate(rows), shared).view(x.shape)
+        return self.experts(rows, self.gate(rows, self.experts.least_rows), shared).view(x.shape)
 
 
 def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | MixtureOfExperts:

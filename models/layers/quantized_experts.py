@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.fp8 import E4M3, InputScales
-from slipstream.kernels.gemm.mxfp4 import BLOCK, CHUNK, MXFP4Weight, pack_words
+from slipstream.kernels.gemm.mxfp4 import BLOCK, CHUNK, GROUP, WIDEST, MXFP4Weight, pack_words
 from slipstream.models.files.quantization import Format, FP8Format, Quantization
 from slipstream.models.layers.linear import CHUNK as BYTES
 from slipstream.models.layers.linear import Linear
@@ -69,12 +69,14 @@ class MXFP4Experts(QuantizedExperts):
 
     def __init__(self, like: Experts) -> None:
         super().__init__(like)
+        self.wide: set[str] = set()  # projections with a scale above 2
         for name, (outputs, inputs) in self.shapes.items():
             if inputs % BLOCK:
                 raise ValueError(f"{name} has {inputs} inputs; MXFP4 needs a multiple of {BLOCK}")
             chunks, count = -(-inputs // CHUNK), self.spec.num_experts
-            self.register_buffer(f"{name}_words", torch.empty(count, outputs, chunks * BLOCK, dtype=torch.int16))
-            self.register_buffer(f"{name}_scales", torch.empty(count, outputs, chunks, dtype=torch.int32))
+            shape = count, outputs // GROUP, chunks, GROUP
+            self.register_buffer(f"{name}_words", torch.empty(*shape, BLOCK, dtype=torch.int16))
+            self.register_buffer(f"{name}_scales", torch.empty(shape, dtype=torch.int32))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -84,7 +86,7 @@ class MXFP4Experts(QuantizedExperts):
 
     def matrix(self, name: str) -> ExpertMatrix:
         words, scales = self.get_buffer(f"{name}_words"), self.get_buffer(f"{name}_scales")
-        return MXFP4Weight(words, scales, self.shapes[name][1])
+        return MXFP4Weight(words, scales, self.shapes[name][1], name in self.wide)
 
     def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
         pieces = {}
@@ -96,15 +98,17 @@ class MXFP4Experts(QuantizedExperts):
 
     def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         blocks, scales = tensors[part + MXFP4_BLOCKS], tensors[part + MXFP4_SCALES]
-        if bool((scales == 255).any()):
+        largest = int(scales.max())
+        if largest == 255:
             raise ValueError(f"{part}{MXFP4_SCALES} has 255, which is no power of two; the file is damaged")
+        (self.wide.add if largest > WIDEST else self.wide.discard)(part)
         words, packed = self.get_buffer(f"{part}_words"), self.get_buffer(f"{part}_scales")
         halves = 2 if part == "gate_up_proj" else 1  # gate and up alternate in files
-        rows = max(1, BYTES // (64 * blocks[0, 0].nbytes))
+        groups = max(1, BYTES // (64 * blocks[0, 0].nbytes * GROUP))
         for expert in range(len(blocks)):
             for half in range(halves):
-                own = [tensor[expert].chunk(halves)[half].split(rows) for tensor in (words, packed)]
-                theirs = [tensor[expert, half::halves].split(rows) for tensor in (blocks, scales)]
+                own = [tensor[expert].chunk(halves)[half].split(groups) for tensor in (words, packed)]
+                theirs = [tensor[expert, half::halves].split(groups * GROUP) for tensor in (blocks, scales)]
                 for *places, block, scale in zip(*own, *theirs, strict=True):
                     found = pack_words(block.to(words.device), scale.to(words.device))
                     for place, tensor in zip(places, found, strict=True):

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8, grouped, int4
-from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
     FUSED_ROWS,
     TILINGS,
@@ -17,16 +20,24 @@ from slipstream.kernels.gemm.grouped import (
     Shared,
     Tiling,
     activate,
+    least_rows,
     mix_experts,
     mix_experts_triton,
 )
-from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, dequantize_mxfp4, dequantize_words, pack_words
+from slipstream.kernels.gemm.mxfp4 import (
+    WIDEST,
+    MXFP4Weight,
+    decode,
+    dequantize_mxfp4,
+    dequantize_words,
+    pack_words,
+)
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, pair_counts, route, route_triton
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 from slipstream.tests.quantized_targets import rounded
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-TINY = {rows: Tiling(32, 32, 1) for rows in (1, 16, 32)}  # by block rows: few steps of the interpreter
+TINY = {rows: Tiling(32, 32, 1) for rows in (1, 8, 16, 32)}  # by block rows: few steps of the interpreter
 SHAPES = [(1, 40, 24, 4, 2), (5, 64, 33, 6, 3), (37, 32, 32, 5, 1), (70, 48, 16, 9, 3)]  # T, H, I, E, k
 A3B = (2048, 768, 128, 8)  # H, I, E, k of Qwen3-30B-A3B
 REAL = {"a3b": A3B, "mixtral": (4096, 14336, 8, 2), "gpt-oss": (2880, 2880, 32, 4), "qwen2": (3584, 2560, 64, 8)}
@@ -151,7 +162,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
     router, _, _ = random_layer((32, 8, 6, 2), torch.float32, device)
     x = random_rows(40, 32, torch.float32, device)
     for _ in range(2):  # counts are zero again
-        found = route_triton(x, router, None, 2, True, block_rows)
+        found = route_triton(x, router, None, 2, True, block_rows=block_rows)
         assert not pair_counts(x.device).any()
     assert found.blocks is not None
     count, pairs = found.blocks.used.item(), found.blocks.pairs.flatten().tolist()
@@ -194,7 +205,7 @@ def test_outputs_are_those_of_a_loop_over_tokens(
     found = mix_experts.reference(x, route.reference(x, router, bias, top_k, True), weights, shared)
     torch.testing.assert_close(found.double(), expected, **tolerance)
     for block_rows in TINY if rows < 64 else (16, 32):
-        routing = route_triton(x, router, bias, top_k, True, block_rows)
+        routing = route_triton(x, router, bias, top_k, True, block_rows=block_rows)
         with poisoned():
             found = mix_experts_triton(x, routing, weights, shared, TINY[block_rows])
         assert found.dtype == dtype
@@ -203,6 +214,7 @@ def test_outputs_are_those_of_a_loop_over_tokens(
 
 QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
     ("mxfp4", (2, 96, 64, 4, 2), 1),
+    ("mxfp4", (9, 96, 64, 4, 2), 8),
     ("mxfp4", (34, 160, 32, 3, 2), 16),
     ("fp8", (3, 64, 48, 3, 2), 16),
     ("fp8 static", (33, 80, 32, 3, 1), 16),
@@ -225,7 +237,7 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     def round_inputs(row: Tensor) -> Tensor:
         return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
 
-    routing = route_triton(x, router, None, top_k, True, block_rows)
+    routing = route_triton(x, router, None, top_k, True, block_rows=block_rows)
     expected = loop(x, routing, wide, None, round_inputs)
     with poisoned():
         found = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
@@ -242,15 +254,15 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side by side for few rows, one after the other for more."""
-    monkeypatch.setattr(grouped, "SPLIT_INPUTS", 160)
-    weights, wide = quantized_experts("mxfp4", (32, 160, 3, 2), device)
+    monkeypatch.setattr(grouped, "SPLIT_INPUTS", 544)
+    weights, wide = quantized_experts("mxfp4", (32, 544, 3, 2), device)
     router, _, _ = random_layer((32, 8, 3, 2), torch.float32, device)
     x = random_rows(34, 32, torch.float32, device)
     found = []
-    for rows, block_rows in ((3, 1), (3, 16), (34, 16)):
-        routing = route_triton(x[:rows], router, None, 2, True, block_rows)
+    for rows, block_rows, depth in ((3, 1, 256), (3, 16, 128), (34, 16, 512)):
+        routing = route_triton(x[:rows], router, None, 2, True, block_rows=block_rows)
         with poisoned():
-            found.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, 128, 1))[:3])
+            found.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, depth, 1))[:3])
     torch.testing.assert_close(found[0].double(), loop(x, routing, wide)[:3], atol=1e-4, rtol=1e-4)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -258,11 +270,45 @@ def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pyte
 
 def test_mxfp4_words_are_those_of_the_file() -> None:
     """Inputs that do not fill the last chunk are read back, and each code at its place."""
-    blocks, scales = torch.randint(256, (2, 3, 5, 16)).byte(), torch.randint(100, 150, (2, 3, 5)).byte()
+    blocks, scales = torch.randint(256, (2, 96, 5, 16)).byte(), torch.randint(100, 150, (2, 96, 5)).byte()
     words, packed = pack_words(blocks, scales)
-    assert (words.shape, words.dtype, packed.shape) == ((2, 3, 64), torch.int16, (2, 3, 2))
+    assert (words.shape, words.dtype, packed.shape) == ((2, 3, 2, 32, 32), torch.int16, (2, 3, 2, 32))
     assert torch.equal(dequantize_words(MXFP4Weight(words, packed, 160)), dequantize_mxfp4(blocks, scales))
     assert torch.equal(dequantize_words(MXFP4Weight(words[1], packed[1], 160)), dequantize_mxfp4(blocks, scales)[1])
+
+
+@triton.jit
+def decode_kernel(words_ptr, out_ptr, PACKED: tl.constexpr):
+    """Words (16, 32) with 16 scales for each program -> (4, 16, 32)."""
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    cells = tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    words_ptr += tl.program_id(0) * 512
+    words, neighbours = tl.load(words_ptr + cells), None
+    if not PACKED:
+        neighbours = tl.load(words_ptr + (cells ^ 1))
+    for place in tl.static_range(4):
+        weights = decode(words, row, place, out_ptr.dtype.element_ty, neighbours)
+        tl.store(out_ptr + tl.program_id(0) * 2048 + place * 512 + cells, weights)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows"),
+    [
+        ("cpu", torch.float32, range(1, 240)),
+        pytest.param("cuda", torch.bfloat16, range(WIDEST + 1), marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float32, range(1, 240), marks=pytest.mark.gpu),
+    ],
+)
+def test_mxfp4_weights_are_exact(device: str, dtype: torch.dtype, rows: range) -> None:
+    """At every scale that a way of decoding takes, subnormal numbers included."""
+    words = torch.randint(-(1 << 15), 1 << 15, (8, 1, 32, 32), generator=torch.Generator().manual_seed(0)).short()
+    scales = torch.arange(256)[:, None].expand(-1, 4).byte().contiguous().view(torch.int32)
+    expected = dequantize_words(MXFP4Weight(words, scales.view(8, 1, 32), 128))
+    out = torch.empty(16, 4, 16, 32, dtype=dtype, device=device)
+    with np.errstate(over="ignore", invalid="ignore"):
+        decode_kernel[(16,)](words.to(device), out, PACKED=dtype == torch.bfloat16)
+    found = out.cpu().float().permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
+    assert torch.equal(found[rows.start : rows.stop], expected[rows.start : rows.stop])
 
 
 def test_no_rows() -> None:
@@ -287,10 +333,11 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
     weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
     weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
-    x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
+    x, least = random_rows(ROWS[-1], size, torch.bfloat16, "cuda"), least_rows(format_of(weights.gate_up))
 
     def run(start: int, end: int) -> Tensor:
-        return mix_experts_triton(x[start:end], route_triton(x[start:end], router, bias, top_k, True), weights)
+        routing = route_triton(x[start:end], router, bias, top_k, True, least)
+        return mix_experts_triton(x[start:end], routing, weights)
 
     expected = run(0, len(x))
     for rows in ROWS:
@@ -338,5 +385,7 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
     assert (expected[1][:24] == logits).float().mean() > 0.98  # near-ties may fall the other way
 
 
-def test_every_block_size_has_a_tiling() -> None:
-    assert {choose_block_rows(pairs, 8) for pairs in range(1, 2000)} == {1, *TILINGS["plain"]}
+@pytest.mark.parametrize("format", TILINGS)
+def test_every_block_size_has_a_tiling(format: Format) -> None:
+    sizes = {choose_block_rows(pairs, 8, least_rows(format)) for pairs in range(1, 2000)}
+    assert sizes == {1, *TILINGS[format]}

@@ -3,13 +3,14 @@ they stand for, in fp64; a row's bits do not depend on its pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.ragged import ragged_attention
-from slipstream.kernels.attention.tree import tree_attention
+from slipstream.kernels.attention.ragged import ragged_attention, tile_tokens
+from slipstream.kernels.attention.tree import Blocks, tree_attention
 from slipstream.kernels.kv.cache import move_rows
 from slipstream.kernels.kv.fp8 import E4M3, decode, encode
 from slipstream.kernels.kv.rope import rotate_and_store, store_context
@@ -175,6 +176,24 @@ def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
     for s, own in enumerate(together):
         assert torch.equal(own, backwards[s])
         assert torch.equal(own, answer([s])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["busy", "D 64", "D 256"])
+@torch.inference_mode()
+def test_bits_do_not_depend_on_the_height_of_tiles(name: str) -> None:
+    """Low tiles are multiplied by other instructions than high ones."""
+    case = GPU_CASES[name]
+    scene = test_ragged_attention.Scene(case, torch.bfloat16, "cuda")
+    scales, _ = coded(scene)
+
+    def run(**options: Any) -> Tensor:
+        return scene.run(lambda *x, **y: ragged_attention.triton(*x, **y, scales=scales), **options)
+
+    expected, tokens = run(), tile_tokens(case.D, 2)
+    heights = [Blocks(rows, tokens, 8 if rows * case.D > 64 * 128 else 4, 2) for rows in (16, 32, 64, 128)]
+    for blocks in heights[: 3 if case.D > 128 else 4]:
+        assert torch.equal(run(work=scene.plan(blocks=(blocks, blocks))), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

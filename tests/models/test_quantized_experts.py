@@ -168,6 +168,17 @@ def test_faults_of_files_are_named(
         load(tmp_path / name)
 
 
+def test_mxfp4_scales_above_two_are_known(tmp_path: Path) -> None:
+    """Kernels decode such weights in another way."""
+    save_gpt_oss(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{EXPERT}.gate_up_proj_scales"][1, 2, 0] = 128
+    tensors[f"{EXPERT}.down_proj_scales"][1, 2, 0] = 129
+    save_file(tensors, tmp_path / "model.safetensors")
+    experts = load(tmp_path).layers[0].mlp.experts
+    assert [experts.matrix(f"{name}_proj").is_wide for name in ("gate_up", "down")] == [False, True]
+
+
 def test_mxfp4_needs_a_config_and_powers_of_two(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path, with_fields=False)
     with pytest.raises(ValueError, match="experts is quantised already; no file says how"):
