@@ -6,7 +6,7 @@ measures it when it starts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +22,18 @@ from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.sizes import target_size, weight_bytes
 from slipstream.serve.drafters.registry import drafter_name, find_drafter
-from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, check_fp8_cache, pick_dtype, pick_max_model_len
+from slipstream.serve.engine.build import (
+    FORCED_NODES,
+    FORCED_ROWS,
+    check_fp8_cache,
+    pick_dtype,
+    pick_max_model_len,
+    pick_prompt_tokens,
+)
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.memory import GRAPH_BYTES
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.runner.cuda_graphs import HEADS, buckets, draft_sizes, most_node_rows, prompt_sizes
+from slipstream.serve.runner.cuda_graphs import buckets, draft_sizes, head_sizes, most_node_rows, prompt_sizes
 from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
 from slipstream.serve.runner.request_state import RequestState
 
@@ -56,9 +63,9 @@ class DryRun:
     """Raises ValueError, as the server would, for options that do not fit one another or the target."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.config = config
         name, path = find_target(config, weights=False)
         self.model = load_config(path, config.trust_remote_code)
+        self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, self.model, config.device))
         dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
         layers = tuple(layer.attention for layer in self.model.layers)
         if config.kv_cache_dtype == "fp8":
@@ -96,14 +103,14 @@ class DryRun:
             return 0
         nodes = buckets(self._node_rows())
         prompts = prompt_sizes(config.captured_tokens + config.max_running) if config.captured_tokens else []
-        heads = sum(1 + sum(one < rows for one in HEADS) for rows in prompts)
+        heads = sum(len(head_sizes(rows, self._node_rows() + config.max_running)) for rows in prompts)
         drafts = 3 * len(draft_sizes(config.max_running)) if len(self.networks) > 1 else 0
         return 3 * (len(nodes) + heads) + 2 * drafts  # a pass that may be masked is two
 
     def pass_bytes(self) -> int:
         """Of the largest pass's activations and logits, and of graphs."""
         config, model, item = self.config, self.model, self.networks[0].dtype.itemsize
-        rows = max(config.prefill_budget, config.captured_tokens + config.max_running, self._node_rows())
+        rows = max(config.prompt_tokens, config.captured_tokens + config.max_running, self._node_rows())
         widest = max(wide_activations(spec) for spec in model.layers)
         activations = rows * (8 * model.hidden_size + widest) * item
         logits = min(rows, self._node_rows() + config.max_running) * model.vocab_size * LOGITS_BYTES

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.serve.chat.forms import check_parsers
 
+PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 
 
@@ -58,15 +59,17 @@ class EngineConfig:
     """Tokens per page of the KV cache."""
     max_running: int = 64
     """Most requests decoded at once."""
-    prefill_budget: int = 1024
-    """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens."""
+    prefill_budget: int | None = None
+    """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens. Default: 1024; on a
+    GPU more for a mixture of experts, of which each should get many."""
     exact: bool | None = None
     """On a GPU, give a row of a pass the same bits whatever rows are beside it: answers are then the same with and
     without a draft, alone and among others. Default: where it is possible; --fast does without."""
     cuda_graph: bool = True
     """On a GPU, replay passes captured at start-up. Off: launch their kernels one by one."""
-    prefill_graph_tokens: int = 1024
-    """On a GPU, also capture passes with prompts of up to so many tokens, with the attention of verify. 0: none."""
+    prefill_graph_tokens: int | None = None
+    """On a GPU, also capture passes with prompts of up to so many tokens, with the attention of verify. 0: none.
+    Default: prefill_budget."""
     overlap: bool = True
     """On a GPU, read a step's tokens while the next one runs; needs captured passes."""
     kv_cache_tokens: int | None = None
@@ -118,7 +121,7 @@ class EngineConfig:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}; it must be a number of tokens, at least 1"
             )
-        if self.prefill_graph_tokens < 0:
+        if self.prefill_graph_tokens is not None and self.prefill_graph_tokens < 0:
             raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
@@ -129,9 +132,15 @@ class EngineConfig:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 
     @property
+    def prompt_tokens(self) -> int:
+        """Most prompt tokens of a step."""
+        return self.prefill_budget or PROMPT_TOKENS
+
+    @property
     def captured_tokens(self) -> int:
         """Most prompt tokens of a captured pass; 0: no pass with prompts is captured."""
-        return min(self.prefill_graph_tokens, self.prefill_budget)
+        captured = self.prefill_graph_tokens
+        return self.prompt_tokens if captured is None else min(captured, self.prompt_tokens)
 
     @property
     def itl_ms(self) -> float | None:

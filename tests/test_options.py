@@ -44,9 +44,12 @@ def test_an_objective_may_be_a_time(objective: str, ms: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "captured", "most"), [(1024, 1024, 1024), (100, 1024, 100), (1024, 7, 7), (1024, 0, 0)]
+    ("budget", "captured", "most"),
+    [(1024, 1024, 1024), (100, 1024, 100), (1024, 7, 7), (1024, 0, 0), (4096, None, 4096), (None, None, 1024)],
 )
-def test_captured_passes_take_no_more_of_a_prompt_than_any_other(budget: int, captured: int, most: int) -> None:
+def test_captured_passes_take_no_more_of_a_prompt_than_any_other(
+    budget: int | None, captured: int | None, most: int
+) -> None:
     config = EngineConfig(target="owner/model", prefill_budget=budget, prefill_graph_tokens=captured)
     assert config.captured_tokens == most
 

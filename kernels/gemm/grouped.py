@@ -1,7 +1,8 @@
 """The chosen experts of a mixture: gated MLPs of each token, and the weighted sum of their outputs.
 
 Two launches for few tokens, three for many: gate and up with the activation, and the down projection, whose last
-programs sum the outputs of each token (for many tokens a kernel of its own does). Rows are gathered where they are
+programs sum the outputs of each token (for many tokens a kernel of its own does; the down projection of 16-bit weights
+then has one with large tiles, too, which the tensor memory accelerator loads). Rows are gathered where they are
 read. A row's bits depend on its own experts alone: a product adds its inputs in their order in every tile
 (kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
 only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
@@ -13,13 +14,14 @@ Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P 
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.expert_weights import (
@@ -36,11 +38,13 @@ from slipstream.kernels.gemm.expert_weights import (
     pointers,
 )
 from slipstream.kernels.gemm.router import Routing
+from slipstream.kernels.gemm.small_m import PROGRAMS, SHARED_MEMORY
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
+LARGE_ROWS = 128  # of a block, for which the down projection has LARGE tiles
 SPLIT_INPUTS = 2048  # of the down projection in MXFP4, from which two parts of them are added for any number of rows
 
 
@@ -84,12 +88,13 @@ class Tiling:
         return sizes | {"num_stages": self.stages, "num_warps": self.warps}
 
 
+LARGE = Tiling(outputs=256, depth=64, stages=3, warps=8)
 TILINGS: dict[Format, dict[int, Tiling]] = {
     "plain": {
         16: Tiling(outputs=64, depth=128, stages=5),
         32: Tiling(outputs=64, depth=128, stages=4),
         64: Tiling(outputs=128, depth=64, stages=4),
-        128: Tiling(outputs=128, depth=64, stages=4, warps=8),
+        128: Tiling(outputs=128, depth=64, stages=3, warps=8),  # two programs of a multiprocessor
     },
     "fp8": {
         16: Tiling(outputs=64, depth=128, stages=6),
@@ -166,23 +171,28 @@ def mix_experts_triton(
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.clamped or Clamped(0.0, 0.0)
     is_fused = num_rows <= FUSED_ROWS
-    hidden = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
+    in_blocks = tiling is None and not is_fused and _has_large_tiles(x, block_rows, weights.down)
+    num_hidden = most_blocks * block_rows if in_blocks else num_pairs
+    hidden = torch.empty(num_hidden, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
         *_inputs(x, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
         num_rows, size, intermediate,
-        CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, **gated.options(), **options,
-        **constants(weights.gate_up, x, gated.depth),
+        CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, IN_BLOCKS=in_blocks,
+        **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     given = (routing.weights, *(shared or (None, None)), out)
-    split = 2 if format_of(weights.down) == "mxfp4" and intermediate >= SPLIT_INPUTS else 1
-    parts = split if blocks is None and is_fused else 1  # side by side
-    partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
-    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
-        *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
-        *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
-        **plain.options(), **options, **constants(weights.down, x, plain.depth),
-    )  # fmt: skip
+    if in_blocks:
+        _down_large(hidden, block_rows, weights, outputs, listed[1:], num_rows)
+    else:
+        split = 2 if format_of(weights.down) == "mxfp4" and intermediate >= SPLIT_INPUTS else 1
+        parts = split if blocks is None and is_fused else 1  # side by side
+        partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
+        down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
+            *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
+            *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
+            **plain.options(), **options, **constants(weights.down, x, plain.depth),
+        )  # fmt: skip
     if not is_fused:
         columns = min(512, triton.next_power_of_2(size))
         sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
@@ -218,15 +228,44 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
 
 
+def _has_large_tiles(x: Tensor, block_rows: int, down: ExpertMatrix) -> bool:
+    """Whether `down_large_kernel` multiplies. The GPUs that have room for its tiles, Hopper's and later ones, have the
+    accelerator, too, which loads rows of whole 16 bytes."""
+    is_plain = isinstance(down, Tensor) and x.element_size() == 2 and down.shape[2] % 8 == 0
+    return is_plain and block_rows == LARGE_ROWS and shared_memory(x.device) >= SHARED_MEMORY
+
+
+def _down_large(
+    hidden: Tensor,
+    block_rows: int,
+    weights: ExpertWeights,
+    outputs: Tensor,
+    listed: tuple[Tensor | None, ...],
+    num_rows: int,
+) -> None:
+    """hidden (blocks * block_rows, I) -> outputs (P, H); `listed`: the blocks."""
+    (_, size), intermediate, matrix = outputs.shape, hidden.shape[1], weights.down
+    assert isinstance(matrix, Tensor)
+    given: Any = TensorDescriptor.from_tensor
+    x_desc = given(hidden, [block_rows, LARGE.depth])
+    weight_desc = given(matrix.view(-1, intermediate), [LARGE.outputs, LARGE.depth])
+    down_large_kernel[(PROGRAMS,)](
+        x_desc, weight_desc, weights.down_bias, outputs, *listed, num_rows, intermediate, size,
+        ROWS=block_rows, OUTPUTS=LARGE.outputs, DEPTH=LARGE.depth, PRECISION="ieee",
+        num_stages=LARGE.stages, num_warps=LARGE.warps, **pdl_options(hidden.device),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
 def gated_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
-    experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size,
+    experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size, IN_BLOCKS: tl.constexpr,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them."""
+    """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them.
+    IN_BLOCKS: what it stores lies block by block, not pair by pair."""
     HALF: tl.constexpr = OUTPUTS // 2
     tiles = tl.cdiv(size, HALF)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -258,7 +297,8 @@ def gated_experts_kernel(
         gated = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     else:  # rounded as the kernel of kernels/gemm/activation.py rounds
         gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-    cells = out_ptr + pair.to(tl.int64)[:, None] * size + output[None, :]
+    row = block * ROWS + tl.arange(0, ROWS) if IN_BLOCKS else pair
+    cells = out_ptr + row.to(tl.int64)[:, None] * size + output[None, :]
     tl.store(cells, gated.to(dtype), mask=valid[:, None] & (output < size)[None, :])
 
 
@@ -310,6 +350,34 @@ def down_experts_kernel(
                     outputs_ptr, partial_ptr, bias_ptr, experts_ptr, weights_ptr, shared_ptr, gates_ptr, out_ptr,
                     start + tl.arange(0, 16), output, num_rows, size, TOP_K, PARTS,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def down_large_kernel(
+    x_desc, weight_desc, bias_ptr, outputs_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
+    num_rows, num_inputs, size,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `down_experts_kernel`, in 16 bits. x (blocks * ROWS, I); weights (E * size, I). A program's tiles are one loop
+    over the inputs of all: it loads those of the next tile while it stores the outputs of this one."""
+    wait_for_inputs(PDL)
+    tiles, place = tl.cdiv(size, OUTPUTS), tl.arange(0, ROWS)
+    for index in tl.range(tl.program_id(0), tl.load(num_blocks_ptr) * tiles, tl.num_programs(0), flatten=True):
+        block, tile = index // tiles, index % tiles
+        first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
+        expert = first // num_rows
+        acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for k in range(0, num_inputs, DEPTH):
+            x, weight = x_desc.load([block * ROWS, k]), weight_desc.load([expert * size + tile * OUTPUTS, k])
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+        output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+        if bias_ptr is not None:
+            biases = bias_ptr + expert.to(tl.int64) * size + output
+            acc += tl.load(biases, mask=output < size, other=0.0).to(tl.float32)[None, :]
+        pair = tl.load(pairs_ptr + first + tl.minimum(place, count - 1))
+        cells = outputs_ptr + pair.to(tl.int64)[:, None] * size + output[None, :]
+        inside = (place < count)[:, None] & (output < size)[None, :]
+        tl.store(cells, acc.to(outputs_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -24,6 +24,7 @@ PART = 256  # inputs of a part, at least
 MAX_PARTS = 8
 MAX_EXPERTS = 1024
 PARALLEL_ROWS = 512  # up to here programs share the inputs
+LOW_ROWS = 2048  # up to here more programs, of low tiles, pay more than reading weights less often
 GROUP = 16  # rows whose experts are chosen at a time, for any number of rows
 # Up to so many pairs, of at most a quarter of the experts, these are mostly hit once: each pair is a block of its own.
 UNSORTED_PAIRS = 32
@@ -92,7 +93,8 @@ def route_triton(
     num_parts = max(1, min(MAX_PARTS, num_inputs // PART))
     is_parallel = num_rows <= PARALLEL_ROWS
     parallel = num_parts if is_parallel else 1
-    rows, tile = (GROUP, 32) if is_parallel else (64, 64)
+    low = GROUP, 32 if is_parallel else min(max(32, triton.next_power_of_2(num_experts)), 128)
+    rows, tile = low if num_rows <= LOW_ROWS else (64, 64)
     logits = torch.empty(parallel, num_rows, num_experts, dtype=torch.float32, device=device)
     grid = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, tile), parallel
     assert weight.is_contiguous()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import AttentionSpec, TargetSpec
+from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 FORCED_NODES = 16  # of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
 FP8_CAPABILITY = (8, 9)
+EXPERT_TOKENS = 256  # of a prompt's step, that each expert should get: it then takes longer than reading its weights
+MOST_PROMPT_TOKENS = 4096  # of a step
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 
 
@@ -64,11 +66,11 @@ class Builder:
     """Tests change single steps of `build`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
         _, path = find_target(config)
         self.path = path
         self.model = model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
+        self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, model, self.device.type))
         self.dtype = pick_dtype(config.dtype, path, self.device)
         with runtime.stage("loading the weights"):
             self.target = load_target(
@@ -306,7 +308,7 @@ class Builder:
         """Of captured passes as timed now, or at an earlier start that was like this one."""
         config = self.config
         if steps is None:
-            rows = max(config.prefill_budget, config.max_running * self.most_nodes)
+            rows = max(config.prompt_tokens, config.max_running * self.most_nodes)
             return FittedCosts(rows + config.max_running)
         all_tables = self.find_tables(steps, drafts)
         tables = all_tables.without_slow()
@@ -365,7 +367,7 @@ class Builder:
             itl_ms=config.itl_ms,
             max_chunk_ms=config.max_chunk_ms,
         )
-        prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prefill_budget
+        prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prompt_tokens
         limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts)
         host_drafts = self.forced_nodes > 1 or any(max(stage.widths) > 1 for stage in self.stages)
         return Planner(scheduler, policy, limits, drafter_name(config.draft), host_drafts=host_drafts)
@@ -396,6 +398,15 @@ def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
         longest = model.max_position_embeddings
         raise ValueError(f"max_model_len is {asked}; lower it to {longest}, the most positions of this target")
     return asked or model.max_position_embeddings
+
+
+def pick_prompt_tokens(config: EngineConfig, model: TargetSpec, device: str) -> int:
+    """Of a step, at most. Its tokens reach nearly all experts of a mixture, so each step of a prompt reads them all."""
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoESpec)]
+    if config.prefill_budget is not None or device == "cpu" or not mixtures:
+        return config.prompt_tokens
+    wanted = max(EXPERT_TOKENS * spec.num_experts // spec.top_k for spec in mixtures)
+    return min(max(wanted, config.prompt_tokens), MOST_PROMPT_TOKENS)
 
 
 def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Sizing:
         """By group, if the first has so many: of windows those of all running requests, `copies` times, so that ended
         ones stay cached, and those of the chunks of a prefill."""
         config, pools = self.config, [pages]
-        chunks = -(-config.prefill_budget // config.page_size) + config.max_running
+        chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
         for window in filter(None, self.windows):
             each = pages_of_window(window, self.reserve, config.page_size)
             pools.append(min(pages, copies * config.max_running * each + chunks))
@@ -121,7 +121,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
 
     torch.cuda.synchronize()
     if not widths:
-        return peak(lambda: _prefill_padding(runner, config.prefill_budget))
+        return peak(lambda: _prefill_padding(runner, config.prompt_tokens))
     steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
     keys = steps.keys()
     with dry_run():
@@ -130,7 +130,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys()[0])))
     largest = captured
     if not config.captured_tokens:
-        largest = peak(lambda: _prefill_padding(runner, config.prefill_budget))
+        largest = peak(lambda: _prefill_padding(runner, config.prompt_tokens))
     num_graphs = sum(len(steps.parts_of(key)) for key in keys) + (len(drafts.keys()) if drafts is not None else 0)
     return largest + captured + GRAPH_BYTES * num_graphs
 

@@ -37,6 +37,7 @@ MODES: tuple[SamplingMode, ...] = ("plain", "all")
 MOST_CHUNKS = 16  # of a pass
 MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster
 HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
+MANY_ROWS = 1280  # of passes with prompts that take so long that few requests decode beside them
 MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
 TIMED_PASSES = 2  # of each key at start-up: the faster one counts
 StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
@@ -57,6 +58,12 @@ def prompt_sizes(most: int) -> list[int]:
     """Numbers of rows of passes with prompts, from the fourth on in steps that waste at most a fifth."""
     steps = [32, 64, 96, *(32 * base * 2**power for power in range(10) for base in (4, 5, 6, 7))]
     return [size for size in steps if size < most] + [most] * (most > 0)
+
+
+def head_sizes(rows: int, most: int) -> list[int]:
+    """Numbers of rows with logits of passes with prompts that have so many rows; `most`: the most that there can be."""
+    most, few = min(rows, most), HEADS[:1] if rows >= MANY_ROWS else HEADS
+    return [*(heads for heads in few if heads < most), most]
 
 
 def draft_sizes(most: int) -> list[int]:
@@ -313,8 +320,7 @@ class StepGraphs(Graphs[StepKey]):
 
     def _heads(self, rows: int) -> list[int]:
         """Numbers of rows with logits that passes with prompts of so many rows are captured for."""
-        most = min(rows, self.sizes[-1] + self.num_chunks)
-        return [*(heads for heads in HEADS if heads < most), most]
+        return head_sizes(rows, self.sizes[-1] + self.num_chunks)
 
     def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
         state = self.runner.state

@@ -212,6 +212,37 @@ def test_outputs_are_those_of_a_loop_over_tokens(
         torch.testing.assert_close(found.double(), expected, **tolerance)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("is_gpt_oss", "has_shared"), [(True, False), (False, True)])
+def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: bool, device: str) -> None:
+    """Experts whose sizes are no multiples of a tile's; full blocks and others."""
+    rows, size, experts, top_k, dtype = 150, 320, 2, 2, torch.float16
+    router, bias, weights = random_layer((size, 200, experts, top_k), dtype, device, is_gpt_oss)
+    x = random_rows(rows, size, dtype, device)
+    others = random_rows(rows, size + 1, dtype, device)
+    shared = Shared(others[:, :size].contiguous(), others[:, size:].contiguous()) if has_shared else None
+    routing = route_triton(x, router, bias, top_k, True, block_rows=grouped.LARGE_ROWS)
+    with poisoned():
+        found = mix_experts_triton(x, routing, weights, shared)
+    tolerance = 4 * TOLERANCES[dtype]
+    torch.testing.assert_close(found.double(), loop(x, routing, weights, shared), atol=tolerance, rtol=tolerance)
+    assert torch.equal(found, mix_experts_triton(x, routing, weights, shared, Tiling(64, 64, 2)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_router_adds_parts_in_one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side, one after another, in low tiles and in high ones."""
+    router, bias, _ = random_layer((1024, 8, 6, 2), torch.float16, device, is_gpt_oss=True)
+    x = random_rows(70, 1024, torch.float16, device)
+    expected = route_triton(x, router, bias, 2, True)
+    for low in (1 << 30, 0):
+        monkeypatch.setattr("slipstream.kernels.gemm.router.PARALLEL_ROWS", 0)
+        monkeypatch.setattr("slipstream.kernels.gemm.router.LOW_ROWS", low)
+        found = route_triton(x, router, bias, 2, True)
+        assert torch.equal(found.experts, expected.experts)
+        assert torch.equal(found.weights, expected.weights)
+
+
 QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
     ("mxfp4", (2, 96, 64, 4, 2), 1),
     ("mxfp4", (9, 96, 64, 4, 2), 8),

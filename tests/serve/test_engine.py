@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.bench.random_targets import CONFIGS, published_spec
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
+from slipstream.serve.engine.build import EXPERT_TOKENS, MOST_PROMPT_TOKENS, pick_prompt_tokens
 from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import padding_prompts
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
@@ -36,6 +39,21 @@ def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
     info = build_engine(target, draft, drafter={"depth": 5}, max_model_len=100, kv_cache_tokens=500).info
     assert (info.max_model_len, info.vocab_size) == (100, 120)
     assert info.kv_cache_tokens == 512, "whole pages of 16"
+
+
+@pytest.mark.parametrize("name", ["llama31-8b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
+def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
+    spec, config = published_spec(name), EngineConfig(target=name)
+    values = CONFIGS[name]
+    experts, top_k = values.get("num_experts", values.get("num_local_experts", 1)), values.get("num_experts_per_tok", 1)
+    found = pick_prompt_tokens(config, spec, "cuda")
+    if experts == top_k:
+        assert found == 1024
+    else:
+        assert 1024 <= found <= MOST_PROMPT_TOKENS
+        assert found == MOST_PROMPT_TOKENS or found * top_k >= EXPERT_TOKENS * experts
+    assert pick_prompt_tokens(config, spec, "cpu") == 1024
+    assert pick_prompt_tokens(EngineConfig(target=name, prefill_budget=300), spec, "cuda") == 300
 
 
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:

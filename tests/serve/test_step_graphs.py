@@ -22,7 +22,7 @@ from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, 
 from slipstream.serve.engine.step_costs import CostTables
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, prompt_sizes
+from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, head_sizes, prompt_sizes
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
@@ -276,6 +276,14 @@ def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, mo
     for smaller, larger in neighbours(found):
         assert larger - smaller in (1, 32) or (larger - smaller - 1) / larger <= wasted
     assert draft_sizes(most)[-1] == most
+
+
+@pytest.mark.parametrize("rows", [32, 1024, 1280, 4096])
+@pytest.mark.parametrize("most", [5, 80, 1040])
+def test_every_number_of_rows_with_logits_has_a_pass(rows: int, most: int) -> None:
+    found = head_sizes(rows, most)
+    assert found == sorted(set(found))
+    assert found[-1] == min(rows, most)
 
 
 def test_without_prompts_there_are_no_sizes_for_them() -> None:
