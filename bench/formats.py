@@ -34,7 +34,7 @@ from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.kernels.gemm import fp8, int4
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.kernels.gemm.fixed_order import FixedOrder, usual_part
 from slipstream.kernels.gemm.small_m import Tiling, choose_tiling
 from slipstream.models.files.checkpoint import read_json, read_tensors
 
@@ -109,7 +109,7 @@ def product_of(
     device = config.device
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) * inputs**-0.5
     if name == "bf16":
-        if device == "cuda" and (outputs, inputs, False, gated) not in order.by_library:
+        if device == "cuda" and (outputs, inputs, False, gated, usual_part(weight, gated)) not in order.by_library:
             order.check(weight, None, config.rows, gated=gated)
         return lambda x, gated: order.gated_linear(x, weight) if gated else order.linear(x, weight), weight.nbytes
     if name.startswith("fp8"):
