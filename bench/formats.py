@@ -34,7 +34,7 @@ from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.kernels.gemm import fp8, int4
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.kernels.gemm.fixed_order import FixedOrder, usual_part
 from slipstream.kernels.gemm.small_m import Tiling, choose_tiling
 from slipstream.models.files.checkpoint import read_json, read_tensors
 
@@ -109,7 +109,7 @@ def product_of(
     device = config.device
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) * inputs**-0.5
     if name == "bf16":
-        if device == "cuda" and (outputs, inputs, False, gated) not in order.by_library:
+        if device == "cuda" and (outputs, inputs, False, gated, usual_part(weight, gated)) not in order.by_library:
             order.check(weight, None, config.rows, gated=gated)
         return lambda x, gated: order.gated_linear(x, weight) if gated else order.linear(x, weight), weight.nbytes
     if name.startswith("fp8"):
@@ -133,14 +133,18 @@ def product_of(
         return multiply, codes.nbytes + scales.nbytes
     stored = random_int4(outputs, inputs, name == "int4 zeros", device)
     kept = sum(tensor.nbytes for tensor in stored[:3] if tensor is not None)
-    return lambda x, gated: int4.int4_linear(x, stored, None, gated), kept
+    part = int4.part_of(stored, gated)
+    if device == "cuda" and (outputs, inputs, False, gated, part) not in order.by_library:
+        many = [rows for rows in config.rows if rows > int4.FEW_ROWS]
+        order.check(int4.dequantize(stored, torch.bfloat16), None, many, gated=gated, part=part)
+    return lambda x, gated: int4.int4_linear(x, stored, None, gated, order), kept
 
 
 def random_int4(outputs: int, inputs: int, has_zeros: bool, device: str) -> int4.Int4Weight:
-    groups = -(-inputs // GROUP)
+    units = int4.num_pairs(inputs, GROUP), outputs, 2
     words = torch.randint(-(2**31), 2**31, (outputs, int4.num_words(inputs)), device=device).int()
-    scales = torch.rand(outputs, groups, device=device).mul(0.2 * inputs**-0.5).bfloat16()
-    zeros = torch.randint(16, (outputs, groups), device=device).to(torch.uint8) if has_zeros else None
+    scales = torch.rand(units, device=device).mul(0.2 * inputs**-0.5).bfloat16()
+    zeros = torch.randint(16, units, device=device).to(torch.int16) if has_zeros else None
     return int4.Int4Weight(words, scales, zeros, GROUP, inputs)
 
 
@@ -215,7 +219,7 @@ def tune(config: FormatsConfig) -> Iterator[dict[str, Any]]:
             for rows in config.rows:
                 x = torch.randn(rows, inputs, device=config.device).bfloat16()
                 sets = [tunable(name, outputs, inputs, gated, config.device) for _ in range(config.layers)]
-                for tiling in (None, *tilings(name, outputs, gated)):
+                for tiling in (None, *tilings(name, outputs, gated, rows)):
                     try:
                         ms = timed(config, lambda tiling=tiling, sets=sets, x=x: [one(x, tiling) for one in sets])
                     except Exception as error:  # a tiling that does not fit
@@ -229,7 +233,7 @@ def tunable(
 ) -> Callable[[Tensor, Tiling | None], Tensor]:
     if name.startswith("int4"):
         stored = random_int4(outputs, inputs, name == "int4 zeros", device)
-        return lambda x, tiling: int4.int4_linear.triton(x, stored, None, gated, tiling)
+        return lambda x, tiling: int4.int4_linear.triton(x, stored, None, gated, None, tiling)
     codes = torch.randn(outputs, inputs, device=device).to(fp8.E4M3)
     blocks = name == "fp8 blocks"
     scales = torch.rand((outputs // 128, inputs // 128) if blocks else (outputs,), device=device)
@@ -241,10 +245,13 @@ def tunable(
     return multiply
 
 
-def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
-    depth = int4.CHUNK if name.startswith("int4") else fp8.BLOCK
-    for split in (1,) if gated else (1, 2, 4, 8):
-        for size, warps in ((64, 4), (128, 8), *([(64, 2)] if name.startswith("int4") else [])):
+def tilings(name: str, outputs: int, gated: bool, rows: int) -> Iterator[Tiling]:
+    depth, is_int4 = (int4.CHUNK, True) if name.startswith("int4") else (fp8.BLOCK, False)
+    for split in (1,) if gated else (1, 2, 4) if is_int4 else (1, 2, 4, 8):
+        sizes = ((64, 4), (128, 8), *([(128, 4)] if is_int4 else []))
+        if is_int4 and rows <= int4.FEWEST_ROWS:  # a warp for each part
+            sizes = tuple((size, 2 if gated else split) for size in (16, 32))
+        for size, warps in sizes:
             for stages in (3, 4, 6, 8):
                 if outputs // size * split <= 2048:
                     yield Tiling(outputs=size, depth=depth, split=split, stages=stages, warps=warps)

@@ -34,7 +34,7 @@ from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.expert_weights import CHUNKS, ExpertMatrix, FP8Weight, format_of, pointers
 from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales
 from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, least_rows, mix_experts_triton
-from slipstream.kernels.gemm.int4 import Int4Weight, num_words
+from slipstream.kernels.gemm.int4 import Int4Weight, num_pairs, num_words
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 
@@ -176,7 +176,8 @@ def matrix(format: str, experts: int, outputs: int, inputs: int) -> ExpertMatrix
         words, scales = (torch.stack(tensors) for tensors in zip(*packed, strict=True))
         return MXFP4Weight(words, scales, inputs)
     words = torch.randint(-(1 << 31), 1 << 31, (experts, outputs, num_words(inputs)), device="cuda").int()
-    return Int4Weight(words, random(experts, outputs, inputs // BLOCK).fill_(scale / 5), None, BLOCK, inputs)
+    scales = random(experts, num_pairs(inputs, BLOCK), outputs, 2).fill_(scale / 5)
+    return Int4Weight(words, scales, None, BLOCK, inputs)
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:

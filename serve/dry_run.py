@@ -57,6 +57,7 @@ class Network:
     kv_dtype: torch.dtype
     format: str | None = None  # of quantised weights
     read: int = 0  # bytes that are read to make them
+    dequantized: int = 0  # bytes of the largest 4-bit layer in 16 bits
 
 
 class DryRun:
@@ -108,13 +109,13 @@ class DryRun:
         return 3 * (len(nodes) + heads) + 2 * drafts  # a pass that may be masked is two
 
     def pass_bytes(self) -> int:
-        """Of the largest pass's activations and logits, and of graphs."""
+        """Of the largest pass's activations and logits, of a 4-bit layer that it dequantises, and of graphs."""
         config, model, item = self.config, self.model, self.networks[0].dtype.itemsize
         rows = max(config.prompt_tokens, config.captured_tokens + config.max_running, self._node_rows())
         widest = max(wide_activations(spec) for spec in model.layers)
         activations = rows * (8 * model.hidden_size + widest) * item
         logits = min(rows, self._node_rows() + config.max_running) * model.vocab_size * LOGITS_BYTES
-        return activations + 2 * logits + GRAPH_BYTES * self.num_graphs()
+        return activations + self.networks[0].dequantized + 2 * logits + GRAPH_BYTES * self.num_graphs()
 
     def cache_tokens(self, total: float) -> int:
         """Tokens that the KV cache holds on a GPU of so many bytes; negative where even the rest does not fit."""
@@ -153,7 +154,9 @@ def read_target(
     size = target_size(path, spec, dtype, asked)
     layers = tuple(layer.attention for layer in spec.layers)
     format = None if size.quantization is None else size.quantization.name
-    return Network(name, spec.architecture, layers, size.kept, dtype, kv_dtype, format, size.read)
+    return Network(
+        name, spec.architecture, layers, size.kept, dtype, kv_dtype, format, size.read, size.widest_dequantized
+    )
 
 
 def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
@@ -195,7 +198,9 @@ def _networks(run: DryRun) -> Iterator[str]:
         yield f"draft: {run.config.draft}"
     slots = run.config.max_running
     yield f"{slots} request slots: {gigabytes(run.state_bytes())} for page tables, sampling, penalties and masks"
-    yield f"passes and {run.num_graphs()} CUDA graphs: about {gigabytes(run.pass_bytes())}"
+    own = run.networks[0].dequantized
+    dequantized = f", {gigabytes(own)} of it for a 4-bit layer in 16 bits, for many rows" if own else ""
+    yield f"passes and {run.num_graphs()} CUDA graphs: about {gigabytes(run.pass_bytes())}{dequantized}"
 
 
 def _kv(windows: Windows, sizes: Sequence[int]) -> Iterator[str]:

@@ -67,7 +67,7 @@ def pointers(matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None, Tensor | None
     elif isinstance(matrix, MXFP4Weight):
         found = (matrix.words, matrix.scales, None)
     elif isinstance(matrix, Int4Weight):
-        found = (matrix.words, matrix.scales, matrix.zeros)
+        found = (matrix.words, *int4.unit_words(matrix))
     else:
         found = (matrix, None, None)
     assert all(tensor is None or tensor.is_contiguous() for tensor in found)
@@ -80,10 +80,13 @@ def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:
     chunk = CHUNKS.get(format, depth)
     if format == "mxfp4":  # a step may take several
         chunk *= max(1, depth // chunk)
-    group = matrix.group_size if isinstance(matrix, Int4Weight) else 0
-    is_packed = mxfp4.is_packed(x, matrix) if isinstance(matrix, MXFP4Weight) else int4.is_packed(x)
-    own = {"ZERO": int4.OFFSETS.get(x.dtype, 0.0) + int4.SYMMETRIC_ZERO, "PACKED": is_packed}
-    return {"FORMAT": format, "DEPTH": chunk, "GROUP": group, "EVEN": size % chunk == 0, **own}
+    unit, is_packed = 0, False
+    if isinstance(matrix, MXFP4Weight):
+        is_packed = mxfp4.is_packed(x, matrix)
+    elif isinstance(matrix, Int4Weight):
+        unit, is_packed = int4.unit_inputs(matrix.group_size), int4.is_packed(matrix)
+        assert not is_packed or matrix.scales.dtype == x.dtype
+    return {"FORMAT": format, "DEPTH": chunk, "UNIT": unit, "EVEN": size % chunk == 0, "PACKED": is_packed}
 
 
 CHUNKS = {"fp8": fp8.BLOCK, "fp8 blocks": fp8.BLOCK, "mxfp4": mxfp4.CHUNK, "int4": int4.CHUNK}
@@ -97,8 +100,7 @@ def multiply(
     weight_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs,
     x_ptr, row, x_stride, x_scale_ptr, x_scale_stride, valid, num_inputs, part,
     SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Features (OUTPUTS,) of an expert by the rows `row` (ROWS,) of x -> (OUTPUTS, ROWS) fp32; in
     MXFP4 from one of SPLIT parts of the inputs.
@@ -116,8 +118,8 @@ def multiply(
         )  # fmt: skip
     elif FORMAT == "int4":
         acc = _multiply_int4(
-            acc, weight_ptr, scale_ptr, zeros_ptr, output, rows, valid, num_inputs,
-            DEPTH, GROUP, ZERO, PACKED, EVEN, PRECISION,
+            acc, weight_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs, rows, valid, num_inputs,
+            DEPTH, UNIT, PACKED, EVEN, PRECISION,
         )  # fmt: skip
     elif FORMAT == "fp8 blocks":
         blocks = tl.cdiv(num_inputs, DEPTH)
@@ -188,25 +190,19 @@ def _multiply_mxfp4(
 
 @triton.jit
 def _multiply_int4(
-    acc, words_ptr, scale_ptr, zeros_ptr, output, rows, valid, num_inputs,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, words_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs, rows, valid, num_inputs,
+    CHUNK: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     PLANE: tl.constexpr = CHUNK // 8
-    UNIT: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
-    UNITS: tl.constexpr = GROUP // UNIT
-    chunks, groups, column = tl.cdiv(num_inputs, CHUNK), tl.cdiv(num_inputs, GROUP), tl.arange(0, PLANE)[None, :]
-    words = words_ptr + output[:, None] * (chunks * PLANE) + column
-    zeros = zeros_ptr
+    chunks, output = tl.cdiv(num_inputs, CHUNK), (expert.to(tl.int64) * num_outputs + feature)[:, None]
+    words = words_ptr + output * (chunks * PLANE) + tl.arange(0, PLANE)[None, :]
+    pairs = expert.to(tl.int64) * chunks * (CHUNK // (2 * UNIT))
+    scales, zeros = int4.unit_pointers(scale_ptr, pairs, feature[:, None], num_outputs, PACKED), None
     if zeros_ptr is not None:
-        zeros = zeros_ptr + output[:, None] * groups
-    scales = scale_ptr + output[:, None] * groups
-    own, own_zeros = int4.load_scales(scales, zeros, 0, groups, UNITS, CHUNK // UNIT)
+        zeros = int4.unit_pointers(zeros_ptr, pairs, feature[:, None], num_outputs, PACKED)
     for chunk in range(chunks):
-        next_own, next_zeros = int4.load_scales(scales, zeros, chunk + 1, groups, UNITS, CHUNK // UNIT)
         acc = int4.add_products(
-            acc, words, None, 0, rows + column, valid[:, None], num_inputs, own, own_zeros, chunk,
-            CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
+            acc, words, scales, zeros, num_outputs, rows, valid[:, None], num_inputs, chunk,
+            UNIT, EVEN, PACKED, PRECISION,
         )  # fmt: skip
-        own, own_zeros = next_own, next_zeros
-    return acc
+    return int4.unscaled(acc, rows.dtype.element_ty, PACKED)

@@ -9,7 +9,6 @@ Letters: M rows, I inputs, O outputs, S parts.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +36,7 @@ from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_input
 DEPTH = 64  # inputs of a tile
 TIMED_CALLS = 8  # of each way to multiply
 Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
+Product = tuple[int, int, bool, bool, int]  # and inputs of a part
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weight and bias
 
 
@@ -44,7 +44,7 @@ class FixedOrder:
     """Multiplies a target's 16-bit weights. What `check` was not asked about is computed by our kernels."""
 
     def __init__(self) -> None:
-        self.by_library: dict[Shape, dict[int, Multiply]] = {}  # by numbers of rows
+        self.by_library: dict[Product, dict[int, Multiply]] = {}  # by numbers of rows
         self.fp8_by_library: dict[Shape, set[int]] = {}  # numbers of rows, of products in FP8
 
     @staticmethod
@@ -59,34 +59,38 @@ class FixedOrder:
             return f"the kernels need {size}, which {torch.cuda.get_device_name(device)} has not"
         return "" if dtype in (torch.bfloat16, torch.float16) else f"weights are {dtype}, not of 16 bits"
 
-    def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False) -> None:
+    def check(
+        self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False, part: int | None = None
+    ) -> None:
         """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows: whole
-        products, or parts of them where that is faster than our kernel."""
+        products, or parts of them where that is faster than our kernel. `part` as in `linear`."""
         fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
         wanted = sorted(count for count in set(rows) if count > fewest)
-        found = self.by_library.setdefault((*weight.shape, bias is not None, gated), {})
+        own_part = part or usual_part(weight, gated)
+        found = self.by_library.setdefault((*weight.shape, bias is not None, gated, own_part), {})
         if not wanted:
             return
         generator = torch.Generator(weight.device).manual_seed(0)
         size = wanted[-1], weight.shape[1]
         x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
-        ours = linear_many_rows_triton(x, weight, bias, split=1 if gated else None)
+        ours = linear_many_rows_triton(x, weight, bias, part=own_part)
+        by_parts = partial(linear_by_parts, part=own_part)
         for count in wanted:
             given = x[:count], weight, bias
             if torch.equal(F.linear(*given), ours[:count]):
                 found[count] = F.linear
-            elif not gated and has_equal_parts(weight) and torch.equal(linear_by_parts(*given), ours[:count]):
-                own = linear_few_rows_triton if count <= MAX_ROWS else linear_many_rows_triton
+            elif has_equal_parts(weight, own_part) and torch.equal(by_parts(*given), ours[:count]):
                 whole = partial(linear_many_rows_triton, x, weight, bias)
-                times = [milliseconds(partial(way, *given), whole) for way in (linear_by_parts, own)]
+                times = [milliseconds(partial(way, *given), whole) for way in (by_parts, ours_of(count, part))]
                 if times[0] < times[1]:
-                    found[count] = linear_by_parts
+                    found[count] = by_parts
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O)."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
+        """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O). `part`: inputs that are added up in one part, where
+        these are not those of few rows of 16-bit weights."""
         rows = x.numel() // x.shape[-1]
-        run: Multiply = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
-        run = self.by_library.get((*weight.shape, bias is not None, False), {}).get(rows, run)
+        key = *weight.shape, bias is not None, False, part or usual_part(weight)
+        run = self.by_library.get(key, {}).get(rows) or ours_of(rows, part)
         return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
@@ -95,11 +99,17 @@ class FixedOrder:
         flat = x.reshape(rows, x.shape[-1])
         if rows <= MAX_GATED_ROWS:
             out = gated_linear_few_rows_triton(flat, weight, activation=activation)
-        elif rows in self.by_library.get((*weight.shape, False, True), ()):
+        elif rows in self.by_library.get((*weight.shape, False, True, weight.shape[1]), ()):
             out = activation_mul(F.linear(flat, weight), activation)
         else:
-            out = activation_mul(linear_many_rows_triton(flat, weight, split=1), activation)
+            out = activation_mul(linear_many_rows_triton(flat, weight, part=weight.shape[1]), activation)
         return out.view(*x.shape[:-1], len(weight) // 2)
+
+
+def ours_of(rows: int, part: int | None) -> Multiply:
+    """Our kernel for a number of rows."""
+    is_few = part is None and rows <= MAX_ROWS
+    return linear_few_rows_triton if is_few else partial(linear_many_rows_triton, part=part)
 
 
 def milliseconds(run: Callable[[], object], meanwhile: Callable[[], object]) -> float:
@@ -115,17 +125,23 @@ def milliseconds(run: Callable[[], object], meanwhile: Callable[[], object]) -> 
     return start.elapsed_time(end)
 
 
-def has_equal_parts(weight: Tensor) -> bool:
-    """Whether products of few rows are cut into several parts, all of as many inputs."""
-    tiling = choose_tiling(*weight.shape)
-    return tiling.split > 1 and part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
+def usual_part(weight: Tensor, gated: bool = False) -> int:
+    """Inputs of each of the parts into which products of few rows are cut."""
+    num_inputs = weight.shape[1]
+    return num_inputs if gated else min(part_inputs(num_inputs, choose_tiling(*weight.shape)), num_inputs)
 
 
-def linear_by_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def has_equal_parts(weight: Tensor, part: int | None = None) -> bool:
+    """Whether there are several parts, all of as many inputs."""
+    part = part or usual_part(weight)
+    return part < weight.shape[1] and weight.shape[1] % part == 0
+
+
+def linear_by_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O): parts by the library, in one batch, added in their order."""
-    split = choose_tiling(*weight.shape).split
-    x_parts = x.unflatten(1, (split, -1)).transpose(0, 1)
-    weight_parts = weight.unflatten(1, (split, -1)).permute(1, 2, 0)
+    part = part or usual_part(weight)
+    x_parts = x.unflatten(1, (-1, part)).transpose(0, 1)
+    weight_parts = weight.unflatten(1, (-1, part)).permute(1, 2, 0)
     return sum_parts_triton(torch.bmm(x_parts, weight_parts, out_dtype=torch.float32), bias, x.dtype)
 
 
@@ -170,11 +186,12 @@ def linear_many_rows_triton(
     weight: Tensor,
     bias: Tensor | None = None,
     tile: tuple[int, int] | None = None,
-    split: int | None = None,
+    part: int | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O), with the bits of `linear_few_rows_triton`.
 
-    tile: rows and outputs of a program; split: parts, 1 for a product whose few rows are gated in their kernel.
+    tile: rows and outputs of a program; part: inputs of a part, all for a product whose few rows are gated in their
+    kernel.
     """
     (num_rows, num_inputs), num_outputs = x.shape, len(weight)
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
@@ -182,14 +199,13 @@ def linear_many_rows_triton(
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    few = choose_tiling(num_outputs, num_inputs)
-    few = few if split is None else replace(few, split=split)
+    part = part or usual_part(weight)
     rows, outputs = tile or _choose_tile(num_rows)
     given: Any = TensorDescriptor.from_tensor
     linear_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         given(x, [rows, DEPTH]), given(weight, [outputs, DEPTH]), bias, out, num_rows, num_outputs, num_inputs,
-        part_inputs(num_inputs, few),
-        ROWS=rows, OUTPUTS=outputs, DEPTH=DEPTH, SPLIT=few.split, GROUP=8, PRECISION="ieee",
+        part,
+        ROWS=rows, OUTPUTS=outputs, DEPTH=DEPTH, SPLIT=triton.cdiv(num_inputs, part), GROUP=8, PRECISION="ieee",
         num_stages=4 if rows * outputs > 8192 else 5, num_warps=8 if rows * outputs > 8192 else 4,
     )  # fmt: skip
     return out
@@ -213,15 +229,30 @@ def linear_many_kernel(
     width = tl.minimum(output_tiles - group * GROUP, GROUP)
     row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for index in tl.static_range(SPLIT):
-        acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
-        for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
-            x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
-            acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
-        result = acc if SPLIT == 1 else result + acc
+    if SPLIT <= 2:
+        for index in tl.static_range(SPLIT):
+            acc = _sum_part(x_desc, weight_desc, row, output, index, part, num_inputs, ROWS, OUTPUTS, DEPTH, PRECISION)
+            result = acc if SPLIT == 1 else result + acc
+    else:  # unrolled, four parts do not fit into registers
+        for index in range(SPLIT):
+            result += _sum_part(
+                x_desc, weight_desc, row, output, index, part, num_inputs, ROWS, OUTPUTS, DEPTH, PRECISION
+            )
     rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     cells = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     tl.store(cells, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_part(
+    x_desc, weight_desc, row, output, index, part, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
+        x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    return acc

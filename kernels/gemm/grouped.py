@@ -261,8 +261,8 @@ def gated_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
     experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size, IN_BLOCKS: tl.constexpr,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them.
     IN_BLOCKS: what it stores lies block by block, not pair by pair."""
@@ -280,7 +280,7 @@ def gated_experts_kernel(
     acc = multiply(
         weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, 2 * size, x_ptr, pair // TOP_K, x_stride, x_scale_ptr,
         x_scale_stride, valid, num_inputs, 0, 1,
-        OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, GROUP, ZERO, PACKED, EVEN, PRECISION,
+        OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, UNIT, PACKED, EVEN, PRECISION,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -308,8 +308,8 @@ def down_experts_kernel(
     partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
     weights_ptr, shared_ptr, gates_ptr, out_ptr, counters_ptr, num_rows, num_inputs, size,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x (P, I) times OUTPUTS features of its expert; FUSED: the last block's program sums them.
 
@@ -331,7 +331,7 @@ def down_experts_kernel(
         acc += multiply(
             weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, size, x_ptr, pair, x_stride, x_scale_ptr,
             x_scale_stride, valid, num_inputs, tl.program_id(1) + index, SPLIT, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES,
-            GROUP, ZERO, PACKED, EVEN, PRECISION,
+            UNIT, PACKED, EVEN, PRECISION,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,28 +1,33 @@
 """Linear layers with 4-bit weights and 16-bit inputs (W4A16): their inner layout and their product.
 
+A weight is (code - zero) * scale, rounded to the inputs' 16-bit type once, by at most 2^-8 of itself in bf16: the layer
+computes what its dequantised one would, bit by bit, with inputs added in their order and cut into the parts of
+`part_of`. For few rows weights are decoded on their way to the tensor cores. For many the layer is dequantised into
+memory first, which takes the time of reading and writing it, and multiplied as one of 16 bits.
+
 Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word. Of 256 inputs,
 the words 2 * j and 2 * j + 1 have the inputs 2 * j + 32 * i and 2 * j + 1 + 32 * i for i from 0 to 7: the first word
 those of i up to 3, the even inputs in its low half and the odd ones in its high half, each from the low nibble up. So a
-shift, a mask and a constant make two neighbouring inputs of such a pair, as 16-bit numbers in one register, and of 32
-neighbouring words a tile of 32 neighbouring inputs, without moving numbers between threads. A weight is (code - zero) *
-scale. Codes less 8 are exact in 16 bits, so tensor cores multiply these; the sum over inputs of a group is scaled in
-fp32. Where zeros are not 8, the sum of the inputs themselves times zero - 8 is taken off it.
+mask, and a shift for half of them, make two neighbouring inputs of such a pair, as 16-bit integers in one register, and
+of 32 neighbouring words a tile of 32 neighbouring inputs, without moving numbers between threads. Scales and zeros of
+two neighbouring units of inputs (of a group, or of 128 inputs where groups are larger) lie in a word, too.
 
-One kernel computes any number of rows: the weights are the left operand, inputs are added in their order and cut into
-parts as in kernels/gemm/small_m.py. A row has the same bits in a pass of any size.
-Letters: M rows, I inputs, O outputs, W = 32 * ceil(I / 256) words, G groups.
+The bits of an integer n below 256, read as bf16, are n * 2^-133. So one fma, of two numbers at a time, multiplies codes
+by scale * 2^117 and takes off 8 * scale * 2^-16, which are exact: a rounded weight times 2^-16, for which sums are
+multiplied by 2^16. Other zeros, subtracted first, take an instruction more, and so does fp16, whose range is too small.
+Letters: M rows, I inputs, O outputs, W = 32 * ceil(I / 256) words, G groups, P pairs of units.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.small_m import (
     PROGRAMS,
     SHARED_MEMORY,
@@ -36,20 +41,21 @@ from slipstream.kernels.launch import Op, pdl_options, shared_memory, use_triton
 
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
+MOST_UNIT = 128  # inputs that have a scale of their own in the inner layout
 SYMMETRIC_ZERO = 8
-FEW_ROWS = 128  # up to here parts are summed side by side, of 64 rows at a time
-FEW_GATED_ROWS = 64  # and up to here gate and up in one kernel
-MANY_ROWS = 128  # of a program
+FEW_ROWS = 128  # more are multiplied by dequantised weights
+FEWEST_ROWS = 8  # which `mma.sync` takes at once
+TILE_ROWS = 64  # of a program, at most
+MOST_PARTS = 4
 PART = 1024  # inputs that are not shared out
-OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # whose bits, with a code in the mantissa, are the sum
 
 
 class Int4Weight(NamedTuple):
-    """Weights of a layer."""
+    """Weights of a layer. `pack_codes` makes words, `pack_units` the others."""
 
     words: Tensor  # (O, W) int32
-    scales: Tensor  # (O, G), 16 or 32 bits
-    zeros: Tensor | None  # (O, G) uint8; None: 8
+    scales: Tensor  # (P, O, 2) in the inputs' dtype
+    zeros: Tensor | None  # (P, O, 2) int16; None: 8
     group_size: int  # 32, 64, 128, or a multiple of 256
     num_inputs: int
 
@@ -57,6 +63,15 @@ class Int4Weight(NamedTuple):
 def num_words(num_inputs: int) -> int:
     """W."""
     return PLANE * -(-num_inputs // CHUNK)
+
+
+def num_pairs(num_inputs: int, group_size: int) -> int:
+    """P."""
+    return -(-num_inputs // CHUNK) * CHUNK // (2 * unit_inputs(group_size))
+
+
+def unit_inputs(group_size: int) -> int:
+    return min(group_size, MOST_UNIT)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -74,257 +89,450 @@ def unpack_words(words: Tensor, num_inputs: int) -> Tensor:
     return planes.permute(0, 1, 3, 5, 6, 2, 4).flatten(1)[:, :num_inputs]
 
 
-def dequantize(weight: Int4Weight) -> Tensor:
-    """(O, I) fp32."""
-    group = torch.arange(weight.num_inputs, device=weight.words.device) // weight.group_size
-    zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float()[:, group]
-    return (unpack_words(weight.words, weight.num_inputs).float() - zeros) * weight.scales.float()[:, group]
+def pack_units(groups: Tensor, group_size: int, num_inputs: int) -> Tensor:
+    """Scales or zeros (O, G) of groups -> (P, O, 2) of units; beyond I those of the last group."""
+    unit = unit_inputs(group_size)
+    first = torch.arange(2 * num_pairs(num_inputs, group_size), device=groups.device) * unit
+    units = groups[:, (first // group_size).clamp(max=groups.shape[1] - 1)]
+    return units.unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
 
 
-def runs_kernel(x: Tensor, weight: Int4Weight, *_: object, **__: object) -> bool:
-    """On GPUs with the shared memory of Hopper's, for rows of 16-bit numbers that are loaded 16 bytes at a time."""
-    fits = x.dtype in (torch.bfloat16, torch.float16) and weight.num_inputs % 8 == 0
-    return fits and use_triton(x) and shared_memory(x.device) >= SHARED_MEMORY
+def spread_units(units: Tensor, weight: Int4Weight) -> Tensor:
+    """(P, O, 2) of units -> (O, I)."""
+    flat = units.transpose(0, 1).flatten(1)
+    return flat.repeat_interleave(unit_inputs(weight.group_size), dim=1)[:, : weight.num_inputs]
 
 
-def is_packed(x: Tensor) -> bool:
-    """Whether weights are unpacked two at a time, for inputs like x; the interpreter does not know how."""
-    return x.is_cuda and x.dtype in OFFSETS
+def is_packed(weight: Int4Weight) -> bool:
+    """Whether kernels decode two weights at a time; the interpreter does not know how."""
+    return weight.words.is_cuda and weight.scales.dtype in (torch.bfloat16, torch.float16)
+
+
+def has_kernels(weight: Int4Weight, dtype: torch.dtype) -> bool:
+    """Whether kernels decode its weights for inputs of this dtype."""
+    return use_triton(weight.words) and is_packed(weight) and weight.scales.dtype == dtype
 
 
 @Op
-def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+def dequantize(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """(O, I)."""
+    zeros = SYMMETRIC_ZERO if weight.zeros is None else spread_units(weight.zeros, weight)
+    codes = unpack_words(weight.words, weight.num_inputs).to(torch.int16)
+    return (codes - zeros).to(dtype) * spread_units(weight.scales, weight).to(dtype)
+
+
+@dequantize.kernel(when=has_kernels)
+def dequantize_triton(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    num_outputs, device = len(weight.words), weight.words.device
+    out = torch.empty(num_outputs, weight.num_inputs, dtype=dtype, device=device)
+    outputs = 16
+    dequantize_kernel[(triton.cdiv(num_outputs, outputs), triton.cdiv(weight.num_inputs, CHUNK))](
+        weight.words, *unit_words(weight), out, num_outputs, weight.num_inputs,
+        OUTPUTS=outputs, PLANE=PLANE, UNIT=unit_inputs(weight.group_size), EVEN=weight.num_inputs % CHUNK == 0,
+        PACKED=is_packed(weight), num_warps=4, **pdl_options(device),
+    )  # fmt: skip
+    return out
+
+
+def unit_words(weight: Int4Weight) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros as kernels take them: packed, a pair of units is a word."""
+    given = (weight.scales, weight.zeros)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in given)
+    if not is_packed(weight):
+        return given
+    scales, zeros = (None if tensor is None else tensor.view(torch.int32) for tensor in given)
+    assert scales is not None
+    return scales, zeros
+
+
+def runs_kernel(x: Tensor, weight: Int4Weight, *_: object, **__: object) -> bool:
+    """On GPUs with the shared memory of Hopper's, for rows that are loaded 16 bytes at a time."""
+    fits = has_kernels(weight, x.dtype) and weight.num_inputs % 8 == 0
+    return fits and use_triton(x) and shared_memory(x.device) >= SHARED_MEMORY
+
+
+@Op
+def int4_linear(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    order: FixedOrder | None = None,  # noqa: ARG001
+) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in x's dtype; `gated`, without a bias: silu_mul of that,
-    (M, O / 2)."""
+    (M, O / 2). With an `order` a row has the same bits in a pass of any size."""
     work = x.dtype if x.is_cuda else torch.float32
-    out = x.to(work) @ dequantize(weight).to(work).t()
+    out = x.to(work) @ dequantize(weight, x.dtype).to(work).t()
     out = (out if bias is None else out + bias.to(work)).to(x.dtype)
     return silu_mul.reference(out) if gated else out
 
 
 @int4_linear.kernel(when=runs_kernel)
 def int4_linear_triton(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False, tiling: Tiling | None = None
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    order: FixedOrder | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """`tiling`: of few rows; its depth is CHUNK."""
+    assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
-    if not gated or len(x) <= FEW_GATED_ROWS:
+    if len(x) <= FEW_ROWS:
         return _launch(x, weight, bias, gated, tiling)
-    return silu_mul(_launch(x, weight, bias, False, tiling, split=1))
+    whole = dequantize.triton(weight, x.dtype)
+    if order is None:
+        out = F.linear(x, whole, bias)
+        return silu_mul(out) if gated else out
+    if gated:
+        return order.gated_linear(x, whole)
+    return order.linear(x, whole, bias, part_of(weight))
+
+
+def part_of(weight: Int4Weight, gated: bool = False) -> int:
+    """Inputs that are added up in one part."""
+    num_outputs, num_inputs = len(weight.words), weight.num_inputs
+    return min(part_inputs(num_inputs, choose_int4_tiling(num_outputs, num_inputs, gated)), num_inputs)
 
 
 def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
-    """As many parts for any number of rows. Unpacking takes time in which other programs of a multiprocessor load: so
-    for few rows there are several."""
+    """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
+    product. Tiles of more than FEWEST_ROWS are the fastest of some on an H200."""
     split, tiles = 1, triton.cdiv(num_outputs, 64)
-    while not gated and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
+    while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
-    if num_rows > FEW_ROWS and triton.cdiv(num_outputs, 128) * triton.cdiv(num_rows, MANY_ROWS) >= PROGRAMS // 2:
-        return Tiling(outputs=128, depth=CHUNK, split=split, stages=2, warps=8)
-    if num_rows > FEW_ROWS:
-        return Tiling(outputs=64, depth=CHUNK, split=split, stages=2)
-    return Tiling(outputs=64, depth=CHUNK, split=split, stages=4 if split > 4 and num_rows <= 16 else 3)
+    if num_rows <= FEWEST_ROWS:  # a warp for each part
+        return Tiling(outputs=32, depth=CHUNK, split=split, stages=4, warps=2 if gated else split)
+    return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
-def _launch(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, tiling: Tiling | None, split: int | None = None
-) -> Tensor:
-    num_rows, all_outputs = len(x), len(weight.words)
+def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, tiling: Tiling | None) -> Tensor:
+    num_rows, all_outputs, num_inputs = len(x), len(weight.words), weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    assert bias is None or not gated
-    tiling = tiling or choose_int4_tiling(num_outputs, weight.num_inputs, gated or split == 1, num_rows)
-    is_few = num_rows <= FEW_ROWS
-    rows = min(max(triton.next_power_of_2(num_rows), 16), 64) if is_few else MANY_ROWS
-    parts, in_turn = (tiling.split, 1) if is_few else (1, tiling.split)
-    tiles = triton.cdiv(num_outputs, tiling.outputs) * triton.cdiv(num_rows, rows)
-    partial, counters = scratch(x.device, tiles * parts * tiling.outputs * rows, parts)
-    pdl = pdl_options(x.device) if is_few else {"PDL": False}
-    x_desc: Any = None if is_few else TensorDescriptor.from_tensor(x, [rows, PLANE])
-    int4_kernel[(tiles, parts)](
-        x, x_desc, weight.words, weight.scales, weight.zeros, bias, out, partial, counters, x.stride(0),
-        num_rows, num_outputs, weight.num_inputs, weight.scales.shape[1], part_inputs(weight.num_inputs, tiling),
-        ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
-        UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
-        EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO,
-        PACKED=is_packed(x), PRECISION="ieee",
-        num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
-    )  # fmt: skip
+    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows)
+    given = x, weight.words, *unit_words(weight), bias, out
+    sizes = x.stride(0), num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling)
+    options = {
+        "OUTPUTS": tiling.outputs, "PLANE": PLANE, "UNIT": unit_inputs(weight.group_size), "SPLIT": tiling.split,
+        "GATED": gated, "PACKED": is_packed(weight), "PRECISION": "ieee", "num_stages": tiling.stages,
+        "num_warps": tiling.warps, **pdl_options(x.device),
+    }  # fmt: skip
+    if num_rows <= FEWEST_ROWS:
+        is_even = num_inputs % (CHUNK * tiling.split) == 0
+        int4_few_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
+            *given, *sizes, ROWS=FEWEST_ROWS, EVEN=is_even, **options
+        )
+        return out
+    rows = min(max(triton.next_power_of_2(num_rows), 16), TILE_ROWS)
+    row_tiles = triton.cdiv(num_rows, rows)
+    tiles = triton.cdiv(num_outputs, tiling.outputs // (1 + gated)) * row_tiles
+    partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    int4_kernel[(tiles, tiling.split)](
+        *given, partial, counters, *sizes, ROWS=rows, ROW_TILES=row_tiles, EVEN=num_inputs % CHUNK == 0, **options
+    )
     return out
 
 
-# Two words of a pair, a shift and the offset's bits for each -> two neighbours: (word >> shift) & mask | bits.
-UNPACK_FIRST = tl.constexpr("{ .reg .b32 t; shr.b32 t, $1, $3; lop3.b32 $0, t, 0x000F000F, $5, 0xEA; }")
-UNPACK_SECOND = tl.constexpr("{ .reg .b32 t; shr.b32 t, $2, $3; lop3.b32 $0, t, 0x000F000F, $5, 0xEA; }")
+# What makes weights of two integers in a register, t: $7 scales, $9 is added before that or, in one step, after it; $11
+# makes 1 of an integer's unit. Where a product is an fma with -0, sm_80 has no other.
+ONE_STEP = "fma.rn.bf16x2 $0, t, $7, $9;"
+TWO_STEPS = "fma.rn.bf16x2 t, t, $11, $9; mov.b32 u, 0x80008000; fma.rn.bf16x2 $0, t, $7, u;"
+TWO_STEPS_FP16 = "fma.rn.f16x2 t, t, $11, $9; mul.rn.f16x2 $0, t, $7;"
+# Of two words, a pair's first or second one: (word >> $3) & $5 | bits.
+TAKE = "{{ .reg .b32 t, u; shr.b32 t, ${word}, $3; mov.b32 u, {bits}; lop3.b32 t, t, $5, u, 0xEA; {steps} }}"
+FIRST_BY_ONE, SECOND_BY_ONE, FIRST_BY_TWO, SECOND_BY_TWO, FIRST_FP16, SECOND_FP16 = (
+    tl.constexpr(TAKE.format(word=word, bits=bits, steps=steps))
+    for bits, steps in (("0", ONE_STEP), ("0", TWO_STEPS), ("0x64006400", TWO_STEPS_FP16))
+    for word in (1, 2)
+)
+SCALE_PAIR = tl.constexpr("{ .reg .b32 u; mov.b32 u, 0x80008000; fma.rn.bf16x2 $0, $1, $2, u; }")
+# One half of a register twice, shifted, and with other bits.
+TWICE = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {half}; shl.b32 t, t, $2; or.b32 $0, t, $3; }}"
+TWICE_LOW, TWICE_HIGH = (tl.constexpr(TWICE.format(half=half)) for half in ("0x1010", "0x3232"))
+REGISTERS = tl.constexpr("=r" + ",r" * 12)
+KEEP = tl.constexpr("mov.b32 $0, $1;")
 
 
 @triton.jit
-def _unpack(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """The codes of inputs 32 * PLACE to 32 * PLACE + 31 of a chunk, of words (OUTPUTS, 32), as numbers: more by 128 in
-    bf16, by 1,024 in fp16. They are bits of the mantissa, since a conversion would take four times as long. PACKED: two
-    at a time, which Triton cannot say."""
-    SHIFT: tl.constexpr = 4 * (PLACE % 4)
-    UNPACK: tl.constexpr = UNPACK_FIRST if PLACE < 4 else UNPACK_SECOND
-    if PACKED and tl.bfloat16 == DTYPE:
-        numbers = tl.inline_asm_elementwise(
-            UNPACK, "=r,r,r,r,r,r,r", [words, SHIFT, 0x43004300], tl.bfloat16, is_pure=True, pack=2
-        )
-    elif PACKED:
-        numbers = tl.inline_asm_elementwise(
-            UNPACK, "=r,r,r,r,r,r,r", [words, SHIFT, 0x64006400], tl.float16, is_pure=True, pack=2
-        )
+def _scale_pair(pair, BY: tl.constexpr):
+    """Both bf16 numbers of a register times those of BY."""
+    return tl.inline_asm_elementwise(SCALE_PAIR, "=r,r,r", [pair, BY], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _factors(pairs, zeros, INDEX: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """What `_plane` multiplies by and adds for unit INDEX, twice in a register. HIGH: the integers are 16 * code."""
+    TWICE: tl.constexpr = TWICE_HIGH if INDEX % 2 else TWICE_LOW
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    scale = tl.inline_asm_elementwise(TWICE, "=r,r,r,r", [pairs[INDEX // 2], 0, 0], tl.int32, is_pure=True, pack=1)
+    by = scale
+    if IS_BF16:
+        by = _scale_pair(scale, 0x78007800 if HIGH else 0x7A007A00)  # 2^113, 2^117
+    # -zero, -64 - zero or -1024 - zero
+    SIGN: tl.constexpr = 0x80008000 if IS_BF16 else 0xD400D400 if HIGH else 0xE400E400
+    if len(zeros) > 0:
+        given = [zeros[INDEX // 2], 4 if HIGH else 0, SIGN]
+        add = tl.inline_asm_elementwise(TWICE, "=r,r,r,r", given, tl.int32, is_pure=True, pack=1)
+    elif IS_BF16:
+        add = _scale_pair(scale, 0xB900B900)  # -8 * 2^-16
     else:
-        first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
-        word = first if PLACE < 4 else second
-        codes = tl.reshape(tl.join((word >> SHIFT) & 15, (word >> (16 + SHIFT)) & 15), words.shape)
-        if tl.bfloat16 == DTYPE:
-            numbers = (codes | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        elif tl.float16 == DTYPE:
-            numbers = (codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-        else:
-            numbers = codes.to(DTYPE)
-    return numbers
+        add = tl.full(scale.shape, SIGN | (0x00800080 if HIGH else 0x00080008), tl.uint32)
+    return by, add
 
 
 @triton.jit
-def load_scales(scales, zeros, chunk, num_groups, UNITS: tl.constexpr, COUNT: tl.constexpr):
-    """Of the COUNT groups of a chunk, or of the one that UNITS chunks share: scales, and zeros where there are any.
-    Inputs beyond the last are 0."""
-    all_scales, all_zeros = (), ()
-    for unit in tl.static_range(COUNT):
-        group = tl.minimum(chunk * COUNT // UNITS + unit, num_groups - 1)
-        all_scales = all_scales + (tl.load(scales + group),)  # type: ignore[assignment]
-        if zeros is not None:
-            all_zeros = all_zeros + (tl.load(zeros + group),)  # type: ignore[assignment]
-    return all_scales, all_zeros
+def _plane(words, scales, zeros, PLACE: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Weights of the inputs 32 * PLACE to 32 * PLACE + 31 of a chunk, of words (..., 32): in bf16 times 2^-16. PACKED:
+    two at a time, which Triton cannot say, nor the interpreter do."""
+    INDEX: tl.constexpr = PLACE * 32 // UNIT
+    if PACKED:
+        HIGH: tl.constexpr = PLACE % 2 == 1
+        SHIFT: tl.constexpr = 8 * (PLACE // 2 % 2)
+        MASK: tl.constexpr = 0x00F000F0 if HIGH else 0x000F000F
+        by, add = _factors(scales, zeros, INDEX, HIGH, DTYPE)
+        if tl.float16 == DTYPE:
+            ASM: tl.constexpr = FIRST_FP16 if PLACE < 4 else SECOND_FP16
+            given = [words, SHIFT, MASK, by, add, 0x2C002C00 if HIGH else 0x3C003C00]  # 1 / 16, 1
+            weight = tl.inline_asm_elementwise(ASM, REGISTERS, given, tl.float16, is_pure=True, pack=2)
+        else:
+            BY_ONE: tl.constexpr = FIRST_BY_ONE if PLACE < 4 else SECOND_BY_ONE
+            BY_TWO: tl.constexpr = FIRST_BY_TWO if PLACE < 4 else SECOND_BY_TWO
+            BY: tl.constexpr = BY_TWO if len(zeros) > 0 else BY_ONE
+            given = [words, SHIFT, MASK, by, add, 0x3F803F80]
+            weight = tl.inline_asm_elementwise(BY, REGISTERS, given, tl.bfloat16, is_pure=True, pack=2)
+    else:
+        first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
+        word = (first if PLACE < 4 else second) >> 4 * (PLACE % 4)
+        codes = tl.reshape(tl.join(word & 15, (word >> 16) & 15), words.shape)
+        zero = 8
+        if len(zeros) > 0:
+            zero = zeros[INDEX]
+        weight = (codes - zero).to(DTYPE) * scales[INDEX].to(DTYPE)
+    return weight
+
+
+@triton.jit
+def _beside(first, second):
+    """(O, K) and (O, K) -> (O, 2 * K). Threads keep their numbers."""
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def decode_half(
+    words, scales, zeros, HALF: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr
+):
+    """Weights (OUTPUTS, 128) of the first or second half of a chunk, as of `_plane`."""
+    first = _plane(words, scales, zeros, 4 * HALF, UNIT, DTYPE, PACKED)
+    second = _plane(words, scales, zeros, 4 * HALF + 1, UNIT, DTYPE, PACKED)
+    third = _plane(words, scales, zeros, 4 * HALF + 2, UNIT, DTYPE, PACKED)
+    fourth = _plane(words, scales, zeros, 4 * HALF + 3, UNIT, DTYPE, PACKED)
+    return _beside(_beside(first, second), _beside(third, fourth))
+
+
+@triton.jit
+def unit_pointers(pointer, row, output, num_outputs, PACKED: tl.constexpr):
+    """Of outputs (OUTPUTS, 1) in the pair of units `row`, in the words of `unit_words` or, not packed, numbers."""
+    STEP: tl.constexpr = 1 if PACKED else 2
+    return pointer + (row * num_outputs + output) * STEP
+
+
+@triton.jit
+def load_units(pointers, chunk, num_outputs, COUNT: tl.constexpr, PACKED: tl.constexpr):
+    """Scales or zeros of the COUNT units of a chunk: of words a tensor for two units, else one for each."""
+    found = ()
+    if PACKED:
+        for pair in tl.static_range(COUNT // 2):
+            found = found + (tl.load(pointers + (chunk * (COUNT // 2) + pair) * num_outputs),)  # type: ignore[assignment]
+    else:
+        for unit in tl.static_range(COUNT):
+            cells = (chunk * (COUNT // 2) + unit // 2) * num_outputs * 2 + unit % 2
+            found = found + (tl.load(pointers + cells),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
 def add_products(
-    acc, words_row, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, chunk,
-    CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, ZERO: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    acc, words, scales, zeros, num_outputs, x_row, inside, num_inputs, chunk,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc (OUTPUTS, ROWS) plus the products of a chunk of inputs: words (OUTPUTS, PLANE) and x (ROWS, CHUNK), which is
-    loaded by `x_desc` or from `x_row`. `scales` and `zeros` as of `load_scales`."""
-    DTYPE: tl.constexpr = x_row.dtype.element_ty
-    words = tl.load(words_row + chunk * PLANE)
-    x_tiles, k = x_row + chunk * CHUNK, chunk * CHUNK + tl.arange(0, PLANE)[None, :]
-    for unit in tl.static_range(CHUNK // UNIT):
-        total = tl.zeros(acc.shape, tl.float32)
-        sums = tl.zeros(acc.shape, tl.float32)
-        for plane in tl.static_range(UNIT // PLANE):
-            place = unit * (UNIT // PLANE) + plane
-            if x_desc is not None:
-                x = x_desc.load([first_row, chunk * CHUNK + place * PLANE])  # zeros beyond the last
-            elif EVEN:
-                x = tl.load(x_tiles + place * PLANE, mask=inside, other=0.0)
-            else:
-                x = tl.load(x_tiles + place * PLANE, mask=inside & (k + place * PLANE < num_inputs), other=0.0)
-            # A literal lets Triton unpack words in the registers from which tensor cores take them.
-            weight = _unpack(words, unit * (UNIT // PLANE) + plane, DTYPE, PACKED) - ZERO
-            total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
-            if len(zeros) > 0:  # a product by ones, since a sum over x would need another layout
-                sums = tl.dot(tl.full(weight.shape, 1.0, DTYPE), tl.trans(x), sums, input_precision=PRECISION)
-        if len(zeros) > 0:
-            total -= sums * (zeros[unit].to(tl.float32) - 8.0)
-        acc += total * scales[unit].to(tl.float32)
+    """acc (OUTPUTS, ROWS) plus the products of a chunk of inputs, in bf16 times 2^-16: `words` (OUTPUTS, 32) by rows
+    of x that begin at `x_row` (ROWS, 1). `scales` and `zeros` as of `unit_pointers`."""
+    CHUNK: tl.constexpr = 8 * words.shape[1]
+    word = tl.load(words + chunk * words.shape[1])
+    own_scales, own_zeros = load_units(scales, chunk, num_outputs, CHUNK // UNIT, PACKED), ()
+    if zeros is not None:
+        own_zeros = load_units(zeros, chunk, num_outputs, CHUNK // UNIT, PACKED)
+    for half in tl.static_range(2):
+        k = chunk * CHUNK + half * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
+        x = tl.load(x_row + k, mask=inside if EVEN else inside & (k < num_inputs), other=0.0)
+        weight = decode_half(word, own_scales, own_zeros, half, UNIT, x.dtype, PACKED)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    if PACKED:
+        # ptxas makes each wgmma wait for the one before where sums are on their way into the next round of a loop.
+        acc = tl.inline_asm_elementwise(KEEP, "=f,f", [acc], tl.float32, is_pure=True, pack=1)
     return acc
 
 
 @triton.jit
-def _sum_chunks(
-    words, scales, zeros, x_desc, first_row, x_row, inside, first, last, num_outputs, num_inputs, num_groups,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
-    UNITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _add_parts(parts):
+    """(R, O, 1, 2 or 4) -> (R, O), added in their order."""
+    if parts.shape[2] == 1:
+        total = tl.reshape(parts, (parts.shape[0], parts.shape[1]))
+    elif parts.shape[2] == 2:
+        first, second = tl.split(parts)
+        total = first + second
+    else:
+        even, odd = tl.split(tl.reshape(parts, (parts.shape[0], parts.shape[1], 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        total = first + second + third + fourth
+    return total
+
+
+@triton.jit
+def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """What weights times 2^-16 made, times 2^16."""
+    return numbers * 65536.0 if PACKED and tl.bfloat16 == DTYPE else numbers
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int4_few_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, x_stride, num_rows, num_outputs, num_inputs, part,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums (OUTPUTS, ROWS) over chunks `first` to `last`, and, gated, those of the features num_outputs further on.
-    Scales are loaded a chunk ahead: Triton does not do that with numbers of less than 4 bytes."""
-    COUNT: tl.constexpr = CHUNK // UNIT
-    further = num_outputs.to(tl.int64)
-    up_words, up_scales = words + further * tl.cdiv(num_inputs, CHUNK) * PLANE, scales + further * num_groups
-    up_zeros = zeros
-    if zeros is not None:
-        up_zeros = zeros + further * num_groups
-    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    own, own_zeros = load_scales(scales, zeros, first, num_groups, UNITS, COUNT)
+    """OUTPUTS features of at most ROWS rows. Each warp sums one of SPLIT parts of the inputs or, of two, all inputs of
+    the gates and of the ups: a warp's products by `mma.sync` wait for one another, those of several do not.
+
+    Planes are multiplied one by one: Triton 3.6 gives joined ones to `mma.sync` in another order, and a tile of x that
+    is cut in registers lies in shared memory so that threads wait for the same bank."""
+    CHUNK: tl.constexpr = 8 * PLANE
+    BATCH: tl.constexpr = 2 if GATED else SPLIT
+    index, chunks = tl.arange(0, BATCH)[:, None, None], tl.cdiv(num_inputs, CHUNK)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    feature, all_outputs = tl.minimum(outputs, num_outputs - 1)[None, :, None], num_outputs
+    first = index * (part // CHUNK)
     if GATED:
-        ups, up_zeros_own = load_scales(up_scales, up_zeros, first, num_groups, UNITS, COUNT)
-    for chunk in range(first, last):
-        after = chunk + 1
-        next_own, next_zeros = load_scales(scales, zeros, after, num_groups, UNITS, COUNT)
-        if GATED:
-            next_ups, next_up_zeros = load_scales(up_scales, up_zeros, after, num_groups, UNITS, COUNT)
-        acc = add_products(
-            acc, words, x_desc, first_row, x_row, inside, num_inputs, own, own_zeros, chunk,
-            CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
-        )  # fmt: skip
-        if GATED:
-            up = add_products(
-                up, up_words, x_desc, first_row, x_row, inside, num_inputs, ups, up_zeros_own, chunk,
-                CHUNK, PLANE, UNIT, EVEN, ZERO, PACKED, PRECISION,
-            )  # fmt: skip
-            ups, up_zeros_own = next_ups, next_up_zeros
-        own, own_zeros = next_own, next_zeros
-    return acc, up
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_groups"])
-def int4_kernel(
-    x_ptr, x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
-    num_rows, num_outputs, num_inputs, num_groups, part,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
-    UNITS: tl.constexpr, SPLIT: tl.constexpr, IN_TURN: tl.constexpr, SWIZZLE: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1), or from IN_TURN parts one after
-    another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights. Many rows are
-    loaded by `x_desc`."""
-    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
-    program = tl.program_id(0)
-    band, within = program // (SWIZZLE * row_tiles), program % (SWIZZLE * row_tiles)
-    width = tl.minimum(output_tiles - band * SWIZZLE, SWIZZLE)
-    first_row = within // width * ROWS
-    row = first_row + tl.arange(0, ROWS)
-    outputs = (band * SWIZZLE + within % width) * OUTPUTS + tl.arange(0, OUTPUTS)
-    safe = tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64)
-    words_row, column = tl.cdiv(num_inputs, CHUNK) * PLANE, tl.arange(0, PLANE)[None, :]
-    words = words_ptr + safe * words_row + column
-    scales = scales_ptr + safe * num_groups
-    zeros = None
+        feature, all_outputs, first = feature + index * num_outputs, 2 * num_outputs, 0
+    words = words_ptr + (feature.to(tl.int64) * chunks + first) * PLANE + tl.arange(0, PLANE)[None, None, :]
+    scales, zeros = unit_pointers(scales_ptr, first * (CHUNK // (2 * UNIT)), feature, all_outputs, PACKED), None
     if zeros_ptr is not None:
-        zeros = zeros_ptr + safe * num_groups
-    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride + column
-    inside = (row < num_rows)[:, None] & (column < PLANE)
-    result = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        zeros = unit_pointers(zeros_ptr, first * (CHUNK // (2 * UNIT)), feature, all_outputs, PACKED)
+    row, k = tl.arange(0, ROWS)[None, :, None], first * CHUNK + tl.arange(0, PLANE)[None, None, :]
+    x_cells, inside = x_ptr + row * x_stride + k, row < num_rows
+    acc = tl.zeros((BATCH, OUTPUTS, ROWS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for index in range(IN_TURN):
-        first = (tl.program_id(1) + index) * (part // CHUNK)
-        last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
-        acc, ups = _sum_chunks(
-            words, scales, zeros, x_desc, first_row, x_row, inside, first, last, num_outputs, num_inputs, num_groups,
-            ROWS, OUTPUTS, CHUNK, PLANE, UNIT, UNITS, GATED, EVEN, ZERO, PACKED, PRECISION,
-        )  # fmt: skip
-        result += acc
-        up += ups
+    for chunk in range(part // CHUNK):
+        own = chunk if EVEN else tl.minimum(chunk, chunks - 1 - first)  # beyond the last: any, by inputs of 0
+        word = tl.load(words + own * PLANE)
+        own_scales, own_zeros = load_units(scales, own, all_outputs, CHUNK // UNIT, PACKED), ()
+        if zeros is not None:
+            own_zeros = load_units(zeros, own, all_outputs, CHUNK // UNIT, PACKED)
+        for place in tl.static_range(8):
+            start = chunk * CHUNK + place * PLANE
+            x = tl.load(x_cells + start, mask=inside if EVEN else inside & (k + start < num_inputs), other=0.0)
+            weight = _plane(word, own_scales, own_zeros, place, UNIT, x.dtype, PACKED)
+            x = tl.permute(tl.broadcast_to(x, (BATCH, ROWS, PLANE)), (0, 2, 1))
+            acc = tl.dot(weight, x, acc, input_precision=PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-    cells = row[:, None].to(tl.int64) * num_outputs + outputs[None, :]
-    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    result = tl.trans(result)  # (ROWS, OUTPUTS)
-    if SPLIT > 1:
-        own_rows = num_rows - first_row
-        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-    rounded = result.to(out_ptr.dtype.element_ty)
+    sums = tl.permute(unscaled(acc, x_ptr.dtype.element_ty, PACKED), (2, 1, 0))  # (ROWS, OUTPUTS, BATCH)
+    dtype = out_ptr.dtype.element_ty
     if GATED:
-        rounded = round_silu_mul(rounded, tl.trans(up).to(rounded.dtype))
-    tl.store(out_ptr + cells, rounded, mask=valid)
+        gate, up = tl.split(sums)
+        rounded = round_silu_mul(gate.to(dtype), up.to(dtype))
+    else:
+        result = _add_parts(sums)
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+        rounded = result.to(dtype)
+    rows = tl.arange(0, ROWS)[:, None]
+    tl.store(
+        out_ptr + rows.to(tl.int64) * num_outputs + outputs[None, :], rounded,
+        mask=(rows < num_rows) & (outputs < num_outputs)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int4_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
+    num_rows, num_outputs, num_inputs, part,
+    ROWS: tl.constexpr, ROW_TILES: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1). Gated: half of them gates, half the
+    ups beside them, num_outputs further on."""
+    CHUNK: tl.constexpr = 8 * PLANE
+    OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    first_row, first_output = tl.program_id(0) % ROW_TILES * ROWS, tl.program_id(0) // ROW_TILES * OWN
+    place = tl.arange(0, OUTPUTS)
+    outputs = first_output + place % OWN
+    feature = (tl.minimum(outputs, num_outputs - 1) + place // OWN * num_outputs)[:, None]
+    all_outputs = num_outputs * (OUTPUTS // OWN)
+    words = words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE) + tl.arange(0, PLANE)[None, :]
+    scales, zeros = unit_pointers(scales_ptr, 0, feature, all_outputs, PACKED), None
+    if zeros_ptr is not None:
+        zeros = unit_pointers(zeros_ptr, 0, feature, all_outputs, PACKED)
+    row = first_row + tl.arange(0, ROWS)
+    x_row, inside = x_ptr + row[:, None] * x_stride, (row < num_rows)[:, None]
+    first = tl.program_id(1) * (part // CHUNK)
+    last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for chunk in range(first, last):
+        acc = add_products(
+            acc, words, scales, zeros, all_outputs, x_row, inside, num_inputs, chunk, UNIT, EVEN, PACKED, PRECISION
+        )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    result = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED))  # (ROWS, OUTPUTS)
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, OWN)), (0, 2, 1)))
+        rounded, outputs = round_silu_mul(gate.to(dtype), up.to(dtype)), first_output + tl.arange(0, OWN)
+        valid = inside & (outputs < num_outputs)[None, :]
+    else:
+        valid = inside & (outputs < num_outputs)[None, :]
+        if SPLIT > 1:
+            own_rows = num_rows - first_row
+            result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+        rounded = result.to(dtype)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :], rounded, mask=valid)
+
+
+@triton.jit
+def dequantize_kernel(
+    words_ptr, scales_ptr, zeros_ptr, out_ptr, num_outputs, num_inputs,
+    OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features (axis 0) of a chunk of inputs (axis 1)."""
+    CHUNK: tl.constexpr = 8 * PLANE
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    outputs, chunk = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1)
+    feature = tl.minimum(outputs, num_outputs - 1)[:, None]
+    row = feature.to(tl.int64)
+    words = tl.load(words_ptr + (row * tl.cdiv(num_inputs, CHUNK) + chunk) * PLANE + tl.arange(0, PLANE)[None, :])
+    pointers = unit_pointers(scales_ptr, 0, feature, num_outputs, PACKED)
+    scales, zeros = load_units(pointers, chunk, num_outputs, CHUNK // UNIT, PACKED), ()
+    if zeros_ptr is not None:
+        pointers = unit_pointers(zeros_ptr, 0, feature, num_outputs, PACKED)
+        zeros = load_units(pointers, chunk, num_outputs, CHUNK // UNIT, PACKED)
+    if PDL:  # the kernel before may read what is overwritten here
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = decode_half(words, scales, zeros, 0, UNIT, DTYPE, PACKED)
+    weight = unscaled(_beside(first, decode_half(words, scales, zeros, 1, UNIT, DTYPE, PACKED)), DTYPE, PACKED)
+    k = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = (outputs < num_outputs)[:, None]
+    inside = inside if EVEN else inside & (k < num_inputs)
+    tl.store(out_ptr + row * num_inputs + k, weight.to(DTYPE), mask=inside)

@@ -209,11 +209,11 @@ class FP8Linear(QuantizedLinear):
 class Int4Linear(QuantizedLinear):
     """Weights of 4 bits, inputs of 16 (kernels/gemm/int4.py)."""
 
-    def __init__(self, like: Linear, format: Int4Format, scales: torch.dtype, act_order: bool) -> None:
-        """`scales`: dtype of the file's. `act_order`: groups are not of neighbouring inputs (GPTQ's desc_act); then the
-        weights are stored by group, and inputs are gathered."""
+    def __init__(self, like: Linear, format: Int4Format, act_order: bool) -> None:
+        """`act_order`: groups are not of neighbouring inputs (GPTQ's desc_act); then the weights are stored by group,
+        and inputs are gathered."""
         super().__init__(like)
-        self.format, self.dtypes = format, {"scales": scales}  # type: ignore[misc]
+        self.format = format
         outputs, inputs = self.out_features, self.in_features
         for part in self.parts or [None]:
             if self.size_of(part) % 8 or inputs % 8:
@@ -221,9 +221,10 @@ class Int4Linear(QuantizedLinear):
         self.group_size = format.group_size if format.group_size > 0 else -(-inputs // int4.CHUNK) * int4.CHUNK
         self.num_groups = -(-inputs // self.group_size)
         self.register_buffer("words", torch.empty(outputs, int4.num_words(inputs), dtype=torch.int32))
-        self.register_buffer("scales", torch.empty(outputs, self.num_groups))
+        units = int4.num_pairs(inputs, self.group_size), outputs, 2
+        self.register_buffer("scales", torch.empty(units))  # in the network's dtype
         if not format.symmetric:
-            self.register_buffer("zeros", torch.empty(outputs, self.num_groups, dtype=torch.uint8))
+            self.register_buffer("zeros", torch.empty(units, dtype=torch.int16))
         self.orders: dict[str | None, Tensor] = {}  # of parts, on the host
         if act_order:
             self.register_buffer("permutation", torch.empty(inputs, dtype=torch.int64))
@@ -254,7 +255,8 @@ class Int4Linear(QuantizedLinear):
         rows = self.rows_of(part)
         order = self._order(part, tensors.get("g_idx", tensors.get("weight_g_idx")))
         scales = tensors["weight_scale"] if self.format.layout == "packed" else tensors["scales"].t()
-        self.get_buffer("scales")[rows].copy_(scales)
+        own = self.get_buffer("scales")
+        own[:, rows] = int4.pack_units(scales.to(own.device), self.group_size, self.in_features).to(own.dtype)
         self._load_zeros(rows, tensors)
         words = self.get_buffer("words")[rows]
         step = max(CHUNK // (16 * self.in_features) // 8 * 8, 8)
@@ -288,7 +290,8 @@ class Int4Linear(QuantizedLinear):
             zeros = _nibbles(tensors["qzeros"].to(device)).flatten(1).t()
         zeros = zeros.to(torch.uint8) + self.format.zero_offset
         if not self.format.symmetric:
-            self.get_buffer("zeros")[rows].copy_(zeros)
+            units = int4.pack_units(zeros, self.group_size, self.in_features)
+            self.get_buffer("zeros")[:, rows] = units.to(torch.int16)
         elif bool((zeros != int4.SYMMETRIC_ZERO).any()):
             raise ValueError(
                 "the config says that weights are symmetric, but zeros of the file are not 8; is sym false?"
@@ -329,11 +332,20 @@ class Int4Linear(QuantizedLinear):
         flat = x.reshape(-1, self.in_features)
         if "permutation" in self._buffers:
             flat = flat.index_select(1, self.get_buffer("permutation"))
-        out = int4.int4_linear(flat, self.stored, self.bias, gated)
+        out = int4.int4_linear(flat, self.stored, self.bias, gated, self.order)
         return out.view(*x.shape[:-1], out.shape[-1])
 
+    def check_order(self, rows: Iterable[int]) -> None:
+        """Of rows that dequantised weights multiply."""
+        assert self.order is not None
+        many = [count for count in rows if count > int4.FEW_ROWS]
+        if many:
+            whole = int4.dequantize(self.stored, self.get_buffer("scales").dtype)
+            part = int4.part_of(self.stored, self.is_gated)
+            self.order.check(whole, self.bias, many, gated=self.is_gated, part=part)
+
     def dequantized(self) -> Tensor:
-        weight = int4.dequantize(self.stored)
+        weight = int4.dequantize(self.stored, torch.float32)
         return weight[:, self.get_buffer("permutation").argsort()] if "permutation" in self._buffers else weight
 
 
@@ -415,12 +427,10 @@ def quantized_layer(
     """In the place of `linear`, on the meta device; `names` are those of its parts in files."""
     if isinstance(format, FP8Format):
         return FP8Linear(linear, format)
-    scales = (tensors.get(f"{name}.{kind}") for name, kind in product(names, ("scales", "weight_scale")))
-    dtype = next((tensor.dtype for tensor in scales if tensor is not None), torch.float16)
-    layer = Int4Linear(linear, format, dtype, act_order=False)
+    layer = Int4Linear(linear, format, act_order=False)
     ids = (tensors.get(f"{name}.{kind}") for name, kind in product(names, ("g_idx", "weight_g_idx")))
     if any(groups is not None and is_shuffled(groups, layer.group_size) for groups in ids):
-        return Int4Linear(linear, format, dtype, act_order=True)
+        return Int4Linear(linear, format, act_order=True)
     return layer
 
 

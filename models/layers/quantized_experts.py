@@ -130,7 +130,8 @@ class LinearExperts(QuantizedExperts):
             for key, tensor in layer.named_buffers():
                 stacked = torch.empty(self.spec.num_experts, *tensor.shape, dtype=tensor.dtype)
                 self.register_buffer(f"{name}_{key}", stacked)
-                dtypes[f"{name}_{key}"] = layer.dtypes.get(key, tensor.dtype)
+                if key in layer.dtypes:
+                    dtypes[f"{name}_{key}"] = layer.dtypes[key]
             if isinstance(layer, FP8Linear) and layer.format.static:
                 self.register_buffer(f"{name}_largest_scale", torch.empty(()))
                 dtypes[f"{name}_largest_scale"] = torch.float32

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from slipstream.models.files.quantization import Quantization, read_quantization
+from slipstream.models.layers.quantized import Int4Linear
 from slipstream.models.layers.quantized_experts import quantize_by_config
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
@@ -19,6 +20,7 @@ class TargetSize(NamedTuple):
     kept: int
     read: int  # of files: more than is kept where weights are quantised on the fly
     quantization: Quantization | None
+    widest_dequantized: int = 0  # the largest 4-bit layer in 16 bits, as many rows are multiplied by it
 
 
 def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | None = None) -> TargetSize:
@@ -32,7 +34,9 @@ def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | N
         return TargetSize(plain, plain, None)
     quantize_by_config(target, formats)
     kept = weight_bytes(target, dtype)
-    return TargetSize(kept, plain if formats.on_the_fly else kept, formats)
+    layers = [one for one in target.modules() if isinstance(one, Int4Linear)]
+    widest = max((one.out_features * one.in_features * dtype.itemsize for one in layers), default=0)
+    return TargetSize(kept, plain if formats.on_the_fly else kept, formats, widest)
 
 
 def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:

@@ -430,6 +430,6 @@ def check_order(target: Target, keys: Sequence[StepKey]) -> None:
     """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
     rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
     linears = [one for one in target.modules() if isinstance(one, Linear)]
-    products = {(one.out_features, one.in_features, one.bias is None, one.is_gated): one for one in linears}
+    products = {(type(one), one.out_features, one.in_features, one.bias is None, one.is_gated): one for one in linears}
     for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
         one.check_order(heads if one is target.lm_head else rows)

@@ -111,8 +111,14 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
         zeros = codes(*given.shape, end=16) if kind == "int4 zeros" else None
         spread = torch.arange(inputs, device=device) // 32
         value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
+        given = given.to(torch.bfloat16 if device == "cuda" else torch.float16)
         words = torch.stack([int4.pack_codes(own) for own in numbers])
-        return int4.Int4Weight(words, given.half(), zeros, 32, inputs), value * given.half().double()[..., spread]
+        scales_of_units, zeros_of_units = (
+            None if own is None else torch.stack([int4.pack_units(one, 32, inputs) for one in own])
+            for own in (given, None if zeros is None else zeros.to(torch.int16))
+        )
+        value = (value * given.double()[..., spread]).to(torch.bfloat16 if device == "cuda" else torch.float32).double()
+        return int4.Int4Weight(words, scales_of_units, zeros_of_units, 32, inputs), value
     weight = torch.randn(experts, outputs, inputs, generator=generator, device=device).to(fp8.E4M3)
     static = torch.tensor(0.02, device=device) if kind == "fp8 static" else None
     if kind == "fp8 blocks":
@@ -261,8 +267,9 @@ QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
 def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
     rows, size, _, experts, top_k = shape
     weights, wide = quantized_experts(kind, shape[1:], device)
-    router, _, _ = random_layer((size, 8, experts, top_k), torch.float32, device)
-    x = random_rows(rows, size, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    router, _, _ = random_layer((size, 8, experts, top_k), dtype, device)
+    x = random_rows(rows, size, dtype, device)
     how, static = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s")), torch.tensor(0.02, device=device)
 
     def round_inputs(row: Tensor) -> Tensor:

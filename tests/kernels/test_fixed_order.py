@@ -13,6 +13,7 @@ from slipstream.kernels.gemm.fixed_order import (
     linear_by_parts,
     linear_many_rows_triton,
     sum_parts_triton,
+    usual_part,
 )
 from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
@@ -30,9 +31,11 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device
     dtype = torch.float16
     x, weight, bias = random(*shape, dtype, device)
     for own_bias in (None, bias):
-        for tile in TILES if device == "cpu" else [(64, 128), (128, 64), None]:
+        for tile, part in zip(
+            TILES if device == "cpu" else [(64, 128), (128, 64), None], (None, 128, 512), strict=True
+        ):
             with poisoned():
-                out = linear_many_rows_triton(x, weight, own_bias, tile)
+                out = linear_many_rows_triton(x, weight, own_bias, tile, part)
             added = 0 if own_bias is None else own_bias.double()
             check(out, x.double() @ weight.double().t() + added, dtype)
 
@@ -60,8 +63,17 @@ def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
     """So that they are not left out unnoticed."""
     x, weight, _ = random(512, *shape, torch.bfloat16, "cuda")
     assert has_equal_parts(weight)
-    for rows in (320, 512):
-        assert torch.equal(linear_by_parts(x[:rows], weight), linear_many_rows_triton(x[:rows], weight))
+    for rows, part in ((320, None), (512, None), (512, shape[1] // 4)):
+        found = linear_by_parts(x[:rows], weight, part=part)
+        assert torch.equal(found, linear_many_rows_triton(x[:rows], weight, part=part))
+
+
+def test_usual_parts_are_those_of_few_rows() -> None:
+    for shape, part in (((6144, 4096), 4096), ((4096, 14336), 7168), ((64, 4224), 1152), ((64, 4232), 1152)):
+        weight = torch.empty(shape, device="meta")
+        assert (usual_part(weight), usual_part(weight, gated=True)) == (part, shape[1])
+        assert has_equal_parts(weight) == (shape == (4096, 14336))
+    assert has_equal_parts(weight, 2116)
 
 
 @pytest.mark.parametrize("num_inputs", [128, 2048, 4096, 4224, 14336])

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights against their formula in fp64, and the bits of a row among others."""
+"""Linear layers with 4-bit weights against their formula in fp64 and the layer of 16 bits that they stand for."""
 
 import pytest
 import torch
@@ -7,29 +7,30 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import int4
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.int4 import Int4Weight, int4_linear, pack_codes, unpack_words
+from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
+from slipstream.kernels.gemm.int4 import Int4Weight, dequantize, int4_linear, pack_codes, pack_units, unpack_words
 from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SHAPES = [(1, 128, 4096), (5, 66, 328), (70, 66, 2048), (130, 66, 2056)]
+SHAPES = [(1, 128, 4096), (5, 66, 328), (7, 66, 2056), (70, 66, 2048), (130, 66, 2056)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-ROWS = [1, 2, 7, 16, 33, 64, 65, 100, 128, 200, 300, 513, 1024]
+ROWS = [1, 2, 7, 8, 9, 16, 33, 64, 65, 100, 128, 129, 200, 300, 513, 1024]
 
 
 def layer(
-    outputs: int, inputs: int, group: int, symmetric: bool, device: str, dtype: torch.dtype = torch.float16
+    outputs: int, inputs: int, group: int, symmetric: bool, device: str, dtype: torch.dtype
 ) -> tuple[Int4Weight, Tensor]:
-    """The weight as stored and in fp64; scales make products about 1 in size."""
+    """The weight as stored and what it means in `dtype`; scales make products about 1 in size."""
     generator = torch.Generator(device).manual_seed(inputs)
     groups = -(-inputs // group)
     codes = torch.randint(16, (outputs, inputs), generator=generator, device=device)
     scales = (0.5 + torch.rand(outputs, groups, generator=generator, device=device)).mul(0.2 * inputs**-0.5).to(dtype)
     zeros = torch.randint(17, (outputs, groups), generator=generator, device=device)
     spread = torch.arange(inputs, device=device) // group
-    value = (codes - (8 if symmetric else zeros[:, spread])).double() * scales.double()[:, spread]
-    kept = None if symmetric else zeros.to(torch.uint8)
-    return Int4Weight(pack_codes(codes), scales, kept, group, inputs), value
+    exact = (codes - (8 if symmetric else zeros[:, spread])).double() * scales.double()[:, spread]
+    units = [pack_units(found, group, inputs) for found in (scales, zeros.to(torch.int16))]
+    return Int4Weight(pack_codes(codes), units[0], None if symmetric else units[1], group, inputs), exact.to(dtype)
 
 
 def test_codes_lie_in_planes() -> None:
@@ -47,6 +48,32 @@ def test_codes_lie_in_planes() -> None:
     assert torch.equal(unpack_words(words, 328).long(), codes)
 
 
+@pytest.mark.parametrize(("group", "inputs"), [(32, 328), (64, 64), (128, 520), (512, 1100)])
+def test_units_lie_in_pairs(group: int, inputs: int) -> None:
+    """Against a loop."""
+    groups = torch.arange(3 * -(-inputs // group)).view(3, -1)
+    units, size = pack_units(groups, group, inputs), min(group, 128)
+    assert units.shape == (-(-inputs // 256) * 256 // size // 2, 3, 2)
+    for column in range(inputs):
+        pair, place = divmod(column // size, 2)
+        assert torch.equal(units[pair, :, place], groups[:, column // group])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "group", "symmetric", "dtype"), cover(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
+)
+def test_weights_are_rounded_once(
+    shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
+) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("the kernels of a GPU take 16 bits")
+    weight, value = layer(*shape[1:], group, symmetric, device, dtype)
+    for run in (dequantize.reference, dequantize.triton):
+        with poisoned():
+            assert torch.equal(run(weight, dtype), value)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "group", "symmetric", "dtype"), cover(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
@@ -54,31 +81,33 @@ def test_codes_lie_in_planes() -> None:
 def test_products_are_those_of_their_formula(
     shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
 ) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("the kernels of a GPU take 16 bits")
     rows, outputs, inputs = shape
-    weight, value = layer(outputs, inputs, group, symmetric, device)
+    weight, value = layer(outputs, inputs, group, symmetric, device, dtype)
     x = torch.randn(rows, inputs + 8, device=device).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, device=device).to(dtype)
     for run in (int4_linear.reference, int4_linear.triton):
-        with poisoned():
-            out, gated = run(x, weight, bias), run(x, weight, None, True)
-        expected, tolerance = x.double() @ value.t(), TOLERANCES[dtype]
-        torch.testing.assert_close(out.double(), expected + bias.double(), atol=tolerance, rtol=tolerance)
-        gate, up = expected.chunk(2, dim=-1)
-        torch.testing.assert_close(gated.double(), F.silu(gate) * up, atol=2 * tolerance, rtol=2 * tolerance)
-        assert out.dtype == gated.dtype == dtype
-        assert run(x[:0], weight, bias).shape == (0, outputs)
+        for order in (None, FixedOrder()):
+            with poisoned():
+                out, gated = run(x, weight, bias, False, order), run(x, weight, None, True, order)
+            expected, tolerance = x.double() @ value.double().t(), TOLERANCES[dtype]
+            torch.testing.assert_close(out.double(), expected + bias.double(), atol=tolerance, rtol=tolerance)
+            gate, up = expected.chunk(2, dim=-1)
+            torch.testing.assert_close(gated.double(), F.silu(gate) * up, atol=2 * tolerance, rtol=2 * tolerance)
+            assert out.dtype == gated.dtype == dtype
+            assert run(x[:0], weight, bias).shape == (0, outputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_few_others(device: str) -> None:
-    weight, _ = layer(64, 2048, 128, False, device)
+    weight, _ = layer(64, 2048, 128, False, device, torch.float16)
     x = torch.randn(16, 2048, device=device).half()
-    assert int4.choose_int4_tiling(64, 2048).split == 2
+    assert int4.part_of(weight) == 1024
     for gated in (False, True):
-        out = int4_linear.triton(x, weight, None, gated)
-        for rows in (1, 5, 16):
-            assert torch.equal(int4_linear.triton(x[:rows], weight, None, gated), out[:rows])
-    assert torch.equal(out, silu_mul.triton(int4._launch(x, weight, None, False, None, split=1)))
+        for most, fewer in ((16, 9), (8, 5), (8, 1)):  # in one tile
+            out = int4_linear.triton(x[:most], weight, None, gated)
+            assert torch.equal(int4_linear.triton(x[:fewer], weight, None, gated), out[:fewer])
 
 
 def test_mxfp4_blocks() -> None:
@@ -102,22 +131,23 @@ def test_mxfp4_blocks() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("shape", [*LLAMA, (1152, 896)])
+@pytest.mark.parametrize("shape", [*LLAMA, (1152, 896), (520, 4232)])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], symmetric: bool) -> None:
-    for dtype, group in ((torch.bfloat16, 128), (torch.float16, 32)):
+def test_rows_have_the_bits_of_a_layer_of_16_bits(shape: tuple[int, int], symmetric: bool) -> None:
+    """Among any others; with and without the library where it adds alike."""
+    for dtype, group in ((torch.bfloat16, 128), (torch.float16, 32), (torch.bfloat16, 64)):
         weight, value = layer(*shape, group, symmetric, "cuda", dtype)
-        x = torch.randn(ROWS[-1], shape[1], device="cuda").to(dtype)
-        for gated in (False, True):
-            whole = int4_linear(x, weight, None, gated)
-            expected = x[:40].double() @ value.t()
-            gate, up = expected.chunk(2, dim=-1)
-            expected = F.silu(gate) * up if gated else expected
-            torch.testing.assert_close(whole[:40].double(), expected, atol=3e-2, rtol=3e-2)
-            for count in ROWS:
-                start = (ROWS[-1] - count) // 3
-                found = int4_linear(x[start : start + count], weight, None, gated)
-                assert torch.equal(found, whole[start : start + count]), (dtype, gated, count)
+        assert torch.equal(dequantize(weight, dtype), value)
+        x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((ROWS[-1], shape[1]), (shape[0],)))
+        part, order = int4.part_of(weight), FixedOrder()
+        order.check(value, bias, ROWS[::2], part=part)
+        order.check(value, None, ROWS[::2], gated=True)
+        expected = linear_many_rows_triton(x, value, bias, part=part)
+        gated = silu_mul(linear_many_rows_triton(x, value, part=shape[1]))
+        for count in ROWS:
+            rows = slice((ROWS[-1] - count) // 3, (ROWS[-1] - count) // 3 + count)
+            assert torch.equal(int4_linear(x[rows], weight, bias, False, order), expected[rows]), (dtype, count)
+            assert torch.equal(int4_linear(x[rows], weight, None, True, order), gated[rows]), (dtype, count)
 
 
 @pytest.mark.gpu

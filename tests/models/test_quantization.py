@@ -124,7 +124,7 @@ def test_networks_keep_their_dtype_beside_quantised_weights(plain: Path, tmp_pat
     save_quantized(LAYOUTS["packed"], plain, tmp_path / "packed")
     target = load(tmp_path / "packed", dtype=torch.bfloat16)
     assert target.dtype == target.lm_head.weight.dtype == target.norm.weight.dtype == torch.bfloat16
-    assert target.layers[0].mlp.down_proj.scales.dtype == torch.float16
+    assert target.layers[0].mlp.down_proj.scales.dtype == torch.bfloat16, "in which weights are rounded"
     save_quantized(LAYOUTS["fp8-static"], plain, tmp_path / "fp8")
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     cache = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(1) for kind in "kv"}
@@ -171,7 +171,7 @@ def test_parts_fill_blocks_and_words() -> None:
         with pytest.raises(ValueError, match="begin within a block of 128 outputs.*k_proj"):
             FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
         with pytest.raises(ValueError, match="weights of 12 x 256 do not fill words of 8"):
-            Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), torch.float16, False)
+            Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), False)
 
 
 def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from slipstream.models.files.quantization import read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.listed_tensors import listed_tensors
-from slipstream.models.layers.quantized import quantize_linears
+from slipstream.models.layers.quantized import Int4Linear, quantize_linears
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
@@ -79,6 +79,9 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     assert network.weights == bytes_of(loaded)
     assert loaded.quantization is not None
     assert f"{loaded.quantization.name}, bfloat16" in report(config)
+    layers = [one for one in loaded.modules() if isinstance(one, Int4Linear)]
+    assert network.dequantized == max((2 * one.out_features * one.in_features for one in layers), default=0)
+    assert ("of it for a 4-bit layer in 16 bits" in report(config)) == bool(layers)
     own = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
     assert network.read == (own if asked else network.weights)
 
