@@ -445,10 +445,11 @@ def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
     Codes lie in words of two: tensor cores read values by columns, and nothing transposes bytes on the way from shared
     memory; words are. Two products, since the compiler then copies words straight to shared memory and reads them as
     tensor cores take them; halves of acc lie in registers of their own, so nothing moves. High tiles with words of
-    less than 128 bytes a token have one product: Triton 3.6 computes wrong ones of such narrow tiles of values."""
+    less than 128 bytes a token have one product: Triton 3.6 computes wrong ones of such narrow tiles of values. Low
+    tiles of less than 64 bytes do, too, since nobody has checked theirs."""
     if loaded.dtype == tl.int16:
         lower, upper = _unpack(loaded, weights.dtype)
-        if loaded.shape[1] < 64 and weights.shape[0] >= 64:
+        if loaded.shape[1] < 32 or (loaded.shape[1] < 64 and weights.shape[0] >= 64):
             both = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (loaded.shape[0], acc.shape[1]))
             acc = tl.dot(weights, both, acc, input_precision=PRECISION)
         else:
@@ -513,12 +514,16 @@ def _score(q, k, squash, PRECISION: tl.constexpr):
     limits.
 
     Two products of codes, as in `_add_values`. Joined, Triton would add dims in another order in tiles of less than 64
-    rows than in others."""
+    rows than in others. A product takes at least 16 dims."""
     if k.dtype == tl.int16:
-        even, odd = _halves(q)
         lower, upper = _unpack(tl.trans(k), q.dtype)  # transposed as words
-        scores = tl.dot(even, lower, input_precision=PRECISION)
-        scores = tl.dot(odd, upper, scores, input_precision=PRECISION)
+        if k.shape[1] < 16:
+            keys = tl.reshape(tl.permute(tl.join(lower, upper), (2, 0, 1)), (q.shape[1], k.shape[0]))
+            scores = tl.dot(q, keys, input_precision=PRECISION)
+        else:
+            even, odd = _halves(q)
+            scores = tl.dot(even, lower, input_precision=PRECISION)
+            scores = tl.dot(odd, upper, scores, input_precision=PRECISION)
     else:
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if squash is not None:
