@@ -219,7 +219,7 @@ def tune(config: FormatsConfig) -> Iterator[dict[str, Any]]:
             for rows in config.rows:
                 x = torch.randn(rows, inputs, device=config.device).bfloat16()
                 sets = [tunable(name, outputs, inputs, gated, config.device) for _ in range(config.layers)]
-                for tiling in (None, *tilings(name, outputs, gated, rows)):
+                for tiling in (None, *tilings(name, outputs, gated)):
                     try:
                         ms = timed(config, lambda tiling=tiling, sets=sets, x=x: [one(x, tiling) for one in sets])
                     except Exception as error:  # a tiling that does not fit
@@ -245,12 +245,10 @@ def tunable(
     return multiply
 
 
-def tilings(name: str, outputs: int, gated: bool, rows: int) -> Iterator[Tiling]:
+def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
     depth, is_int4 = (int4.CHUNK, True) if name.startswith("int4") else (fp8.BLOCK, False)
     for split in (1,) if gated else (1, 2, 4) if is_int4 else (1, 2, 4, 8):
         sizes = ((64, 4), (128, 8), *([(128, 4)] if is_int4 else []))
-        if is_int4 and rows <= int4.FEWEST_ROWS:  # a warp for each part
-            sizes = tuple((size, 2 if gated else split) for size in (16, 32))
         for size, warps in sizes:
             for stages in (3, 4, 6, 8):
                 if outputs // size * split <= 2048:

@@ -44,7 +44,6 @@ PLANE = 32  # inputs of the i-th nibbles of these
 MOST_UNIT = 128  # inputs that have a scale of their own in the inner layout
 SYMMETRIC_ZERO = 8
 FEW_ROWS = 128  # more are multiplied by dequantised weights
-FEWEST_ROWS = 8  # which `mma.sync` takes at once
 TILE_ROWS = 64  # of a program, at most
 MOST_PARTS = 4
 PART = 1024  # inputs that are not shared out
@@ -198,12 +197,10 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
 
 def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
     """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
-    product. Tiles of more than FEWEST_ROWS are the fastest of some on an H200."""
+    product. Tiles are the fastest of some on an H200."""
     split, tiles = 1, triton.cdiv(num_outputs, 64)
     while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
-    if num_rows <= FEWEST_ROWS:  # a warp for each part
-        return Tiling(outputs=32, depth=CHUNK, split=split, stages=4, warps=2 if gated else split)
     return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
@@ -214,26 +211,17 @@ def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, til
     if num_rows == 0:
         return out
     tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows)
-    given = x, weight.words, *unit_words(weight), bias, out
-    sizes = x.stride(0), num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling)
-    options = {
-        "OUTPUTS": tiling.outputs, "PLANE": PLANE, "UNIT": unit_inputs(weight.group_size), "SPLIT": tiling.split,
-        "GATED": gated, "PACKED": is_packed(weight), "PRECISION": "ieee", "num_stages": tiling.stages,
-        "num_warps": tiling.warps, **pdl_options(x.device),
-    }  # fmt: skip
-    if num_rows <= FEWEST_ROWS:
-        is_even = num_inputs % (CHUNK * tiling.split) == 0
-        int4_few_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
-            *given, *sizes, ROWS=FEWEST_ROWS, EVEN=is_even, **options
-        )
-        return out
     rows = min(max(triton.next_power_of_2(num_rows), 16), TILE_ROWS)
     row_tiles = triton.cdiv(num_rows, rows)
     tiles = triton.cdiv(num_outputs, tiling.outputs // (1 + gated)) * row_tiles
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     int4_kernel[(tiles, tiling.split)](
-        *given, partial, counters, *sizes, ROWS=rows, ROW_TILES=row_tiles, EVEN=num_inputs % CHUNK == 0, **options
-    )
+        x, weight.words, *unit_words(weight), bias, out, partial, counters, x.stride(0),
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
+        ROWS=rows, ROW_TILES=row_tiles, OUTPUTS=tiling.outputs, PLANE=PLANE, UNIT=unit_inputs(weight.group_size),
+        SPLIT=tiling.split, GATED=gated, EVEN=num_inputs % CHUNK == 0, PACKED=is_packed(weight), PRECISION="ieee",
+        num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -378,84 +366,9 @@ def add_products(
 
 
 @triton.jit
-def _add_parts(parts):
-    """(R, O, 1, 2 or 4) -> (R, O), added in their order."""
-    if parts.shape[2] == 1:
-        total = tl.reshape(parts, (parts.shape[0], parts.shape[1]))
-    elif parts.shape[2] == 2:
-        first, second = tl.split(parts)
-        total = first + second
-    else:
-        even, odd = tl.split(tl.reshape(parts, (parts.shape[0], parts.shape[1], 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        total = first + second + third + fourth
-    return total
-
-
-@triton.jit
 def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """What weights times 2^-16 made, times 2^16."""
     return numbers * 65536.0 if PACKED and tl.bfloat16 == DTYPE else numbers
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def int4_few_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, x_stride, num_rows, num_outputs, num_inputs, part,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """OUTPUTS features of at most ROWS rows. Each warp sums one of SPLIT parts of the inputs or, of two, all inputs of
-    the gates and of the ups: a warp's products by `mma.sync` wait for one another, those of several do not.
-
-    Planes are multiplied one by one: Triton 3.6 gives joined ones to `mma.sync` in another order, and a tile of x that
-    is cut in registers lies in shared memory so that threads wait for the same bank."""
-    CHUNK: tl.constexpr = 8 * PLANE
-    BATCH: tl.constexpr = 2 if GATED else SPLIT
-    index, chunks = tl.arange(0, BATCH)[:, None, None], tl.cdiv(num_inputs, CHUNK)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    feature, all_outputs = tl.minimum(outputs, num_outputs - 1)[None, :, None], num_outputs
-    first = index * (part // CHUNK)
-    if GATED:
-        feature, all_outputs, first = feature + index * num_outputs, 2 * num_outputs, 0
-    words = words_ptr + (feature.to(tl.int64) * chunks + first) * PLANE + tl.arange(0, PLANE)[None, None, :]
-    scales, zeros = unit_pointers(scales_ptr, first * (CHUNK // (2 * UNIT)), feature, all_outputs, PACKED), None
-    if zeros_ptr is not None:
-        zeros = unit_pointers(zeros_ptr, first * (CHUNK // (2 * UNIT)), feature, all_outputs, PACKED)
-    row, k = tl.arange(0, ROWS)[None, :, None], first * CHUNK + tl.arange(0, PLANE)[None, None, :]
-    x_cells, inside = x_ptr + row * x_stride + k, row < num_rows
-    acc = tl.zeros((BATCH, OUTPUTS, ROWS), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for chunk in range(part // CHUNK):
-        own = chunk if EVEN else tl.minimum(chunk, chunks - 1 - first)  # beyond the last: any, by inputs of 0
-        word = tl.load(words + own * PLANE)
-        own_scales, own_zeros = load_units(scales, own, all_outputs, CHUNK // UNIT, PACKED), ()
-        if zeros is not None:
-            own_zeros = load_units(zeros, own, all_outputs, CHUNK // UNIT, PACKED)
-        for place in tl.static_range(8):
-            start = chunk * CHUNK + place * PLANE
-            x = tl.load(x_cells + start, mask=inside if EVEN else inside & (k + start < num_inputs), other=0.0)
-            weight = _plane(word, own_scales, own_zeros, place, UNIT, x.dtype, PACKED)
-            x = tl.permute(tl.broadcast_to(x, (BATCH, ROWS, PLANE)), (0, 2, 1))
-            acc = tl.dot(weight, x, acc, input_precision=PRECISION)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    sums = tl.permute(unscaled(acc, x_ptr.dtype.element_ty, PACKED), (2, 1, 0))  # (ROWS, OUTPUTS, BATCH)
-    dtype = out_ptr.dtype.element_ty
-    if GATED:
-        gate, up = tl.split(sums)
-        rounded = round_silu_mul(gate.to(dtype), up.to(dtype))
-    else:
-        result = _add_parts(sums)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-        rounded = result.to(dtype)
-    rows = tl.arange(0, ROWS)[:, None]
-    tl.store(
-        out_ptr + rows.to(tl.int64) * num_outputs + outputs[None, :], rounded,
-        mask=(rows < num_rows) & (outputs < num_outputs)[None, :],
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
