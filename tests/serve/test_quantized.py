@@ -13,9 +13,14 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.quantized_targets import CONFIG, LAYOUTS, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import save_random_target
-from slipstream.tests.serve.engine_runs import build_engine, make_request, run, sized_requests
+from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run, sized_requests
 
 TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
+
+
+TIE = 0.05  # between the log-probabilities of two tokens
+"""On a CPU the last bit of a sum depends on the rows of a pass, and an input halfway between two codes may become either;
+that changes logits as a rounding in FP8 does."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +44,22 @@ def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path],
     module = engine.runner.drafter.module
     assert not any(isinstance(layer, FP8Linear) for layer in module.modules()), "a draft has its own format"
     drafted = run(engine, sized_requests())
-    plain = run(build_engine(tmp_path / name, **asked), sized_requests())
-    assert {key: answer.tokens for key, answer in drafted.items()} == {key: a.tokens for key, a in plain.items()}
+    plain = run(build_engine(tmp_path / name, **asked), sized_requests(logprobs=2))
+    for key, answer in drafted.items():
+        check_tokens(answer.tokens, plain[key])
     assert sum(answer.counts.drafted_tokens for answer in drafted.values()) > 0
+
+
+def check_tokens(tokens: list[int], expected: Answer) -> None:
+    """Greedy answers are equal, or were until the two best tokens were as good."""
+    place = next((i for i, pair in enumerate(zip(tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        assert len(tokens) == len(expected.tokens)
+        return
+    assert expected.logprobs is not None
+    best, second = expected.logprobs.top[place]
+    assert best - second < TIE, f"token {place}"
+    assert tokens[place] == expected.logprobs.top_ids[place][1]
 
 
 def test_the_option_quantises_all_but_head_and_embedding(models: tuple[Path, Path]) -> None:
