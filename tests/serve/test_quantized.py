@@ -19,8 +19,8 @@ TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 
 
 TIE = 0.05  # between the log-probabilities of two tokens
-"""On a CPU the last bit of a sum depends on the rows of a pass, and an input halfway between two codes may become either;
-that changes logits as a rounding in FP8 does."""
+"""On a CPU the last bit of a sum depends on the rows of a pass, and an input halfway between two codes becomes either
+one; that changes logits as a rounding in FP8 does."""
 
 
 @pytest.fixture(scope="module")
