@@ -248,8 +248,7 @@ def tunable(
 def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
     depth, is_int4 = (int4.CHUNK, True) if name.startswith("int4") else (fp8.BLOCK, False)
     for split in (1,) if gated else (1, 2, 4) if is_int4 else (1, 2, 4, 8):
-        sizes = ((64, 4), (128, 8), *([(128, 4)] if is_int4 else []))
-        for size, warps in sizes:
+        for size, warps in ((64, 4), (128, 8), *([(128, 4)] if is_int4 else [])):
             for stages in (3, 4, 6, 8):
                 if outputs // size * split <= 2048:
                     yield Tiling(outputs=size, depth=depth, split=split, stages=stages, warps=warps)

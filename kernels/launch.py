@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter knows neither assembly nor a device library."""
 P = ParamSpec("P")
 R = TypeVar("R")
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
@@ -68,12 +70,6 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch keywords for a kernel that has the constexpr PDL and waits as described above."""
     has_pdl = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
-
-
-@triton.constexpr_function
-def is_interpreted() -> bool:
-    """Whether kernels run in the interpreter, which knows no assembly."""
-    return triton.knobs.runtime.interpret
 
 
 PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")

@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.kernels.attention.dense import cap
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.kv.fp8 import E4M3, decode
-from slipstream.kernels.launch import Op, is_interpreted, pdl_options, shared_memory
+from slipstream.kernels.launch import COMPILED, Op, pdl_options, shared_memory
 from slipstream.kernels.speculation.verify import MAX_NODES, unpack
 
 Mask = Literal["causal", "tree", "block"]
@@ -480,7 +480,7 @@ UNPACK_PAIRS = tl.constexpr("""{
 @triton.jit
 def _unpack(words, DTYPE: tl.constexpr):
     """The lower and the upper codes of words, as numbers."""
-    if tl.float16 == DTYPE and not is_interpreted():
+    if tl.float16 == DTYPE and COMPILED:
         lower, upper = tl.inline_asm_elementwise(
             UNPACK_PAIRS, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )

@@ -45,7 +45,7 @@ MOST_UNIT = 128  # inputs that have a scale of their own in the inner layout
 SYMMETRIC_ZERO = 8
 FEW_ROWS = 128  # more are multiplied by dequantised weights
 TILE_ROWS = 64  # of a program, at most
-MOST_PARTS = 4
+MOST_PARTS = 4  # of the inputs
 PART = 1024  # inputs that are not shared out
 
 
@@ -70,6 +70,7 @@ def num_pairs(num_inputs: int, group_size: int) -> int:
 
 
 def unit_inputs(group_size: int) -> int:
+    """Inputs of a unit."""
     return min(group_size, MOST_UNIT)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
-from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import COMPILED, Op, pdl_options, wait_for_inputs
 from slipstream.kernels.sampling.filters import Filters, filter_logits, filter_thresholds_triton
 from slipstream.kernels.sampling.processors import (
     Processors,
@@ -38,7 +38,6 @@ MASK32 = 0xFFFFFFFF
 MAX_K = 16
 MOST_SORTED = 64  # more than MAX_K are sorted out, not taken one by one
 TILE = 2048  # columns of one program
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no device library
 FEW = tl.constexpr(MAX_K)
 SORTED = tl.constexpr(MOST_SORTED)
 NO_SCORE = tl.constexpr(-(2**63))  # below every score's rank

@@ -1,6 +1,7 @@
 """The numbers of nodes that steps verify and draft: against the best fixed ones, in a simulated engine."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,6 +305,21 @@ def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0) -> Choice:
     """The choice of most steps: the others are probes."""
     choices = [policy.choose(batch, prompt_rows) for _ in range(21)]
     return max(choices, key=lambda choice: [one[:2] for one in choices].count(choice[:2]))
+
+
+def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it change a choice."""
+    plain, prepared = learnt(batch=16), learnt(batch=16)
+    solve = prepared._solve
+    for step in range(40):
+        prompt_rows, filtered = 100 * (step % 3 == 0), step % 2 == 0
+        given: dict[str, Any] = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
+        monkeypatch.setattr(prepared, "_solve", solve)
+        prepared.prepare(16, **given)
+        prepared.prepare(16, **given)  # a second time changes nothing
+        monkeypatch.setattr(prepared, "_solve", None)
+        offers = [(8, 4)] * 7 + [(1, 0)] * 9 if step % 5 == 0 else None
+        assert prepared.choose(16, **given, offers=offers) == plain.choose(16, **given, offers=offers)
 
 
 def test_nodes_fill_what_prompts_leave() -> None:

@@ -205,3 +205,7 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
             own = engine.planner.policy.table[cells[1:count]]
             assert (cells[1:count] >= NETWORK_CELLS).all()
             assert survivals[1:count].tolist() == np.minimum.accumulate(own).tolist()
+    engine.planner.policy.calibration.table = np.full(CELLS, 0.25, np.float32)
+    engine.planner.policy.calibration.version += 1
+    engine.planner.offer(Edits((HostProposal([0], nodes, [16], [20], "ngram"),)))
+    assert (nodes[3, 0, 1:].view(np.float32) == 0.25).all(), "by the table of now"

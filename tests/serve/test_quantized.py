@@ -45,20 +45,21 @@ def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path],
     assert not any(isinstance(layer, FP8Linear) for layer in module.modules()), "a draft has its own format"
     drafted = run(engine, sized_requests())
     plain = run(build_engine(tmp_path / name, **asked), sized_requests(logprobs=2))
+    codes_inputs = any(isinstance(layer, FP8Linear) for layer in engine.runner.target.modules())
     for key, answer in drafted.items():
-        check_tokens(answer.tokens, plain[key])
+        check_tokens(answer.tokens, plain[key], TIE if codes_inputs else 0.0)
     assert sum(answer.counts.drafted_tokens for answer in drafted.values()) > 0
 
 
-def check_tokens(tokens: list[int], expected: Answer) -> None:
-    """Greedy answers are equal, or were until the two best tokens were as good."""
+def check_tokens(tokens: list[int], expected: Answer, tie: float) -> None:
+    """Greedy answers are equal, or were until the two best tokens were as good, but for less than `tie`."""
     place = next((i for i, pair in enumerate(zip(tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         assert len(tokens) == len(expected.tokens)
         return
     assert expected.logprobs is not None
     best, second = expected.logprobs.top[place]
-    assert best - second < TIE, f"token {place}"
+    assert best - second < tie, f"token {place}"
     assert tokens[place] == expected.logprobs.top_ids[place][1]
 
 
