@@ -2,7 +2,9 @@
 
 Programmatic dependent launch (sm_90 and later): a kernel's programs may start, and read data that no kernel writes,
 while the previous kernel still runs. So every kernel launched with `pdl_options` waits before it reads another kernel's
-output and before its first write, and lets the next kernel start as soon as that one has something to do.
+output and before its first write, and lets the next kernel start as soon as that one has something to do. Weights,
+scales and biases are loaded or prefetched before the wait: other layers' weights have gone through the cache since the
+last pass, so they come from memory, and a kernel that loads them after the wait waits twice.
 """
 
 import functools
@@ -84,6 +86,16 @@ def prefetch(rows, start, LENGTH: tl.constexpr):
         cells = rows + start + tl.arange(0, 2)[None, :] * HALF
         size = tl.full(cells.shape, HALF * (cells.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
         tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [cells.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
+
+
+PREFETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+
+
+@triton.jit
+def prefetch_lines(cells):
+    """Asks for what lies around `cells`, pointers, to be read into the L2 cache."""
+    if COMPILED:
+        tl.inline_asm_elementwise(PREFETCH_LINE, "=r,l", [cells.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

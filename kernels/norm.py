@@ -154,9 +154,14 @@ def _launch(weight: Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _norm_row(x, weight_ptr, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
+def _load_weight(weight_ptr, columns, mask):
+    """Before the kernel waits: no kernel writes weights, and in a pass they come from far."""
+    return tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_row(x, weight, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
     """Norms and stores one row of fp32 numbers, 0 beyond SIZE."""
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     tl.store(out_ptr + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -165,11 +170,12 @@ def _norm_row(x, weight_ptr, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
 def _rms_norm(
     x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
+    weight = _load_weight(weight_ptr, columns, mask)
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    _norm_row(x, weight_ptr, out_ptr + row * SIZE, columns, mask, eps, SIZE)
+    _norm_row(x, weight, out_ptr + row * SIZE, columns, mask, eps, SIZE)
 
 
 @triton.jit
@@ -177,14 +183,15 @@ def _add_rms_norm(
     residual_ptr, delta_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, summed_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
+    weight = _load_weight(weight_ptr, columns, mask)
+    wait_for_inputs(PDL)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
     tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
-    _norm_row(summed.to(tl.float32), weight_ptr, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+    _norm_row(summed.to(tl.float32), weight, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
 
 
 @triton.jit
@@ -192,17 +199,18 @@ def _norm_add_norm(
     residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
+    delta_weight = _load_weight(delta_weight_ptr, columns, mask)
+    weight = _load_weight(weight_ptr, columns, mask)
+    wait_for_inputs(PDL)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(delta_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + eps)
-    delta = (delta * scale * weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
+    delta = (delta * scale * delta_weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
     tl.store(summed_ptr + row * SIZE + columns, summed, mask=mask)
-    _norm_row(summed.to(tl.float32), weight_ptr, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+    _norm_row(summed.to(tl.float32), weight, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
 
 
 @triton.jit
@@ -210,13 +218,17 @@ def _rms_norm_pair(
     first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, out_ptr, first_stride, second_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = columns < SIZE
+    mask, is_first = columns < SIZE, tl.program_id(1) == 0
+    if is_first:
+        weight = _load_weight(first_weight_ptr, columns, mask)
+    else:
+        weight = _load_weight(second_weight_ptr, columns, mask)
+    wait_for_inputs(PDL)
     out_ptr += row * 2 * SIZE
-    if tl.program_id(1) == 0:
+    if is_first:
         x = tl.load(first_ptr + row * first_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        _norm_row(x, first_weight_ptr, out_ptr, columns, mask, eps, SIZE)
+        _norm_row(x, weight, out_ptr, columns, mask, eps, SIZE)
     else:
         y = tl.load(second_ptr + row * second_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        _norm_row(y, second_weight_ptr, out_ptr + SIZE, columns, mask, eps, SIZE)
+        _norm_row(y, weight, out_ptr + SIZE, columns, mask, eps, SIZE)

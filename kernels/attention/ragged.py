@@ -43,7 +43,7 @@ from slipstream.kernels.attention.tree import (
     sees,
 )
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
-from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
 from slipstream.kernels.speculation.verify import MAX_NODES
 
 QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
@@ -51,6 +51,8 @@ MOST_PARTS: tl.constexpr = tl.constexpr(24)  # of the tokens before a tile's fir
 FIRST_PARTS: tl.constexpr = tl.constexpr(QUANTUM.value * MOST_PARTS.value)  # places up to which parts are shortest
 LONGEST: tl.constexpr = tl.constexpr(18)  # doublings of a part: of contexts of 2**29 tokens
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
+# Tokens from which a tile of nodes may be shared: to merge takes as long as to read two tiles of 64.
+LEAST_SHARED: tl.constexpr = tl.constexpr(192)
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
 MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
 SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
@@ -59,6 +61,7 @@ BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the 
 BUSY_PROMPTS = 0.5  # programs of a multiprocessor that compute so fast that prompts' sums need not be stored
 FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs
 MANY_QUERIES = 1 << 15  # times heads: from here tiles of 128 rows, which read the KV half as often, fill the device
+PREFETCHED = 128  # places of a range, of tiles so low that they wait for memory
 INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
 
 FIELDS: tl.constexpr = tl.constexpr(16)  # of a tile's record: the next ones
@@ -192,7 +195,8 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
             if is_chunk:
                 quanta = triton.cdiv(base + tiles.queries, QUANTUM.value) - lowest // QUANTUM.value
             else:
-                quanta = max(1, (length + n - lowest + QUANTUM.value // 2) // QUANTUM.value)
+                tokens = length + n - lowest
+                quanta = 1 if tokens < LEAST_SHARED.value else triton.cdiv(tokens, QUANTUM.value)
             records.append(
                 [starts[s] + first, end - first, length + first, base, slots[s], _part(base, window), 0, total, quanta]
             )
@@ -444,8 +448,9 @@ def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW:
 
 @triton.jit
 def _node_quanta(length, rows, WINDOW: tl.constexpr):
-    """Of a tile of nodes. They are rounded: the few nodes after a multiple of a quantum make no other."""
-    return tl.maximum((length + rows - _lowest(length, WINDOW) + QUANTUM // 2) // QUANTUM, 1)
+    """Of a tile of nodes."""
+    tokens = length + rows - _lowest(length, WINDOW)
+    return tl.where(tokens < LEAST_SHARED, 1, tl.cdiv(tokens, QUANTUM))
 
 
 @triton.jit
@@ -600,7 +605,7 @@ def _attend(
     partial = torch.empty(
         tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
     )
-    share = blocks.rows // 4
+    share = max(blocks.rows // 4, min(blocks.rows, triton.next_power_of_2(group)))
     attend_kernel[(G, programs)](
         q, keys, values, pages, ancestors if paths is None else None, *(paths or (None,) * 3),
         sinks, scales, out, tiles.records, tiles.ranges,
@@ -611,7 +616,7 @@ def _attend(
         AT_ONCE=min(max(1, 64 * 32 * blocks.warps // (share * block_dim)), MOST_AT_ONCE), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan,
+        NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan, AHEAD=PREFETCHED if blocks.rows <= 32 else 0,
         num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
@@ -625,14 +630,16 @@ def attend_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
-    NESTED: tl.constexpr, IS_OLD_PLAN: tl.constexpr, PDL: tl.constexpr,
+    NESTED: tl.constexpr, IS_OLD_PLAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head (axis 0) of the tiles in a program's range (axis 1); scale and squash are `score_factors`.
-    IS_OLD_PLAN: the plan is complete before the kernel before this one begins, so it can be read while that one
-    runs."""
+    IS_OLD_PLAN: the plan and the page table are complete before the kernel before this one begins, so they can be read
+    while that one runs, and AHEAD places of the range be prefetched."""
     head, program = tl.program_id(0), tl.program_id(1)
     scale = _by_head(scale, scales_ptr, head) if squash is None else scale
     squash = _by_head(squash, scales_ptr, head) if squash is not None else None
+    if sinks_ptr is not None:
+        prefetch_lines(sinks_ptr + head * GROUP + tl.arange(0, ROWS) % GROUP)
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
@@ -640,6 +647,16 @@ def attend_kernel(
     first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
     if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
         if IS_OLD_PLAN:
+            if AHEAD > 0:  # noqa: SIM102  `and` would compile both sides
+                if (start < (program + 1) * per) & (base > 0):
+                    lowest = _lowest(base, WINDOW)
+                    first_part, parts_end = lowest >> part, ((position + count - 1) >> part) + 1
+                    begin = _part_at(program * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
+                    place = tl.maximum(begin << part, lowest) + tl.arange(0, AHEAD)
+                    _prefetch_places(
+                        keys_ptr, values_ptr, pages_ptr + slot.to(tl.int64) * table_width, tl.minimum(place, base - 1),
+                        head, G, D // (2 if scales_ptr is not None else 1), PAGE,
+                    )  # fmt: skip
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     while start < (program + 1) * per:
@@ -663,6 +680,19 @@ def attend_kernel(
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
             )  # fmt: skip
         first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
+
+
+@triton.jit
+def _prefetch_places(
+    keys_ptr, values_ptr, table, place, head, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """Asks for a head's keys and values at committed places (n,); D counts elements of the cache."""
+    LINE: tl.constexpr = 128 * 8 // keys_ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, triton.next_power_of_2(triton.cdiv(D, LINE))) * LINE
+    cell = tl.load(table + place // PAGE) * PAGE + place % PAGE
+    cells = ((cell * G + head) * D)[:, None] + tl.minimum(line, D - 1)[None, :]
+    prefetch_lines(keys_ptr + cells)
+    prefetch_lines(values_ptr + cells)
 
 
 @triton.jit

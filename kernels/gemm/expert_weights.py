@@ -129,7 +129,9 @@ def multiply(
             num_inputs, DEPTH, STAGES, EVEN,
         )  # fmt: skip
     else:
-        weights = weight_ptr + output[:, None] * num_inputs
+        weights, scales = weight_ptr + output[:, None] * num_inputs, ()
+        if FORMAT == "fp8":  # after the products they would be waited for
+            scales = tl.load(scale_ptr + output), tl.load(x_scale_ptr + row.to(tl.int64) * x_scale_stride)
         for start in range(0, num_inputs, DEPTH):
             k = start + tl.arange(0, DEPTH)[None, :]
             weight, x = _load_tiles(weights, rows, valid, k, num_inputs, EVEN)
@@ -137,9 +139,8 @@ def multiply(
                 acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=DEPTH)
             else:
                 acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
-        if FORMAT == "fp8":
-            x_scale = tl.load(x_scale_ptr + row.to(tl.int64) * x_scale_stride)
-            acc = acc * x_scale[None, :] * tl.load(scale_ptr + output)[:, None]
+        if len(scales) > 0:
+            acc = acc * scales[1][None, :] * scales[0][:, None]
     return acc
 
 

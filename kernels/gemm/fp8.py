@@ -46,6 +46,8 @@ ALIGNMENT = 16  # numbers: rows are loaded 16 bytes at a time
 FEW_ROWS = 128  # of a kernel that reads weights once and shares inputs out
 FEW_GATED_ROWS = 64
 AHEAD_ROWS = 32  # up to here programs prefetch weights
+SHARES = 8  # programs that quantise a row, at most
+SHARED_ROWS = 64
 
 
 class QuantizedRows(NamedTuple):
@@ -113,12 +115,14 @@ def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRow
     codes, scales, _ = new = _empty_rows(x, given)
     if rows == 0:
         return new
-    # A program takes a row whose scale it must find, else 1,024 inputs of it.
-    width = triton.next_power_of_2(columns) if static is None and not by_block else 1024
+    # A program that must find a row's scale reads all of the row. Of few rows several do, each for a share of it.
+    finds_scale = static is None and not by_block
+    width = triton.next_power_of_2(columns) if finds_scale else 1024
+    share = min(width, max(width // SHARES, 512)) if finds_scale and rows <= SHARED_ROWS else width
     warps = min(max(width // 512, 4), 16)
-    _quantize_rows[(rows, triton.cdiv(columns, width))](
+    _quantize_rows[(rows, triton.cdiv(columns, share))](
         x, static, codes, scales, x.stride(0), rows, columns,
-        WIDTH=width, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
+        WIDTH=width, SHARE=share, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return new
 
@@ -329,7 +333,8 @@ def _few_rows(
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), x.scales.stride(-1),
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
-        EVEN=num_inputs % BLOCK == 0, AHEAD=inputs_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
+        EVEN=num_inputs % BLOCK == 0,
+        AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(weight.device),
     )  # fmt: skip
     return out
@@ -358,13 +363,17 @@ def _many_rows(
 @triton.jit
 def _quantize_rows(
     x_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
-    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
-    columns = first + tl.arange(0, WIDTH)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SHARE
+    columns = first + tl.arange(0, SHARE)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
-    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
+    whole = x
+    if SHARE < WIDTH:
+        columns = tl.arange(0, WIDTH)
+        whole = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    _store_codes(x, whole, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit
@@ -374,19 +383,19 @@ def _norm_and_quantize(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
-    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     summed = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
         summed = (summed.to(tl.float32) + delta).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
     x = summed.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)
     normed = normed.to(tl.float32)
-    _store_codes(normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, WIDTH, BY_BLOCK, GROUP)
+    _store_codes(normed, normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, BY_BLOCK, GROUP)
 
 
 @triton.jit
@@ -402,15 +411,17 @@ def _silu_mul_and_quantize(
     gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
     up = tl.load(gate_up_ptr + num_inputs, mask=columns < num_inputs, other=0.0)
     x = round_silu_mul(gate, up).to(tl.float32)
-    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
+    _store_codes(x, x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit
 def _store_codes(
-    x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs,
-    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    x, whole, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs,
+    BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last; all of them where they share a scale."""
+    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last. whole: all of them, where they share a
+    scale."""
+    WIDTH: tl.constexpr = x.shape[0]
     columns = first + tl.arange(0, WIDTH)
     if static_ptr is not None:
         scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + tl.load(static_ptr))
@@ -421,9 +432,9 @@ def _store_codes(
         cells = scales_ptr + block.to(tl.int64) * num_rows + row
         tl.store(cells, scale, mask=block * GROUP < num_inputs)
     else:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), 448.0), 1e-12)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(whole), axis=0), 448.0), 1e-12)
         scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + scale)
-        tl.store(scales_ptr + row, scale)
+        tl.store(scales_ptr + row, scale)  # whoever has a share of the row: the same
     scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
     tl.store(codes_ptr + row * num_inputs + columns, scaled.to(tl.float8e4nv), mask=columns < num_inputs)
 
@@ -464,14 +475,30 @@ def _add_products(acc, weight, x, scales, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _scale_sums(
-    sums, weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS: tl.constexpr
-):  # fmt: skip
+def _load_row_scales(x_scale_ptr, rows, num_rows, stride, BLOCKS: tl.constexpr):
+    """Of x, (ROWS,), where a row has one."""
+    if BLOCKS:
+        scales = ()
+    else:
+        scales = (tl.load(x_scale_ptr + rows.to(tl.int64) * stride, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
+    return scales
+
+
+@triton.jit
+def _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS: tl.constexpr):
+    """Of the weights, (OUTPUTS,), where an output has one."""
+    if BLOCKS:
+        scales = ()
+    else:
+        scales = (tl.load(weight_scale_ptr + outputs, mask=outputs < num_outputs, other=0.0),)  # type: ignore[assignment]
+    return scales
+
+
+@triton.jit
+def _scale_sums(sums, output_scales, row_scales):
     """sums (ROWS, OUTPUTS) times the scales of rows and outputs, where these have any."""
-    if not BLOCKS:
-        x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * x_scale_stride, mask=rows < num_rows, other=0.0)
-        weight_scale = tl.load(weight_scale_ptr + outputs, mask=outputs < num_outputs, other=0.0)
-        sums = sums * weight_scale[None, :] * x_scale[:, None]  # in the order of the library
+    if len(row_scales) == 1:
+        sums = sums * output_scales[0][None, :] * row_scales[0][:, None]  # in the order of the library
     return sums
 
 
@@ -529,12 +556,19 @@ def fp8_few_kernel(
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
+    # What no kernel writes is loaded before the wait: after the products it would be waited for.
+    scales, up_scales, bias = _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS), (), None
+    if GATED:
+        up_scales = _load_output_scales(weight_scale_ptr + num_outputs, outputs, num_outputs, BLOCKS)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
         start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
         prefetch(weights, start, AHEAD)
         if GATED:
             prefetch(weights + num_outputs.to(tl.int64) * num_inputs, start, AHEAD)
         tl.extra.cuda.gdc_wait()
+    row_scales = _load_row_scales(x_scale_ptr, row, num_rows, x_scale_stride, BLOCKS)
     acc, up = _few_products(
         x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,
         ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN,
@@ -547,18 +581,12 @@ def fp8_few_kernel(
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
         result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
-    result = _scale_sums(
-        result, weight_scale_ptr, x_scale_ptr, outputs, row, num_rows, num_outputs, x_scale_stride, BLOCKS
-    )
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    result = _scale_sums(result, scales, row_scales)
+    if bias is not None:
+        result += bias[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        up_sums = _scale_sums(
-            tl.trans(up), weight_scale_ptr + num_outputs, x_scale_ptr, outputs, row, num_rows, num_outputs,
-            x_scale_stride, BLOCKS,
-        )  # fmt: skip
-        rounded = round_silu_mul(rounded, up_sums.to(rounded.dtype))
+        rounded = round_silu_mul(rounded, _scale_sums(tl.trans(up), up_scales, row_scales).to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -593,7 +621,9 @@ def fp8_many_kernel(
             scales = next_scales
         sums += acc
     result = _scale_sums(
-        tl.trans(sums), weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS
+        tl.trans(sums),
+        _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS),
+        _load_row_scales(x_scale_ptr, rows, num_rows, x_scale_stride, BLOCKS),
     )
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]

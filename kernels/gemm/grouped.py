@@ -40,7 +40,7 @@ from slipstream.kernels.gemm.expert_weights import (
 from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.gemm.small_m import PROGRAMS, SHARED_MEMORY
 from slipstream.kernels.grid_sync import done_counters, is_last_done
-from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
@@ -119,6 +119,10 @@ TILINGS: dict[Format, dict[int, Tiling]] = {
 }
 # Scaling each block's products takes registers.
 TILINGS["fp8 blocks"] = TILINGS["fp8"] | dict.fromkeys((64, 128), Tiling(outputs=64, depth=128, stages=4))
+
+# FP8 weights of so few inputs that a program has few steps, most of whose time is starting and ending.
+SHORT_INPUTS = 1024
+SHORT_ROW, SHORT = Tiling(outputs=64, depth=128, stages=4), Tiling(outputs=128, depth=128, stages=4, warps=8)
 
 
 @Op
@@ -220,6 +224,8 @@ def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     """Of tiles that the inputs fill, and as many stages as the device has room for."""
     format, num_inputs = format_of(matrix), num_inputs_of(matrix)
     tiling = TILINGS[format].get(block_rows) or TILINGS[format][least_rows(format)]
+    if isinstance(matrix, FP8Weight) and num_inputs <= SHORT_INPUTS and block_rows <= 32:
+        tiling = SHORT_ROW if block_rows == 1 else SHORT
     if format not in CHUNKS and num_inputs % tiling.depth and num_inputs % 64 == 0:
         tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
     bits = WEIGHT_BITS.get(format, 8 * x.element_size())
@@ -271,12 +277,15 @@ def gated_experts_kernel(
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
+    first, count = _load_block(block, first_ptr, sizes_ptr)
     if num_blocks_ptr is not None:  # noqa: SIM102
         if block >= tl.load(num_blocks_ptr):
             return
-    expert, pair, valid = _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS)
+    expert, pair, valid = _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS)
     both = tl.arange(0, OUTPUTS)
     feature = both // HALF * size + tl.minimum(tile * HALF + both % HALF, size - 1)
+    if bias_ptr is not None:  # to load it here makes Triton 3.6 compile misaligned accesses for tall tiles of MXFP4
+        prefetch_lines(bias_ptr + expert.to(tl.int64) * 2 * size + feature)
     acc = multiply(
         weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, 2 * size, x_ptr, pair // TOP_K, x_stride, x_scale_ptr,
         x_scale_stride, valid, num_inputs, 0, 1,
@@ -318,14 +327,17 @@ def down_experts_kernel(
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
+    first, count = _load_block(block, first_ptr, sizes_ptr)
     num_blocks = num_rows * TOP_K
     if num_blocks_ptr is not None:
         num_blocks = tl.load(num_blocks_ptr)
         if block >= num_blocks:
             return
-    expert, pair, valid = _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS)
+    expert, pair, valid = _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     feature = tl.minimum(output, size - 1)
+    if bias_ptr is not None:
+        prefetch_lines(bias_ptr + expert.to(tl.int64) * size + feature)
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in tl.static_range(SPLIT // PARTS):
         acc += multiply(
@@ -407,14 +419,23 @@ def sum_outputs_kernel(
 
 
 @triton.jit
-def _block(block, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_rows, ROWS: tl.constexpr):
+def _load_block(block, first_ptr, sizes_ptr):
+    """Where a block's pairs begin and how many they are: anything beyond the last block, and where none are listed. Not
+    to be waited for before it is known whether there is such a block."""
+    first, count = block * 0, block * 0
+    if first_ptr is not None:
+        first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
+    return first, count
+
+
+@triton.jit
+def _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS: tl.constexpr):
     """The expert of a block, its pairs (ROWS,) and which of these there are."""
     place = tl.arange(0, ROWS)
     if pairs_ptr is None:
         expert, pair, valid = tl.load(experts_ptr + block), block + 0 * place, place == 0
     else:
-        first = tl.load(first_ptr + block)
-        valid = place < tl.load(sizes_ptr + block)
+        valid = place < count
         expert, pair = first // num_rows, tl.load(pairs_ptr + first + place, mask=valid, other=0)
     return expert, pair, valid
 

@@ -37,7 +37,7 @@ from slipstream.kernels.gemm.small_m import (
     round_silu_mul,
     scratch,
 )
-from slipstream.kernels.launch import Op, pdl_options, shared_memory, use_triton
+from slipstream.kernels.launch import Op, pdl_options, prefetch, prefetch_lines, shared_memory, use_triton
 
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
@@ -47,6 +47,8 @@ FEW_ROWS = 128  # more are multiplied by dequantised weights
 TILE_ROWS = 64  # of a program, at most
 MOST_PARTS = 4  # of the inputs
 PART = 1024  # inputs that are not shared out
+AHEAD_CHUNKS = 2  # of each output's weights that programs prefetch, up to AHEAD_ROWS
+AHEAD_ROWS = 16
 
 
 class Int4Weight(NamedTuple):
@@ -220,10 +222,18 @@ def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, til
         x, weight.words, *unit_words(weight), bias, out, partial, counters, x.stride(0),
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
         ROWS=rows, ROW_TILES=row_tiles, OUTPUTS=tiling.outputs, PLANE=PLANE, UNIT=unit_inputs(weight.group_size),
-        SPLIT=tiling.split, GATED=gated, EVEN=num_inputs % CHUNK == 0, PACKED=is_packed(weight), PRECISION="ieee",
+        SPLIT=tiling.split, GATED=gated, EVEN=num_inputs % CHUNK == 0,
+        AHEAD=chunks_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
+        PACKED=is_packed(weight), PRECISION="ieee",
         num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
+
+
+def chunks_ahead(weight: Int4Weight, tiling: Tiling) -> int:
+    """Chunks of a part whose weights and scales are prefetched: a power of two."""
+    chunks = min(part_inputs(weight.num_inputs, tiling), num_words(weight.num_inputs) * CHUNK // PLANE) // CHUNK
+    return min(AHEAD_CHUNKS, 1 << (chunks.bit_length() - 1)) if is_packed(weight) else 0
 
 
 # What makes weights of two integers in a register, t: $7 scales, $9 is added before that or, in one step, after it; $11
@@ -377,8 +387,8 @@ def int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
     num_rows, num_outputs, num_inputs, part,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
-    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1). Gated: half of them gates, half the
     ups beside them, num_outputs further on."""
@@ -397,8 +407,18 @@ def int4_kernel(
     x_row, inside = x_ptr + row[:, None] * x_stride, (row < num_rows)[:, None]
     first = tl.program_id(1) * (part // CHUNK)
     last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    acc, bias = tl.zeros((OUTPUTS, ROWS), tl.float32), None
+    if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
+        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
+        if AHEAD > 0:
+            chunks = tl.cdiv(num_inputs, CHUNK)
+            begin = tl.minimum(first, chunks - AHEAD)
+            prefetch(words_ptr + feature.to(tl.int64) * (chunks * PLANE), begin * PLANE, AHEAD * PLANE)
+            pairs = begin * (CHUNK // (2 * UNIT)) + tl.arange(0, AHEAD * CHUNK // (2 * UNIT))[None, :]
+            prefetch_lines(scales + pairs * all_outputs)
+            if zeros_ptr is not None:
+                prefetch_lines(zeros + pairs * all_outputs)
         tl.extra.cuda.gdc_wait()
     for chunk in range(first, last):
         acc = add_products(
@@ -417,8 +437,8 @@ def int4_kernel(
         if SPLIT > 1:
             own_rows = num_rows - first_row
             result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+        if bias is not None:
+            result += bias[None, :]
         rounded = result.to(dtype)
     tl.store(out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :], rounded, mask=valid)
 

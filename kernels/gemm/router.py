@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.gemm.small_m import inputs_ahead
 from slipstream.kernels.grid_sync import done_counters, is_last_done, new_words
-from slipstream.kernels.launch import Op, pdl_options
+from slipstream.kernels.launch import Op, pdl_options, prefetch
 
 DEPTH = 64  # inputs of a tile
 PART = 256  # inputs of a part, at least
@@ -25,7 +26,8 @@ MAX_PARTS = 8
 MAX_EXPERTS = 1024
 PARALLEL_ROWS = 512  # up to here programs share the inputs
 LOW_ROWS = 2048  # up to here more programs, of low tiles, pay more than reading weights less often
-GROUP = 16  # rows whose experts are chosen at a time, for any number of rows
+GROUP = 16  # rows whose experts are chosen at a time; without normalising, weights are added in an order of it
+FEW_ROWS = 4  # a warp for each
 # Up to so many pairs, of at most a quarter of the experts, these are mostly hit once: each pair is a block of its own.
 UNSORTED_PAIRS = 32
 # Mean pairs of an expert, up to which a block has so many rows.
@@ -97,14 +99,17 @@ def route_triton(
     rows, tile = low if num_rows <= LOW_ROWS else (64, 64)
     logits = torch.empty(parallel, num_rows, num_experts, dtype=torch.float32, device=device)
     grid = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, tile), parallel
+    part = triton.cdiv(triton.cdiv(num_inputs, DEPTH), num_parts) * DEPTH
     assert weight.is_contiguous()
     route_kernel[grid](
         x, weight, bias, logits, done_counters(device), pair_counts(device), experts, weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
-        x.stride(0), num_rows, num_inputs, triton.cdiv(triton.cdiv(num_inputs, DEPTH), num_parts) * DEPTH,
+        x.stride(0), num_rows, num_inputs, part,
         EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
         PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, ROWS=rows, TILE=tile, DEPTH=DEPTH,
-        PARTS=num_parts, PARALLEL=parallel, GROUP=GROUP, BLOCK=block_rows, EVEN=num_inputs % DEPTH == 0,
+        PARTS=num_parts, PARALLEL=parallel, BLOCK=block_rows, EVEN=num_inputs % DEPTH == 0,
+        GROUP=FEW_ROWS if normalise and num_rows <= FEW_ROWS else GROUP,
+        AHEAD=inputs_ahead(weight, part, part * weight.element_size()) if is_parallel else 0,
         PRECISION="ieee", num_warps=4, num_stages=4, **pdl_options(device),
     )  # fmt: skip
     return Routing(experts, weights, blocks)
@@ -140,15 +145,19 @@ def route_kernel(
     pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    PARALLEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARALLEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2)."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
     weights = weight_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs
+    first, bias = tl.program_id(2), None
+    if bias_ptr is not None:
+        number = tl.arange(0, PADDED)
+        bias = tl.load(bias_ptr + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
     if PDL:
+        prefetch(weights, tl.minimum(first * part, num_inputs - AHEAD), AHEAD)
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(2)
     result = tl.zeros((TILE, ROWS), tl.float32)
     for index in range(first, first + PARTS // PARALLEL):
         acc = tl.zeros((TILE, ROWS), tl.float32)
@@ -167,10 +176,10 @@ def route_kernel(
     cells = logits_ptr + (first.to(tl.int64) * num_rows + row)[:, None] * EXPERTS + expert[None, :]
     tl.store(cells, tl.trans(result), mask=(row < num_rows)[:, None] & (expert < EXPERTS)[None, :])
     if is_last_done(counters_ptr + tl.program_id(0), tl.num_programs(1) * PARALLEL):
-        for start in range(0, ROWS, GROUP):
+        for start in range(0, tl.minimum(num_rows - tl.program_id(0) * ROWS, ROWS), GROUP):
             rows = tl.program_id(0) * ROWS + start + tl.arange(0, GROUP)
             _choose(
-                logits_ptr, bias_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+                logits_ptr, bias, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
                 EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, PARALLEL, BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
@@ -180,7 +189,7 @@ def route_kernel(
 
 @triton.jit
 def _choose(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+    logits_ptr, bias, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +200,8 @@ def _choose(
     for index in tl.static_range(PARALLEL):
         cells = logits_ptr + (index * num_rows + rows)[:, None].to(tl.int64) * EXPERTS + expert
         logits += tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    if bias is not None:
+        logits += bias[None, :]
     bits = logits.to(tl.int32, bitcast=True)  # not of -0, since sums begin with 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.to(tl.int64) << 32) | (PADDED - 1 - expert).to(tl.int64)

@@ -70,13 +70,13 @@ def part_inputs(num_inputs: int, tiling: Tiling) -> int:
     return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
 
 
-def inputs_ahead(weight: Tensor, tiling: Tiling) -> int:
-    """Of a part, those whose weights are prefetched: whole pairs of 16 bytes, as `prefetch` asks for them; none where
-    rows are not aligned."""
+def inputs_ahead(weight: Tensor, part: int, ahead: int = AHEAD) -> int:
+    """Of `part` inputs, those whose weights are prefetched, `ahead` bytes of each output at most: whole pairs of 16
+    bytes, as `prefetch` asks for them; none where rows are not aligned."""
     size, num_inputs = weight.element_size(), weight.shape[1]
     if num_inputs * size % 16 or weight.stride(0) * size % 16:
         return 0
-    return min(part_inputs(num_inputs, tiling), num_inputs, AHEAD // size) * size // 32 * 32 // size
+    return min(part, num_inputs, ahead // size) * size // 32 * 32 // size
 
 
 def linear_few_rows_triton(
@@ -121,7 +121,7 @@ def _launch(
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling),
         ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee",
-        AHEAD=inputs_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
+        AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
         **_options(x, tiling),
     )  # fmt: skip
     return out
@@ -162,6 +162,9 @@ def linear_kernel(
     up_weights = weights + num_outputs.to(tl.int64) * weight_stride
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
+    bias = None
+    if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
+        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
         start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
         prefetch(weights, start, AHEAD)
@@ -187,8 +190,8 @@ def linear_kernel(
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
         result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        result += bias[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = round_activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)

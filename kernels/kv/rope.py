@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.kv.fp8 import encode, encode_triton
-from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, prefetch_lines, wait_for_inputs
 from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
@@ -145,8 +145,10 @@ def _rotate_and_store(
     v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
-    wait_for_inputs(PDL)
+    """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1).
+
+    What was there before the projection of q, k and v began is loaded before the wait: a projection lets other kernels
+    start once it has its own inputs."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(Q, HEADS)
@@ -157,11 +159,16 @@ def _rotate_and_store(
     angle = tl.load(positions_ptr + token) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
+    slot = tl.load(slots_ptr + token)
+    if q_norm_ptr is not None:
+        _prefetch_norm(q_norm_ptr, dim, D)
+        _prefetch_norm(k_norm_ptr, dim, D)
+    wait_for_inputs(PDL)
     if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride
         _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, None, dim, D, R)
     else:
-        cell = (tl.load(slots_ptr + token) * G + head) * D
+        cell = (slot * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
         k_scale, v_scale = None, None
@@ -169,6 +176,13 @@ def _rotate_and_store(
             k_scale, v_scale = _load_scales(scales_ptr, head, G)
         _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R)
         _copy_heads(v, values_ptr + cell + dim, inside, v_scale, D)
+
+
+@triton.jit
+def _prefetch_norm(norm_ptr, dim, D: tl.constexpr):
+    half = norm_ptr + tl.minimum(dim, D // 2 - 1)
+    prefetch_lines(half)
+    prefetch_lines(half + D // 2)
 
 
 @triton.jit
