@@ -42,6 +42,7 @@ from slipstream.kernels.attention.tree import (
     score_factors,
     sees,
 )
+from slipstream.kernels.gemm.small_m import PROGRAMS
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
 from slipstream.kernels.speculation.verify import MAX_NODES
@@ -59,7 +60,7 @@ SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as w
 WAVES = 2  # ranges for each program that runs at a time, at most
 BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the memory allows
 BUSY_PROMPTS = 0.5  # programs of a multiprocessor that compute so fast that prompts' sums need not be stored
-FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs
+FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs; also where tiles alone make enough of these
 MANY_QUERIES = 1 << 15  # times heads: from here tiles of 128 rows, which read the KV half as often, fill the device
 PREFETCHED = 128  # places of a range, of tiles so low that they wait for memory
 INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
@@ -267,7 +268,10 @@ def allot_work(
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
 
     def allot(kind: Blocks, queries: int, most_tiles: int, busy: float) -> Tiles:
-        at_a_time = programs or max(1, processors(device) * choose_residents(kind, D, dtype.itemsize) // G)
+        residents, each = choose_residents(kind, D, dtype.itemsize), triton.cdiv(decoding * G, processors(device))
+        if each > 1:  # tiles that are not shared occupy the device
+            residents = min(residents, each)
+        at_a_time = programs or max(1, processors(device) * residents // G)
         ranges = max(1, min(WAVES * at_a_time, most_tiles * SCRATCH_PARTS))
         most_shared = min(programs or max(2, int(busy * processors(device) / G)), 2 * most_tiles)
         assert most_shared * G <= MAX_ROWS
@@ -301,7 +305,8 @@ def choose_blocks(
     rows = max(least, 16 if is_small else 32 if wanted <= 64 else 64)
     if D > 128:
         return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
-    stages = 2 if rows >= 64 or (rows == 16 and decoding > FEW_REQUESTS) else 3
+    has_room = decoding <= FEW_REQUESTS or PROGRAMS < decoding * G <= 2 * PROGRAMS
+    stages = 2 if rows >= 64 or (rows == 16 and not has_room) else 3
     prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or least > 64 else Blocks(64, tokens, 4, 2)
     return Blocks(rows, tokens, 4 if rows <= 64 else 8, stages), prompts
 

@@ -145,30 +145,26 @@ def _rotate_and_store(
     v_token_stride, v_head_stride, Q, G,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1).
-
-    What was there before the projection of q, k and v began is loaded before the wait: a projection lets other kernels
-    start once it has its own inputs."""
+    """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
+    dim = tl.arange(0, HALF)[None, :]
+    if q_norm_ptr is not None:
+        _prefetch_norm(q_norm_ptr, dim, D)
+        _prefetch_norm(k_norm_ptr, dim, D)
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(Q, HEADS)
     has_queries = part < query_parts
     head = (part - tl.where(has_queries, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
-    dim = tl.arange(0, HALF)[None, :]
     inside = (head < tl.where(has_queries, Q, G)) & (dim < D // 2)
     angle = tl.load(positions_ptr + token) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
-    slot = tl.load(slots_ptr + token)
-    if q_norm_ptr is not None:
-        _prefetch_norm(q_norm_ptr, dim, D)
-        _prefetch_norm(k_norm_ptr, dim, D)
-    wait_for_inputs(PDL)
     if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride
         _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, None, dim, D, R)
     else:
-        cell = (slot * G + head) * D
+        cell = (tl.load(slots_ptr + token) * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
         k_scale, v_scale = None, None

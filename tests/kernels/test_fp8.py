@@ -60,7 +60,9 @@ def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | Non
 def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks: bool, few: bool, device: str) -> None:
     rows, outputs, inputs = shape
     weight, scales = layer(outputs, inputs, blocks, device)
-    x, bias = rows_of(rows, inputs, blocks, device), torch.randn(outputs, device=device)
+    generator = torch.Generator(device).manual_seed(rows)
+    x, bias = rows_of(rows, inputs, blocks, device), torch.randn(outputs, generator=generator, device=device)
+    magnitude = formula(x._replace(codes=x.codes.float().abs()), weight.float().abs(), scales, None, gated=False)
     for gated in (False, outputs % 256 == 0):
         own_bias = None if gated else bias
         expected = formula(x, weight, scales, own_bias, gated)
@@ -68,7 +70,10 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
             own = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
             with poisoned():
                 out = run(x, weight, scales, own_bias, gated, **own)
-            torch.testing.assert_close(out.double(), expected, atol=2e-3 if device == "cuda" else 1e-5, rtol=1e-3)
+            allowed = (2e-3 if device == "cuda" else 1e-5) + 1e-3 * expected.abs()
+            if device == "cuda" and not gated:  # tensor cores cut off what is below 2^-14 of what they add it to
+                allowed += 2**-14 * magnitude
+            assert ((out.double() - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
