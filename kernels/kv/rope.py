@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.kernels.kv.fp8 import encode, encode_triton
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, prefetch_lines, wait_for_inputs
-from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm
+from slipstream.kernels.norm import HeadNorms, norm_heads
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
 
@@ -269,11 +270,15 @@ def store_context(
     positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm
     and rotation, as in rms_norm and rotate_and_store. scales (L, 2, G) fp32: the cache then holds e4m3 codes.
     """
-    rows = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:]))  # (T, L, 2, G, D)
-    for layer, (keys, values) in enumerate(cache):
-        k, v = rms_norm.reference(rows[:, layer, 0], k_norm[layer], eps), rows[:, layer, 1]
-        own = None if scales is None else scales[layer]
-        rotate_and_store.reference(k[:, :0], k, v, cos, sin, positions, slots, keys, values, None, own)
+    keys, values = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:])).unbind(2)  # (T, L, G, D) both
+    keys = (F.rms_norm(keys.float(), k_norm.shape[-1:], None, eps) * k_norm[:, None].float()).to(kv.dtype)
+    cos, sin = cos[positions, None, None], sin[positions, None, None]  # (T, 1, 1, R)
+    keys = rotate_halves(keys if scales is None else keys.float(), cos, sin)
+    for part, x in enumerate((keys, values)):  # all layers at once: of few rows an operator costs its start
+        own = cache[:, part]
+        if scales is not None:  # torch copies no e4m3 by index on a CPU
+            own, x = own.view(torch.uint8), encode(x, scales[:, part, :, None]).view(torch.uint8)
+        own.index_copy_(1, slots, x.transpose(0, 1))
 
 
 @store_context.kernel()

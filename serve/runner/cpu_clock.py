@@ -1,6 +1,8 @@
 """How long steps take on a CPU, where other programs take their share of the cores."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DECAY = 0.95  # weight of a step among the last ones, after one more
 
@@ -18,6 +20,13 @@ class CpuClock:
     def start(self) -> None:
         """The passes of a step begin."""
         self._began = time.perf_counter(), time.thread_time()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is computed meanwhile belongs to no step."""
+        began = time.thread_time()
+        yield
+        self._ended += time.thread_time() - began
 
     def stop(self) -> float:
         """They have ended. Returns the step's time in milliseconds."""

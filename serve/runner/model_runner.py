@@ -14,7 +14,7 @@ from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
-MOST_BEHIND = 16  # passes that the drafter may be behind
+MOST_BEHIND = 256  # rows that the drafter may be behind: a few milliseconds' work, mostly by the row
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
@@ -86,7 +86,7 @@ class ModelRunner:
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
         self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
         self._clock = CpuClock()
-        self._behind: tuple[int, ...] = ()  # slots of the passes that the drafter is behind
+        self._behind: tuple[int, ...] = ()  # slots of the last pass that the drafter is behind
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
@@ -191,20 +191,29 @@ class ModelRunner:
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
     def _extends_later(self, plan: StepPlan) -> bool:
-        """Where no pass is captured, those over roots alone, after which nothing is drafted, leave the drafter behind:
-        it takes the rows of many in hardly more time than those of one. Not where KV behind a window may be given to
-        another request."""
-        drafts_nothing = plan.width == 1 or not drafting_slots(plan)
-        is_alone = drafts_nothing and not plan.chunks and plan.nodes == len(plan.slots)
+        """Where no pass is captured, those over roots and prompts alone, after which nothing is drafted, leave the
+        drafter behind: many rows at once take it little more than half of the time that they take pass by pass. Not
+        where KV behind a window may be given to another request."""
+        if self.steps is not None or self.passes.order is not None:
+            return False
+        if plan.nodes != len(plan.slots) or (plan.width > 1 and drafting_slots(plan)):
+            return False
+        if self.drafter.attends_to_context and plan.chunks:
+            return False
         keeps_all = len(self.passes.kv) > 1 and set(self.passes.kv[1].groups) == {0}
-        return self.steps is None and self.passes.order is None and is_alone and keeps_all
+        return keeps_all and rows_of(plan) <= MOST_BEHIND
 
     def _catch_up(self, plan: StepPlan) -> None:
-        """Before anyone reads what the drafter would have written: it drafts, or other requests run, whose pages or
-        slots may have been these requests' own."""
-        count, is_same = len(self.passes.behind), self._behind == plan.slots and not plan.admissions
-        if count and not (is_same and count < MOST_BEHIND and self._extends_later(plan)):
-            self.passes.catch_up()
+        """Before anyone reads what the drafter would have written: it drafts, or extends itself by later rows. If it
+        attends to what it has written, also before slots and pages go to other requests, where it would look for it."""
+        rows = sum(len(aux_states) for _, aux_states in self.passes.behind)
+        if not rows:
+            return
+        is_same = self._behind == plan.slots and not plan.admissions
+        may_wait = is_same or not self.drafter.attends_to_context
+        if not (may_wait and rows + rows_of(plan) <= MOST_BEHIND and self._extends_later(plan)):
+            with self._clock.paused():
+                self.passes.catch_up()
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
@@ -214,6 +223,11 @@ class ModelRunner:
             most = self.state.proposals.shape[2]
             bounds = [bound + most for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
+
+
+def rows_of(plan: StepPlan) -> int:
+    """Of the target's pass."""
+    return plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 def to_host(values: Tensor) -> Tensor:

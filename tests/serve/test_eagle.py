@@ -20,7 +20,8 @@ from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, Tree
 from slipstream.serve.engine.budget import Choice
 from slipstream.serve.engine.engine import Arrived
 from slipstream.serve.request import Request
-from slipstream.serve.runner.model_runner import MOST_BEHIND, InFlight
+from slipstream.serve.runner import model_runner
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
@@ -159,9 +160,12 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked now and then, and behind by more or fewer steps, or by none where a window may give pages back."""
+    """It is asked now and then, and behind by more or fewer rows, or by none where a window may give pages back.
+    Meanwhile requests end and others get their slots and pages, since there are two slots."""
+    monkeypatch.setattr(model_runner, "MOST_BEHIND", 40)
     target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
-    engine, oracle, step = build_engine(target, draft), Oracle(target, draft, TreeOptions()), itertools.count()
+    engine, oracle = build_engine(target, draft, max_running=2), Oracle(target, draft, TreeOptions())
+    step = itertools.count()
     passes, most_behind, num_checked = engine.runner.passes, 0, 0
 
     def choose(num_decoding: int, *_: object, **__: object) -> Choice:
@@ -170,7 +174,7 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
 
     def check(*_: object) -> None:
         nonlocal most_behind, num_checked
-        most_behind = max(most_behind, len(passes.behind))
+        most_behind = max(most_behind, sum(len(aux_states) for _, aux_states in passes.behind))
         for sequence in decoding(engine):
             tokens, parents = engine.runner.state.proposals[:2, sequence.slot].tolist()
             if tokens[1] >= 0:
@@ -180,8 +184,9 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     monkeypatch.setattr(engine.planner.policy, "choose", choose)
     requests = sized_requests((1, 9, 33), max_tokens=60, ignore_eos=True, temperature=0.8)
     requests += sized_requests((2, 12), max_tokens=20, ignore_eos=True)
+    requests += sized_requests((3, 5, 7, 8), max_tokens=7, ignore_eos=True)
     answers = run(engine, requests, check)
-    assert most_behind == (0 if drafter == "eagle3 window" else MOST_BEHIND)
+    assert most_behind == 0 if drafter == "eagle3 window" else 30 < most_behind <= model_runner.MOST_BEHIND
     assert num_checked > 15
     assert tokens_of(answers) == plain_answers(target, requests)
 
