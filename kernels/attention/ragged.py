@@ -54,6 +54,7 @@ LONGEST: tl.constexpr = tl.constexpr(18)  # doublings of a part: of contexts of 
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
 # Tokens from which a tile of nodes may be shared: to merge takes as long as to read two tiles of 64.
 LEAST_SHARED: tl.constexpr = tl.constexpr(192)
+FEW_TOKENS: tl.constexpr = tl.constexpr(1024)  # up to here each quantum of them, whole or not, has a program of its own
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
 MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
 SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
@@ -197,7 +198,8 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
                 quanta = triton.cdiv(base + tiles.queries, QUANTUM.value) - lowest // QUANTUM.value
             else:
                 tokens = length + n - lowest
-                quanta = 1 if tokens < LEAST_SHARED.value else triton.cdiv(tokens, QUANTUM.value)
+                spare = QUANTUM.value - 1 if tokens < FEW_TOKENS.value else QUANTUM.value // 2
+                quanta = 1 if tokens < LEAST_SHARED.value else (tokens + spare) // QUANTUM.value
             records.append(
                 [starts[s] + first, end - first, length + first, base, slots[s], _part(base, window), 0, total, quanta]
             )
@@ -453,9 +455,10 @@ def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW:
 
 @triton.jit
 def _node_quanta(length, rows, WINDOW: tl.constexpr):
-    """Of a tile of nodes."""
+    """Of a tile of nodes. Many are rounded: the few nodes after a multiple of a quantum make no other."""
     tokens = length + rows - _lowest(length, WINDOW)
-    return tl.where(tokens < LEAST_SHARED, 1, tl.cdiv(tokens, QUANTUM))
+    spare = tl.where(tokens < FEW_TOKENS, QUANTUM - 1, QUANTUM // 2)
+    return tl.where(tokens < LEAST_SHARED, 1, (tokens + spare) // QUANTUM)
 
 
 @triton.jit
