@@ -37,8 +37,9 @@ SEEN = 100.0  # proposals by which the cells of a place are judged
 RECOMPUTE = 8  # steps for which plans are used again
 HYSTERESIS = 0.01  # another width proposes for the next step only: require at least 1 % gain
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
-PROBE_SHARE = 0.003  # of the time is spent on more nodes than pay, to notice changes
-PROBE_STEPS = 3  # the first one only drafts, the last one only verifies
+PROBE_SHARE = 0.005  # of the time is spent on more nodes than pay, to notice changes
+FITTED_PROBE_SHARE = 0.003  # where times are fitted: what a probe finds there holds for other sizes, too
+PROBE_STEPS = 3  # the first one only drafts; where times are fitted, the last one only verifies
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
 WAIT_DECAY = 0.95  # per step, of the mean time in which steps wait for the host
@@ -494,14 +495,16 @@ class BudgetPolicy:
         self._probe = steps - 1, j
         if j < self._width:
             return k, j
-        return min(_one_more(plan.rows, k, num_drafted), last), j if steps > 1 else self._width
+        drafts_on = steps > 1 or not self.costs.is_fitted
+        return min(_one_more(plan.rows, k, num_drafted), last), j if drafts_on else self._width
 
     def _start_probe(self, plan: _Plan, k: int, num_drafted: int) -> None:
         """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
         request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
         now = self._width
-        base = plan.ms(k, now)
-        self._probe_ms += PROBE_SHARE * base
+        base, is_fitted = plan.ms(k, now), self.costs.is_fitted
+        share = FITTED_PROBE_SHARE if is_fitted else PROBE_SHARE
+        self._probe_ms += share * base
         narrow = self._probe_narrow and now > 0
         if narrow:
             j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
@@ -509,14 +512,14 @@ class BudgetPolicy:
             j = min(now + 1, len(self.widths) - 1)
             more = _one_more(plan.rows, k, num_drafted)
             if (more, j) == (k, now):  # there is nothing more
-                self._probe_narrow = self.costs.is_fitted
+                self._probe_narrow = is_fitted
                 return
             extra = plan.ms(more, j) - base
             if self.itl_ms is not None and plan.ms(more, j) * self.costs.p95() > self.itl_ms:
                 return
-        if self._probe_ms >= (PROBE_STEPS - 1) * max(extra, PROBE_SHARE * base):
+        if self._probe_ms >= (PROBE_STEPS - is_fitted) * max(extra, share * base):
             self._probe, self._probe_ms = (PROBE_STEPS, j), 0.0
-            self._probe_narrow = self.costs.is_fitted and not narrow
+            self._probe_narrow = is_fitted and not narrow
 
     def _of_host(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
         """The best pass for these offers and what each yields; notes whether it paid to wait for the host's."""

@@ -34,9 +34,9 @@ MOST_DEVIATION = 1.5
 KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
 # What `FittedCosts` assumes of a step, up to a common factor that its first measured step sets: a pass takes 1, and
-# more by the request, by the row, by the drafted node, and for drafting at all.
-ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1)
-ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5)
+# more by the request, by the row, by the drafted node, for drafting at all, and by the nodes drafted for each request.
+ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1, 0.05)
+ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5, 0.3)
 TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
 SOLVE = 4  # steps after which coefficients are computed again,
@@ -229,8 +229,9 @@ class StepCosts(Costs):
 
 class FittedCosts(Costs):
     """Times of passes of any size: (a + c * rows) * off[rows] + b * requests + d * requests * (width - 1) +
-    e * (width > 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of relative errors, and the
-    deviations `off` of passes of about so many rows, since libraries compute some numbers of rows faster than others.
+    e * (width > 1) + f * (width - 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of
+    relative errors, and the deviations `off` of passes of about so many rows, since libraries compute some numbers of
+    rows faster than others. f: of the draft's passes, without which few requests would make many seem dear.
 
     A measured step replaces a little of what is known of steps like it, and nothing of what is known of others: what
     wide proposals cost is not forgotten while narrow ones are drafted.
@@ -241,7 +242,7 @@ class FittedCosts(Costs):
     def __init__(self, most_rows: int) -> None:
         super().__init__()
         self.sizes, self.most_rows = None, most_rows
-        self.coefficients = np.array(ROUGH)  # (5,) a to e
+        self.coefficients = np.array(ROUGH)  # (6,) a to f
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
         self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
         self._num_fitted = 0
@@ -316,7 +317,8 @@ def _size(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:
-    return np.array((1.0, requests, rows, requests * (width - 1), float(width > 1 and requests > 0)))
+    drafted = width - 1 if requests else 0
+    return np.array((1.0, requests, rows, requests * drafted, float(drafted > 0), drafted))
 
 
 def _solve(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -193,3 +193,17 @@ def test_other_json_is_refused(damage) -> None:  # type: ignore[no-untyped-def]
     damage(data)
     with pytest.raises(ValueError, match="no tables of step times"):
         CostTables.from_json(data)
+
+
+def test_one_request_does_not_make_drafting_for_many_seem_dear() -> None:
+    """A draft's passes take their time for any number of requests: what one request shows of them is not multiplied."""
+    costs, rng = FittedCosts(1024), random.Random(0)
+
+    def taken(rows: int, requests: int, width: int) -> float:
+        return 10.0 + 0.15 * rows + (width - 1) * (1.4 + 0.1 * requests)
+
+    for _ in range(200):
+        width = rng.choice([1, 2, 4])
+        rows = width + rng.choice([0, 0, 0, 100])  # some steps have prompts
+        costs.observe(rows, 1, width, rng.gauss(1, 0.03) * taken(rows, 1, width), filtered=False)
+    assert costs.time(32, 8, 4, filtered=False) == pytest.approx(taken(32, 8, 4), rel=0.2)
