@@ -93,7 +93,7 @@ PREFETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 @triton.jit
 def prefetch_lines(cells):
-    """Asks for what lies around `cells`, pointers, to be read into the L2 cache."""
+    """Prefetches the lines of memory that hold `cells`, pointers, into the L2 cache."""
     if COMPILED:
         tl.inline_asm_elementwise(PREFETCH_LINE, "=r,l", [cells.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 

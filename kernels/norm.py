@@ -155,7 +155,7 @@ def _launch(weight: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _load_weight(weight_ptr, columns, mask):
-    """Before the kernel waits: no kernel writes weights, and in a pass they come from far."""
+    """Called before the kernel waits (kernels/launch.py)."""
     return tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
 
 

@@ -54,14 +54,14 @@ LONGEST: tl.constexpr = tl.constexpr(18)  # doublings of a part: of contexts of 
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
 # Tokens from which a tile of nodes may be shared: to merge takes as long as to read two tiles of 64.
 LEAST_SHARED: tl.constexpr = tl.constexpr(192)
-FEW_TOKENS: tl.constexpr = tl.constexpr(1024)  # up to here each quantum of them, whole or not, has a program of its own
+FEW_TOKENS: tl.constexpr = tl.constexpr(1024)  # below, each quantum of them, whole or not, may have its own program
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
 MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
 SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
 WAVES = 2  # ranges for each program that runs at a time, at most
 BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the memory allows
 BUSY_PROMPTS = 0.5  # programs of a multiprocessor that compute so fast that prompts' sums need not be stored
-FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs; also where tiles alone make enough of these
+FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs
 MANY_QUERIES = 1 << 15  # times heads: from here tiles of 128 rows, which read the KV half as often, fill the device
 PREFETCHED = 128  # places of a range, of tiles so low that they wait for memory
 INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
@@ -270,9 +270,9 @@ def allot_work(
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
 
     def allot(kind: Blocks, queries: int, most_tiles: int, busy: float) -> Tiles:
-        residents, each = choose_residents(kind, D, dtype.itemsize), triton.cdiv(decoding * G, processors(device))
-        if each > 1:  # tiles that are not shared occupy the device
-            residents = min(residents, each)
+        residents = choose_residents(kind, D, dtype.itemsize)
+        if fills_twice(decoding, G):
+            residents = min(residents, 2)
         at_a_time = programs or max(1, processors(device) * residents // G)
         ranges = max(1, min(WAVES * at_a_time, most_tiles * SCRATCH_PARTS))
         most_shared = min(programs or max(2, int(busy * processors(device) / G)), 2 * most_tiles)
@@ -307,10 +307,16 @@ def choose_blocks(
     rows = max(least, 16 if is_small else 32 if wanted <= 64 else 64)
     if D > 128:
         return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
-    has_room = decoding <= FEW_REQUESTS or PROGRAMS < decoding * G <= 2 * PROGRAMS
-    stages = 2 if rows >= 64 or (rows == 16 and not has_room) else 3
+    is_deep = decoding <= FEW_REQUESTS or fills_twice(decoding, G)
+    stages = 2 if rows >= 64 or (rows == 16 and not is_deep) else 3
     prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or least > 64 else Blocks(64, tokens, 4, 2)
     return Blocks(rows, tokens, 4 if rows <= 64 else 8, stages), prompts
+
+
+def fills_twice(decoding: int, G: int) -> bool:
+    """Whether a tile for each request and KV head gives a multiprocessor of an H100 or H200 two programs. Then it has
+    memory for longer pipelines, and tiles need not be shared."""
+    return PROGRAMS < decoding * G <= 2 * PROGRAMS
 
 
 def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:

@@ -232,7 +232,7 @@ def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, til
 
 def chunks_ahead(weight: Int4Weight, tiling: Tiling) -> int:
     """Chunks of a part whose weights and scales are prefetched: a power of two."""
-    chunks = min(part_inputs(weight.num_inputs, tiling), num_words(weight.num_inputs) * CHUNK // PLANE) // CHUNK
+    chunks = min(part_inputs(weight.num_inputs, tiling) // CHUNK, num_words(weight.num_inputs) // PLANE)
     return min(AHEAD_CHUNKS, 1 << (chunks.bit_length() - 1)) if is_packed(weight) else 0
 
 
