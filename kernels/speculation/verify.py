@@ -14,11 +14,11 @@ MAX_NODES = 64
 def ancestor_masks(parents: Tensor) -> Tensor:
     """parents (B, N) int32 with parents[:, 0] = -1 and parents[:, i] < i, N <= 64 -> (B, N) int64 bit masks: bit j of
     node i is set if j is i or an ancestor of it. Unused nodes are children of the root."""
-    B, N = parents.shape
-    rows, above = torch.arange(B, device=parents.device), parents.clamp(min=0).long()
-    masks = (torch.ones_like(above) << torch.arange(N, device=parents.device)).contiguous()
-    for node in range(1, N):  # parents come first, so their masks are complete
-        masks[:, node] |= masks[rows, above[:, node]]
+    above = parents.clamp(min=0).long()
+    masks = (torch.ones_like(above) << torch.arange(parents.shape[1], device=parents.device)).contiguous()
+    for _ in range((parents.shape[1] - 1).bit_length()):  # each round adds as many levels as are there
+        masks = masks | masks.gather(1, above)
+        above = above.gather(1, above)
     return masks
 
 

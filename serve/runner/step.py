@@ -6,7 +6,7 @@ that is not captured reads how many nodes of each request it has, since its atte
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from slipstream.kernels.speculation.ragged import (
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.attention.parts import NodeRows, PartsAttention, split_nodes
+from slipstream.serve.attention.parts import NodeRows, Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
@@ -83,7 +83,7 @@ class Runner:
     """Everything a step needs on the device."""
 
     target: Target
-    attention: Mapping[str, Backend]  # of the phases prefill and verify; "others": one more of verify
+    attention: Mapping[str, Backend]  # of the phases prefill and verify
     drafter: Drafter
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
@@ -92,6 +92,7 @@ class Runner:
     order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
+    others: Sequence[Backend] = ()  # more of verify, for parts of the nodes
     behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
 
     @torch.inference_mode()
@@ -225,11 +226,10 @@ class Runner:
         if host is None or self.order is not None:  # the other kernels add in orders of their own
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
-        parts = split_nodes(counts, self.state.device)
-        backends = (verify, self.attention["others"]) if len(parts) > 1 else (verify,)
-        attention = PartsAttention(list(zip(backends, parts, strict=False)), prefill, sum(counts))
+        split = Nodes.of(counts, self.state.device)
+        attention = PartsAttention(split, (verify, *self.others), prefill, sum(counts))
         is_tree = mask == "tree" and max(counts, default=0) > 1
-        nodes = [self._nodes(layout, rows, host, is_tree=is_tree) for rows in parts]
+        nodes = [self._nodes(layout, rows, host, is_tree=is_tree) for rows in split.parts]
         prompts = self._prompts(layout, len(counts), sum(counts), host)
         attention.plan(nodes, prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
