@@ -86,7 +86,8 @@ class ModelRunner:
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
         self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
         self._clock = CpuClock()
-        self._behind: tuple[int, ...] = ()  # slots of the last pass that the drafter is behind
+        self._behind: tuple[int, ...] = ()  # slots of the last pass that the drafter is behind,
+        self._rows_behind = 0  # and rows of all such passes
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
@@ -187,6 +188,7 @@ class ModelRunner:
         later = self._extends_later(plan)
         if later:
             self._behind = plan.slots
+            self._rows_behind += rows_of(plan)
         shape = HostShape(plan.bounds, plan.chunks, later, plan.logprobs is not None)
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
@@ -206,14 +208,14 @@ class ModelRunner:
     def _catch_up(self, plan: StepPlan) -> None:
         """Before anyone reads what the drafter would have written: it drafts, or extends itself by later rows. If it
         attends to what it has written, also before slots and pages go to other requests, where it would look for it."""
-        rows = sum(len(aux_states) for _, aux_states in self.passes.behind)
-        if not rows:
+        if not self._rows_behind:
             return
         is_same = self._behind == plan.slots and not plan.admissions
         may_wait = is_same or not self.drafter.attends_to_context
-        if not (may_wait and rows + rows_of(plan) <= MOST_BEHIND and self._extends_later(plan)):
+        if not (may_wait and self._rows_behind + rows_of(plan) <= MOST_BEHIND and self._extends_later(plan)):
             with self._clock.paused():
                 self.passes.catch_up()
+            self._rows_behind = 0
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
