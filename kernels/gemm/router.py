@@ -8,6 +8,7 @@ Letters: T tokens, H inputs, E experts, k experts of a token, P = T * k pairs of
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm.small_m import inputs_ahead
-from slipstream.kernels.grid_sync import done_counters, is_last_done, new_words
+from slipstream.kernels.grid_sync import all_resident, barrier_wait, barriers, done_counters, is_last_done, new_words
 from slipstream.kernels.launch import Op, pdl_options, prefetch
 
 DEPTH = 64  # inputs of a tile
@@ -101,14 +102,16 @@ def route_triton(
     grid = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, tile), parallel
     part = triton.cdiv(triton.cdiv(num_inputs, DEPTH), num_parts) * DEPTH
     assert weight.is_contiguous()
+    is_shared = rows // FEW_ROWS <= math.prod(grid[1:]) and all_resident(device, math.prod(grid))
+    by_fours = normalise and (num_rows <= FEW_ROWS or is_shared)
     route_kernel[grid](
-        x, weight, bias, logits, done_counters(device), pair_counts(device), experts, weights,
+        x, weight, bias, logits, done_counters(device), barriers(device), pair_counts(device), experts, weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
         x.stride(0), num_rows, num_inputs, part,
         EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
         PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, ROWS=rows, TILE=tile, DEPTH=DEPTH,
         PARTS=num_parts, PARALLEL=parallel, BLOCK=block_rows, EVEN=num_inputs % DEPTH == 0,
-        GROUP=FEW_ROWS if normalise and num_rows <= FEW_ROWS else GROUP,
+        GROUP=FEW_ROWS if by_fours else GROUP, SHARED=by_fours and num_rows > FEW_ROWS,
         AHEAD=inputs_ahead(weight, part, part * weight.element_size()) if is_parallel else 0,
         PRECISION="ieee", num_warps=4, num_stages=4, **pdl_options(device),
     )  # fmt: skip
@@ -141,14 +144,15 @@ def pair_counts(device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
-    x_ptr, weight_ptr, bias_ptr, logits_ptr, counters_ptr, counts_ptr, experts_ptr, weights_ptr,
+    x_ptr, weight_ptr, bias_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr, experts_ptr, weights_ptr,
     pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
     NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    PARALLEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PARALLEL: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2)."""
+    """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2). When all programs of ROWS
+    tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
     weights = weight_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs
     first, bias = tl.program_id(2), None
@@ -175,15 +179,25 @@ def route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     cells = logits_ptr + (first.to(tl.int64) * num_rows + row)[:, None] * EXPERTS + expert[None, :]
     tl.store(cells, tl.trans(result), mask=(row < num_rows)[:, None] & (expert < EXPERTS)[None, :])
-    if is_last_done(counters_ptr + tl.program_id(0), tl.num_programs(1) * PARALLEL):
-        for start in range(0, tl.minimum(num_rows - tl.program_id(0) * ROWS, ROWS), GROUP):
-            rows = tl.program_id(0) * ROWS + start + tl.arange(0, GROUP)
+    place, programs = tl.program_id(1) * PARALLEL + first, tl.num_programs(1) * PARALLEL
+    start, count, choosers = 0, tl.minimum(num_rows - tl.program_id(0) * ROWS, ROWS), 1
+    if SHARED:
+        choosers = ROWS // GROUP
+        start = place * GROUP
+        chooses = place < choosers
+        count = tl.where(chooses, start + 1, 0)
+        barrier_wait(points_ptr + tl.program_id(0), place == 0, programs, chooses)
+    else:
+        chooses = is_last_done(counters_ptr + tl.program_id(0), programs)
+    if chooses:
+        for begin in range(start, count, GROUP):
+            rows = tl.program_id(0) * ROWS + begin + tl.arange(0, GROUP)
             _choose(
                 logits_ptr, bias, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
                 EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, PARALLEL, BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
-            if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0)):
+            if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0) * choosers):
                 _list_blocks(counts_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, EXPERTS, PADDED, BLOCK)
 
 
