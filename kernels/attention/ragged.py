@@ -12,6 +12,7 @@ Letters: T rows of the pass, S segments, Q/G query and KV heads, D head dim, R r
 """
 
 import functools
+import math
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -55,9 +56,11 @@ SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one t
 # Tokens from which a tile of nodes may be shared: to merge takes as long as to read two tiles of 64.
 LEAST_SHARED: tl.constexpr = tl.constexpr(192)
 FEW_TOKENS: tl.constexpr = tl.constexpr(1024)  # below, each quantum of them, whole or not, may have its own program
+EVEN: tl.constexpr = tl.constexpr(135)  # per cent of the mean: the longest tile up to which each has a program
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
 MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
 SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
+FILLED = 0.8  # of the device, at least, by tiles that have a program each
 WAVES = 2  # ranges for each program that runs at a time, at most
 BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the memory allows
 BUSY_PROMPTS = 0.5  # programs of a multiprocessor that compute so fast that prompts' sums need not be stored
@@ -74,7 +77,7 @@ BASE: tl.constexpr = tl.constexpr(3)  # place that decides the parts; a segment 
 SLOT: tl.constexpr = tl.constexpr(4)  # request slot
 PART: tl.constexpr = tl.constexpr(5)  # logarithm to base 2 of a part's tokens
 SHARED: tl.constexpr = tl.constexpr(6)  # 0: one program takes it; else 1 + where its partial results go
-START: tl.constexpr = tl.constexpr(7)  # quanta of all tiles before it
+START: tl.constexpr = tl.constexpr(7)  # quanta of all tiles before it; if each has a program, as of the longest
 QUANTA: tl.constexpr = tl.constexpr(8)  # its own
 LENGTH: tl.constexpr = tl.constexpr(9)  # quanta of every program's range
 INDEX: tl.constexpr = tl.constexpr(10)  # the tile's
@@ -103,6 +106,7 @@ class Tiles(NamedTuple):
     most_shared: int  # tiles: those that hold more than 1 / most_shared of all quanta
     queries: int  # of a tile, at most
     blocks: Blocks
+    own: tuple[int, int] = (1, 0)  # if they are so many, each has a program, unless some are far longer than others
 
 
 class Work(NamedTuple):
@@ -206,9 +210,15 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
             total += quanta
     per = min(triton.cdiv(total, tiles.at_a_time), LONG_RANGE.value)
     per = max(1, triton.cdiv(total, len(tiles.ranges)), per)
+    longest = max((record[QUANTA.value] for record in records), default=1)
+    most_shared = tiles.most_shared
+    if tiles.own[0] <= len(records) <= tiles.own[1] and 100 * longest * len(records) <= EVEN.value * total:
+        per, total, most_shared = longest, longest * len(records), 0
+        for index, record in enumerate(records):
+            record[START.value] = index * longest
     for index, record in enumerate(records):
-        if record[QUANTA.value] * tiles.most_shared > total:
-            record[SHARED.value] = 1 + record[START.value] * tiles.most_shared // total
+        if record[QUANTA.value] * most_shared > total:
+            record[SHARED.value] = 1 + record[START.value] * most_shared // total
         record += [per, index]
     after = [NO_TILE.value if field == START.value else 0 for field in range(USED.value)]
     tiles.records[: len(records) + 1, : USED.value] = torch.tensor([*records, after])
@@ -269,19 +279,22 @@ def allot_work(
     node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
 
-    def allot(kind: Blocks, queries: int, most_tiles: int, busy: float) -> Tiles:
+    def allot(kind: Blocks, queries: int, most_tiles: int, busy: float, own: tuple[int, int] = (1, 0)) -> Tiles:
         residents = choose_residents(kind, D, dtype.itemsize)
-        if fills_twice(decoding, G):
-            residents = min(residents, 2)
+        if own[1]:  # programs without a range take time, too; where tiles are shared, one more on a multiprocessor pays
+            residents = min(residents, 1 + own_programs(decoding, G))
         at_a_time = programs or max(1, processors(device) * residents // G)
-        ranges = max(1, min(WAVES * at_a_time, most_tiles * SCRATCH_PARTS))
+        waves = WAVES if own[1] == 0 else 1
+        ranges = max(1, own[1], min(waves * at_a_time, most_tiles * SCRATCH_PARTS))
         most_shared = min(programs or max(2, int(busy * processors(device) / G)), 2 * most_tiles)
         assert most_shared * G <= MAX_ROWS
         records = torch.empty(most_tiles + 1, FIELDS.value, dtype=torch.int32, device=device)
-        return Tiles(records, records.new_empty(ranges, FIELDS.value), at_a_time, most_shared, queries, kind)
+        return Tiles(records, records.new_empty(ranges, FIELDS.value), at_a_time, most_shared, queries, kind, own)
 
+    filled = own_programs(decoding, G) * PROGRAMS if programs is None and D <= 128 and nodes.rows <= 32 else 0
+    own = (math.ceil(FILLED * filled / G), filled // G) if filled else (1, 0)
     return Work(
-        allot(nodes, node_queries, node_tiles, BUSY_NODES) if decoding else None,
+        allot(nodes, node_queries, node_tiles, BUSY_NODES, own) if decoding else None,
         allot(prompts, prompt_queries, prompt_tiles, BUSY_PROMPTS) if chunks else None,
     )
 
@@ -307,16 +320,18 @@ def choose_blocks(
     rows = max(least, 16 if is_small else 32 if wanted <= 64 else 64)
     if D > 128:
         return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
-    is_deep = decoding <= FEW_REQUESTS or fills_twice(decoding, G)
+    is_deep = decoding <= FEW_REQUESTS or own_programs(decoding, G) > 0
     stages = 2 if rows >= 64 or (rows == 16 and not is_deep) else 3
     prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or least > 64 else Blocks(64, tokens, 4, 2)
     return Blocks(rows, tokens, 4 if rows <= 64 else 8, stages), prompts
 
 
-def fills_twice(decoding: int, G: int) -> bool:
-    """Whether a tile for each request and KV head gives a multiprocessor of an H100 or H200 two programs. Then it has
-    memory for longer pipelines, and tiles need not be shared."""
-    return PROGRAMS < decoding * G <= 2 * PROGRAMS
+def own_programs(decoding: int, G: int) -> int:
+    """Programs of a multiprocessor of an H100 or H200 where there are as many as requests times KV heads, if these fill
+    the device once or twice, else 0. Then there is memory for longer pipelines, and no tile needs more than one."""
+    tiles = decoding * G
+    own = triton.cdiv(tiles, PROGRAMS)
+    return own if own <= 2 and tiles >= FILLED * own * PROGRAMS else 0
 
 
 def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:
@@ -376,22 +391,23 @@ def plan_work_triton(
 
 def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
     if tiles is None:
-        return (None, None), (0, 0, 0, 0), 1
-    sizes = len(tiles.records) - 1, len(tiles.ranges), tiles.at_a_time, tiles.most_shared
+        return (None, None), (0, 0, 0, 0, 1, 0), 1
+    sizes = len(tiles.records) - 1, len(tiles.ranges), tiles.at_a_time, tiles.most_shared, *tiles.own
     return (tiles.records, tiles.ranges), sizes, tiles.queries
 
 
 SIZES = ["num_decoding", "num_segments"]
-SIZES += [
-    f"{kind}_{name}" for kind in ("node", "prompt") for name in ("most_tiles", "programs", "at_a_time", "most_shared")
-]
+for kind in ("node", "prompt"):
+    SIZES += [f"{kind}_{name}" for name in ("most_tiles", "programs", "at_a_time", "most_shared")]
+    SIZES += [f"{kind}_least_own", f"{kind}_most_own"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def plan_kernel(
     starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, prompt_records, prompt_ranges,
     num_decoding, num_segments, node_most_tiles, node_programs, node_at_a_time, node_most_shared,
-    prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
+    node_least_own, node_most_own, prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
+    prompt_least_own, prompt_most_own,
     NODE_QUERIES: tl.constexpr, PROMPT_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -403,24 +419,25 @@ def plan_kernel(
             _plan_tiles(
                 starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, own, own == num_segments,
                 0, num_decoding, node_most_tiles, node_programs, node_at_a_time, node_most_shared,
-                False, NODE_QUERIES, WINDOW, SEGMENTS,
+                node_least_own, node_most_own, False, NODE_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
     if prompt_records is not None:  # noqa: SIM102
         if (own >= num_decoding) & (own != num_segments):
             _plan_tiles(
                 starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_ranges, own, own > num_segments,
                 num_decoding, num_segments, prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
-                True, PROMPT_QUERIES, WINDOW, SEGMENTS,
+                prompt_least_own, prompt_most_own, True, PROMPT_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
 
 
 @triton.jit
 def _plan_tiles(
     starts_ptr, slots_ptr, lengths_ptr, records_ptr, ranges_ptr, own, is_end, first, last,
-    most_tiles, programs, at_a_time, most_shared,
+    most_tiles, programs, at_a_time, most_shared, least_own, most_own,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end."""
+    """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end. least_own to most_own
+    tiles of nodes, none far longer than others, have a program each: its range is as long as the longest."""
     segment = tl.arange(0, SEGMENTS)
     inside = (segment >= first) & (segment < last)
     starts = tl.load(starts_ptr + segment, mask=inside, other=0)
@@ -432,7 +449,13 @@ def _plan_tiles(
     per = tl.maximum(tl.maximum(tl.cdiv(total, programs), per), 1)
     is_before = segment < own
     first_tile = tl.sum(tl.where(is_before, tiles, 0))
-    first_quantum = tl.sum(tl.where(is_before, quanta, 0))
+    first_quantum, step = tl.sum(tl.where(is_before, quanta, 0)), 0
+    if not CHUNKS:
+        num_tiles = tl.sum(tiles)
+        longest = tl.max(quanta // tl.maximum(tiles, 1))
+        if (least_own <= num_tiles) & (num_tiles <= most_own) & (100 * longest * num_tiles <= EVEN * total):
+            per, total, step, first_quantum = longest, longest * num_tiles, longest, longest * first_tile
+            most_shared = 0
     if is_end:
         _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
     else:
@@ -442,7 +465,7 @@ def _plan_tiles(
         slot = tl.load(slots_ptr + own).to(tl.int32)
         _list_tiles(
             records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, total, most_shared,
-            per, most_tiles, programs, CHUNKS, QUERIES, WINDOW,
+            per, step, most_tiles, programs, CHUNKS, QUERIES, WINDOW,
         )  # fmt: skip
 
 
@@ -510,7 +533,7 @@ def _end_list(records_ptr, ranges_ptr, tile, total, per, programs):
 @triton.jit
 def _list_tiles(
     records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, total, most_shared,
-    per, most_tiles, programs,
+    per, step, most_tiles, programs,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Writes the records of a segment's tiles, and for programs whose ranges begin in one of them, that one again.
@@ -532,7 +555,7 @@ def _list_tiles(
         else:
             base = length + index * 0
             quanta = _node_quanta(length, rows, WINDOW) + index * 0
-            before = index * quanta
+            before = index * tl.where(step > 0, step, quanta)
         seen = base
         if WINDOW is not None:
             seen = tl.minimum(seen, WINDOW)

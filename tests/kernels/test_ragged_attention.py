@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from slipstream.kernels.attention import ragged
 from slipstream.kernels.attention.paths import Paths, trace_paths, trace_paths_triton
 from slipstream.kernels.attention.ragged import (
     NO_TILE,
@@ -327,6 +328,37 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
         strict=True,
     ):
         same(actual, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("longest", "idle", "is_own"), [(700, 1, True), (700, 9, False), (4000, 0, False)])
+def test_each_tile_has_a_program_where_that_fills_the_device(
+    longest: int, idle: int, is_own: bool, device: str
+) -> None:
+    """Of 16 requests with 8 KV heads; not if many have no nodes, nor if one is far longer than the others."""
+    lengths, rows = [*range(540, 600, 4), longest], [0] * idle + [1 + index % 4 for index in range(16 - idle)]
+    starts = torch.tensor([0, *rows], device=device).cumsum(0).int()
+    slots, lengths_ = torch.arange(16, device=device), torch.tensor(lengths, device=device)
+    segments, sizes = Segments(starts, slots, lengths_, 16, 4), (sum(rows), 32, 8, 128, torch.bfloat16)
+    actual, right = plan_work_triton(segments, *sizes), plan_work.reference(segments, *sizes)
+    same(actual.nodes, right.nodes)
+    assert right.nodes is not None
+    records = right.nodes.records[: 16 - idle]
+    own = [index * 6 for index in range(16 - idle)]
+    assert (records[:, START.value].tolist() == own) == is_own
+    assert not (is_own and records[:, SHARED.value].any())
+
+
+@torch.inference_mode()
+def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged, "PROGRAMS", 2)
+    scene = Scene(Case(nodes=((600, 3), (500, 2)), mask="tree", G=1, Q=2), torch.float32, "cpu")
+    work = scene.plan()
+    assert work.nodes is not None
+    assert work.nodes.records[:2, START.value].tolist() == [0, 5]
+    expected = scene.run(work=work)
+    scene.check(expected)
+    assert torch.equal(scene.run(work=scene.plan(programs=3)), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
