@@ -98,18 +98,21 @@ WEIGHT_BITS = {"fp8": 8, "fp8 blocks": 8, "mxfp4": 4, "int4": 4}
 @triton.jit
 def multiply(
     weight_ptr, scale_ptr, zeros_ptr, expert, feature, num_outputs,
-    x_ptr, row, x_stride, x_scale_ptr, x_scale_stride, valid, num_inputs, part,
+    x_ptr, row, x_stride, x_scale_ptr, block_stride, row_stride, valid, num_inputs, part,
     SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Features (OUTPUTS,) of an expert by the rows `row` (ROWS,) of x -> (OUTPUTS, ROWS) fp32; in
     MXFP4 from one of SPLIT parts of the inputs.
 
-    Rows that are not `valid` are zeros. FP8: a row's scale is at row * x_scale_stride, that of a block and a row at
-    block * x_scale_stride + row.
+    Rows that are not `valid` are zeros. FP8: the scale of a row, or of a block and a row, is at block * block_stride +
+    row * row_stride.
     """
     output = expert.to(tl.int64) * num_outputs + feature
     rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    x_scales = x_scale_ptr
+    if FORMAT == "fp8" or FORMAT == "fp8 blocks":  # noqa: PLR1714  Triton has no `in`
+        x_scales = x_scale_ptr + row.to(tl.int64) * row_stride
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if FORMAT == "mxfp4":
         acc = _multiply_mxfp4(
@@ -125,13 +128,13 @@ def multiply(
         blocks = tl.cdiv(num_inputs, DEPTH)
         scales = scale_ptr + (expert.to(tl.int64) * tl.cdiv(num_outputs, DEPTH) + feature // DEPTH) * blocks
         acc = _multiply_blocks(
-            acc, weight_ptr + output[:, None] * num_inputs, scales, rows, x_scale_ptr + row, x_scale_stride, valid,
-            num_inputs, DEPTH, STAGES, EVEN,
+            acc, weight_ptr + output[:, None] * num_inputs, scales, rows, x_scales, block_stride, valid, num_inputs,
+            DEPTH, STAGES, EVEN,
         )  # fmt: skip
     else:
         weights, scales = weight_ptr + output[:, None] * num_inputs, ()
         if FORMAT == "fp8":  # after the products they would be waited for
-            scales = tl.load(scale_ptr + output), tl.load(x_scale_ptr + row.to(tl.int64) * x_scale_stride)
+            scales = tl.load(scale_ptr + output), tl.load(x_scales)
         for start in range(0, num_inputs, DEPTH):
             k = start + tl.arange(0, DEPTH)[None, :]
             weight, x = _load_tiles(weights, rows, valid, k, num_inputs, EVEN)
@@ -157,13 +160,13 @@ def _load_tiles(weights, rows, valid, k, num_inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def _multiply_blocks(
-    acc, weights, scales, rows, x_scales, x_scale_stride, valid, num_inputs,
+    acc, weights, scales, rows, x_scales, block_stride, valid, num_inputs,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A loop that states its stages pipelines all its loads, also those that are no operands of a product."""
     for step in tl.range(0, tl.cdiv(num_inputs, DEPTH), num_stages=STAGES):
         weight, x = _load_tiles(weights, rows, valid, step * DEPTH + tl.arange(0, DEPTH)[None, :], num_inputs, EVEN)
-        scale, x_scale = tl.load(scales + step), tl.load(x_scales + step * x_scale_stride)
+        scale, x_scale = tl.load(scales + step), tl.load(x_scales + step * block_stride)
         acc += tl.dot(weight, tl.trans(x)) * (scale[:, None] * x_scale[None, :])
     return acc
 

@@ -54,8 +54,9 @@ class QuantizedRows(NamedTuple):
     """Inputs of a layer: codes * scales."""
 
     codes: Tensor  # (M, I) e4m3
-    scales: Tensor  # fp32: (M,), or (B, M) of blocks of 128 inputs
+    scales: Tensor  # fp32: (M,), or (B, M) of blocks of 128 inputs, in any order in memory
     dtype: torch.dtype  # of what was quantised, and of products
+    rows: Tensor | None = None  # (M, I) what was quantised, for who reads that, too
 
 
 class InputScales(NamedTuple):
@@ -112,7 +113,7 @@ def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
 @quantize_rows.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
 def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
     x, (rows, columns), (static, by_block) = as_rows(x), x.shape, given
-    codes, scales, _ = new = _empty_rows(x, given)
+    codes, scales, *_ = new = _empty_rows(x, given)
     if rows == 0:
         return new
     # A program that must find a row's scale reads all of the row. Of few rows several do, each for a share of it.
@@ -121,7 +122,7 @@ def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRow
     share = min(width, max(width // SHARES, 512)) if finds_scale and rows <= SHARED_ROWS else width
     warps = min(max(width // 512, 4), 16)
     _quantize_rows[(rows, triton.cdiv(columns, share))](
-        x, static, codes, scales, x.stride(0), rows, columns,
+        x, static, codes, scales, x.stride(0), *scale_strides(scales), columns,
         WIDTH=width, SHARE=share, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return new
@@ -132,36 +133,54 @@ def _empty_rows(x: Tensor, given: InputScales) -> QuantizedRows:
     codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
     if given.static is not None:
         return QuantizedRows(codes, given.static.expand(rows), x.dtype)
-    shape = (triton.cdiv(columns, BLOCK), rows) if given.by_block else (rows,)
-    return QuantizedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), x.dtype)
+    blocks, new = triton.cdiv(columns, BLOCK), partial(torch.empty, dtype=torch.float32, device=x.device)
+    if not given.by_block:
+        scales = new(rows)
+    elif rows <= FEW_ROWS:  # a program that goes from block to block finds the next one's in its L1 cache
+        scales = new(rows, blocks).t()
+    else:
+        scales = new(blocks, rows)
+    return QuantizedRows(codes, scales, x.dtype)
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, int]:
+    """From block to block and from row to row."""
+    if scales is None:
+        return 0, 0
+    return (scales.stride(0), scales.stride(1)) if scales.dim() == 2 else (0, scales.stride(0))
 
 
 @Op
 def quantized_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
-) -> tuple[QuantizedRows, Tensor]:
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None,
+    *, keeps_rows: bool = False,
+) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     """(quantize_rows(rms_norm(summed)), summed) with summed = residual + delta (M, I), as kernels/norm.py computes it;
-    without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`."""
+    without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`. keeps_rows: the normed rows
+    come with the quantised ones."""
     if delta is None:
-        return quantize_rows.reference(rms_norm.reference(residual, weight, eps), given), residual
-    normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
-    return quantize_rows.reference(normed, given), summed
+        normed, summed = rms_norm.reference(residual, weight, eps), residual
+    else:
+        normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
+    return quantize_rows.reference(normed, given)._replace(rows=normed if keeps_rows else None), summed
 
 
 @quantized_rms_norm.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
 def quantized_rms_norm_triton(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
-) -> tuple[QuantizedRows, Tensor]:
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None,
+    *, keeps_rows: bool = False,
+) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     old, new = as_rows(residual), None if delta is None else as_rows(delta)
     sums = residual if delta is None else torch.empty_like(old) if out is None else out
     rows, columns = old.shape
-    codes, scales, _ = quantized = _empty_rows(old, given)
+    normed = torch.empty(old.shape, dtype=old.dtype, device=old.device) if keeps_rows else None
+    codes, scales, *_ = quantized = _empty_rows(old, given)._replace(rows=normed)
     if rows == 0:
         return quantized, sums
     width = max(triton.next_power_of_2(columns), BLOCK)
     _norm_and_quantize[(rows,)](
-        old, new, weight, sums, given.static, codes, scales,
-        old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), rows, eps,
+        old, new, weight, sums, normed, given.static, codes, scales,
+        old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), *scale_strides(scales), eps,
         SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 256, 1), 16),
         **pdl_options(old.device),
     )  # fmt: skip
@@ -178,12 +197,12 @@ def quantized_silu_mul(gate_up: Tensor, given: InputScales) -> QuantizedRows:
 def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedRows:
     gate_up = as_rows(gate_up)
     rows, columns = len(gate_up), gate_up.shape[1] // 2
-    codes, scales, _ = quantized = _empty_rows(gate_up[:, :columns], given)
+    codes, scales, *_ = quantized = _empty_rows(gate_up[:, :columns], given)
     if rows == 0:
         return quantized
     width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
     _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
-        gate_up, given.static, codes, scales, gate_up.stride(0), rows, columns,
+        gate_up, given.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
         WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 512, 4), 16),
         **pdl_options(gate_up.device),
     )  # fmt: skip
@@ -331,7 +350,7 @@ def _few_rows(
     partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
-        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), x.scales.stride(-1),
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), *scale_strides(x.scales),
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
         EVEN=num_inputs % BLOCK == 0,
         AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
@@ -353,7 +372,7 @@ def _many_rows(
     given: Any = TensorDescriptor.from_tensor
     fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         given(x.codes, [rows, BLOCK]), given(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
-        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), x.scales.stride(-1),
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), *scale_strides(x.scales),
         ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=scales.dim() == 2,
         num_stages=3 if outputs > 128 else 4, num_warps=8 if outputs > 64 else 4,
     )  # fmt: skip
@@ -362,7 +381,7 @@ def _many_rows(
 
 @triton.jit
 def _quantize_rows(
-    x_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
+    x_ptr, static_ptr, codes_ptr, scales_ptr, stride, block_stride, row_stride, num_inputs,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -373,13 +392,14 @@ def _quantize_rows(
     if SHARE < WIDTH:
         columns = tl.arange(0, WIDTH)
         whole = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
-    _store_codes(x, whole, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, BY_BLOCK, GROUP)
+    strides = block_stride, row_stride
+    _store_codes(x, whole, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit
 def _norm_and_quantize(
-    residual_ptr, delta_ptr, weight_ptr, summed_ptr, static_ptr, codes_ptr, scales_ptr,
-    residual_stride, delta_stride, summed_stride, num_rows, eps,
+    residual_ptr, delta_ptr, weight_ptr, summed_ptr, normed_ptr, static_ptr, codes_ptr, scales_ptr,
+    residual_stride, delta_stride, summed_stride, block_stride, row_stride, eps,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
@@ -394,13 +414,16 @@ def _norm_and_quantize(
         tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
     x = summed.to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)
+    if normed_ptr is not None:
+        tl.store(normed_ptr + row * SIZE + columns, normed, mask=mask)
     normed = normed.to(tl.float32)
-    _store_codes(normed, normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, BY_BLOCK, GROUP)
+    strides = block_stride, row_stride
+    _store_codes(normed, normed, row, 0, static_ptr, codes_ptr, scales_ptr, strides, SIZE, BY_BLOCK, GROUP)
 
 
 @triton.jit
 def _silu_mul_and_quantize(
-    gate_up_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
+    gate_up_ptr, static_ptr, codes_ptr, scales_ptr, stride, block_stride, row_stride, num_inputs,
     WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
@@ -411,12 +434,13 @@ def _silu_mul_and_quantize(
     gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
     up = tl.load(gate_up_ptr + num_inputs, mask=columns < num_inputs, other=0.0)
     x = round_silu_mul(gate, up).to(tl.float32)
-    _store_codes(x, x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, BY_BLOCK, GROUP)
+    strides = block_stride, row_stride
+    _store_codes(x, x, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit
 def _store_codes(
-    x, whole, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs,
+    x, whole, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs,
     BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last. whole: all of them, where they share a
@@ -429,7 +453,7 @@ def _store_codes(
         scaled, scale = scale_blocks(tl.reshape(x, (WIDTH // GROUP, GROUP)))
         scaled = tl.reshape(scaled, (WIDTH,))
         block = first // GROUP + tl.arange(0, WIDTH // GROUP)
-        cells = scales_ptr + block.to(tl.int64) * num_rows + row
+        cells = scales_ptr + block.to(tl.int64) * strides[0] + row * strides[1]
         tl.store(cells, scale, mask=block * GROUP < num_inputs)
     else:
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(whole), axis=0), 448.0), 1e-12)
@@ -449,15 +473,16 @@ def scale_blocks(x):
 
 @triton.jit
 def _load_scales(
-    weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs,
+    weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a block of inputs: (OUTPUTS,) of the weights and (ROWS,) of x. Of others none."""
+    """Scales of a block of inputs: (OUTPUTS,) of the weights and (ROWS,) of x, which begin at `x_scales`. Of others
+    none."""
     if BLOCKS:
         num_blocks = tl.cdiv(num_inputs, GROUP)
         block = tl.minimum(block, num_blocks - 1)
         weight_scale = tl.load(weight_scale_ptr + tl.minimum(outputs, num_outputs - 1) // GROUP * num_blocks + block)
-        x_scale = tl.load(x_scale_ptr + block * num_rows + rows, mask=rows < num_rows, other=0.0)
+        x_scale = tl.load(x_scales + block * block_stride, mask=rows < num_rows, other=0.0)
         scales = weight_scale, x_scale
     else:
         scales = ()  # type: ignore[assignment]
@@ -475,12 +500,12 @@ def _add_products(acc, weight, x, scales, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _load_row_scales(x_scale_ptr, rows, num_rows, stride, BLOCKS: tl.constexpr):
+def _load_row_scales(x_scales, rows, num_rows, BLOCKS: tl.constexpr):
     """Of x, (ROWS,), where a row has one."""
     if BLOCKS:
         scales = ()
     else:
-        scales = (tl.load(x_scale_ptr + rows.to(tl.int64) * stride, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
+        scales = (tl.load(x_scales, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
     return scales
 
 
@@ -504,7 +529,8 @@ def _scale_sums(sums, output_scales, row_scales):
 
 @triton.jit
 def _few_products(
-    x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,
+    x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
+    num_rows, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -514,18 +540,15 @@ def _few_products(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     all_outputs = num_outputs * 2 if GATED else num_outputs
-    scales = _load_scales(
-        weight_scale_ptr, x_scale_ptr, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
-    )
+    given = weight_scale_ptr, x_scales, block_stride
+    scales = _load_scales(*given, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS)
     if GATED:
         ups = _load_scales(
-            weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, first, num_rows, all_outputs, num_inputs,
+            *given, outputs + num_outputs, row, first, num_rows, all_outputs, num_inputs,
             DEPTH, BLOCKS,
         )  # fmt: skip
     for step in range(first, last):
-        next_scales = _load_scales(
-            weight_scale_ptr, x_scale_ptr, outputs, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS
-        )
+        next_scales = _load_scales(*given, outputs, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS)
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
         inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
         x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
@@ -533,7 +556,7 @@ def _few_products(
         acc = _add_products(acc, weight, x, scales, DEPTH)
         if GATED:
             next_ups = _load_scales(
-                weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, step + 1, num_rows, all_outputs, num_inputs,
+                *given, outputs + num_outputs, row, step + 1, num_rows, all_outputs, num_inputs,
                 DEPTH, BLOCKS,
             )  # fmt: skip
             weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
@@ -546,7 +569,7 @@ def _few_products(
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def fp8_few_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    num_rows, num_outputs, num_inputs, part, x_scale_stride,
+    num_rows, num_outputs, num_inputs, part, block_stride, row_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -568,9 +591,11 @@ def fp8_few_kernel(
         if GATED:
             prefetch(weights + num_outputs.to(tl.int64) * num_inputs, start, AHEAD)
         tl.extra.cuda.gdc_wait()
-    row_scales = _load_row_scales(x_scale_ptr, row, num_rows, x_scale_stride, BLOCKS)
+    x_scales = x_scale_ptr + row.to(tl.int64) * row_stride
+    row_scales = _load_row_scales(x_scales, row, num_rows, BLOCKS)
     acc, up = _few_products(
-        x_ptr, x_scale_ptr, weights, weight_scale_ptr, outputs, row, first, last, num_rows, num_outputs, num_inputs,
+        x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
+        num_rows, num_outputs, num_inputs,
         ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN,
     )  # fmt: skip
     if PDL:
@@ -593,7 +618,7 @@ def fp8_few_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def fp8_many_kernel(
     x_desc, weight_desc, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr,
-    num_rows, num_outputs, num_inputs, part, x_scale_stride,
+    num_rows, num_outputs, num_inputs, part, block_stride, row_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -604,18 +629,21 @@ def fp8_many_kernel(
     width = tl.minimum(output_tiles - group * GROUP, GROUP)
     row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
     rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
+    x_scales = x_scale_ptr + rows.to(tl.int64) * row_stride
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in range(SPLIT):
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         block = index * part // DEPTH
         scales = _load_scales(
-            weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs, DEPTH, BLOCKS
-        )
+            weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
+            DEPTH, BLOCKS,
+        )  # fmt: skip
         for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
             block += 1
             next_scales = _load_scales(
-                weight_scale_ptr, x_scale_ptr, outputs, rows, block, num_rows, num_outputs, num_inputs, DEPTH, BLOCKS
-            )
+                weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
+                DEPTH, BLOCKS,
+            )  # fmt: skip
             x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
             acc = _add_products(acc, weight, x, scales, DEPTH)
             scales = next_scales
@@ -623,7 +651,7 @@ def fp8_many_kernel(
     result = _scale_sums(
         tl.trans(sums),
         _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS),
-        _load_row_scales(x_scale_ptr, rows, num_rows, x_scale_stride, BLOCKS),
+        _load_row_scales(x_scales, rows, num_rows, BLOCKS),
     )
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]

@@ -37,10 +37,11 @@ from slipstream.kernels.gemm.expert_weights import (
     num_inputs_of,
     pointers,
 )
+from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.gemm.small_m import PROGRAMS, SHARED_MEMORY
 from slipstream.kernels.grid_sync import done_counters, is_last_done
-from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, use_triton, wait_for_inputs
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
@@ -126,11 +127,15 @@ SHORT_ROW, SHORT = Tiling(outputs=64, depth=128, stages=4), Tiling(outputs=128, 
 
 
 @Op
-def mix_experts(x: Tensor, routing: Routing, weights: ExpertWeights, shared: Shared | None = None) -> Tensor:
+def mix_experts(
+    x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWeights, shared: Shared | None = None
+) -> Tensor:
     """x (T, H) -> (T, H): the outputs of each token's experts by its weights, and `shared`.
 
-    An expert is (activation(x @ gate_up.T)) @ down.T. Expert by expert, so few tokens read few of them.
+    An expert is (activation(x @ gate_up.T)) @ down.T. Expert by expert, so few tokens read few of them. For FP8 experts
+    x may come quantised, with its rows.
     """
+    x = plain_rows(x)
     top_k = routing.experts.shape[1]
     flat = routing.experts.flatten()
     outputs = x.new_empty(len(flat), x.shape[1])
@@ -156,10 +161,23 @@ def activate(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(clamped.alpha * gate))
 
 
-@mix_experts.kernel()
+def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
+    """x as it was before it was quantised."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.rows is not None
+    return x.rows
+
+
+@mix_experts.kernel(when=lambda x, *_, **__: use_triton(plain_rows(x)))
 def mix_experts_triton(
-    x: Tensor, routing: Routing, weights: ExpertWeights, shared: Shared | None = None, tiling: Tiling | None = None
+    x: Tensor | QuantizedRows,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: Shared | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
+    given, x = x, plain_rows(x)
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -179,13 +197,13 @@ def mix_experts_triton(
     num_hidden = most_blocks * block_rows if in_blocks else num_pairs
     hidden = torch.empty(num_hidden, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
-        *_inputs(x, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
+        *_inputs(given, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
         num_rows, size, intermediate,
         CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, IN_BLOCKS=in_blocks,
         **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
-    given = (routing.weights, *(shared or (None, None)), out)
+    mixed = (routing.weights, *(shared or (None, None)), out)
     if in_blocks:
         _down_large(hidden, block_rows, weights, outputs, listed[1:], num_rows)
     else:
@@ -194,13 +212,13 @@ def mix_experts_triton(
         partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
         down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
             *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
-            *given, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
+            *mixed, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
             **plain.options(), **options, **constants(weights.down, x, plain.depth),
         )  # fmt: skip
     if not is_fused:
         columns = min(512, triton.next_power_of_2(size))
         sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
-            outputs, *given, num_rows, size,
+            outputs, *mixed, num_rows, size,
             TOP_K=top_k, ROWS=SUM_ROWS, COLUMNS=columns, num_warps=4, **pdl_options(x.device),
         )  # fmt: skip
     return out
@@ -211,13 +229,14 @@ def least_rows(format: Format) -> int:
     return min(rows for rows in TILINGS[format] if rows > 1)
 
 
-def _inputs(x: Tensor, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int]:
-    """Rows as the product with `matrix` takes them, their stride, and scales with their stride (`multiply`)."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+def _inputs(x: Tensor | QuantizedRows, matrix: ExpertMatrix) -> tuple[Tensor, int, Tensor | None, int, int]:
+    """Rows as the product with `matrix` takes them, their stride, and scales with their strides (`multiply`)."""
     if not isinstance(matrix, FP8Weight):
-        return x, x.stride(0), None, 0
-    codes, scales, _ = fp8.quantize_rows(x, matrix.inputs)
-    return codes, codes.stride(0), scales, scales.stride(0)
+        x = plain_rows(x)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return x, x.stride(0), None, 0, 0
+    codes, scales, *_ = fp8.quantize_rows(x, matrix.inputs) if isinstance(x, Tensor) else x
+    return codes, codes.stride(0), scales, *fp8.scale_strides(scales)
 
 
 def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
@@ -262,9 +281,9 @@ def _down_large(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "block_stride", "row_stride"])
 def gated_experts_kernel(
-    x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
+    x_ptr, x_stride, x_scale_ptr, block_stride, row_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
     experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size, IN_BLOCKS: tl.constexpr,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
@@ -288,7 +307,7 @@ def gated_experts_kernel(
         prefetch_lines(bias_ptr + expert.to(tl.int64) * 2 * size + feature)
     acc = multiply(
         weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, 2 * size, x_ptr, pair // TOP_K, x_stride, x_scale_ptr,
-        x_scale_stride, valid, num_inputs, 0, 1,
+        block_stride, row_stride, valid, num_inputs, 0, 1,
         OUTPUTS, ROWS, FORMAT, DEPTH, STAGES, UNIT, PACKED, EVEN, PRECISION,
     )  # fmt: skip
     if PDL:
@@ -311,10 +330,10 @@ def gated_experts_kernel(
     tl.store(cells, gated.to(dtype), mask=valid[:, None] & (output < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "block_stride", "row_stride"])
 def down_experts_kernel(
-    x_ptr, x_stride, x_scale_ptr, x_scale_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, outputs_ptr,
-    partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
+    x_ptr, x_stride, x_scale_ptr, block_stride, row_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr,
+    outputs_ptr, partial_ptr, experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr,
     weights_ptr, shared_ptr, gates_ptr, out_ptr, counters_ptr, num_rows, num_inputs, size,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
@@ -342,8 +361,8 @@ def down_experts_kernel(
     for index in tl.static_range(SPLIT // PARTS):
         acc += multiply(
             weight_ptr, weight_scale_ptr, zeros_ptr, expert, feature, size, x_ptr, pair, x_stride, x_scale_ptr,
-            x_scale_stride, valid, num_inputs, tl.program_id(1) + index, SPLIT, OUTPUTS, ROWS, FORMAT, DEPTH, STAGES,
-            UNIT, PACKED, EVEN, PRECISION,
+            block_stride, row_stride, valid, num_inputs, tl.program_id(1) + index, SPLIT, OUTPUTS, ROWS, FORMAT, DEPTH,
+            STAGES, UNIT, PACKED, EVEN, PRECISION,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -3,7 +3,7 @@ from torch import Tensor, nn
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.layers.moe import feed_forward
+from slipstream.models.layers.moe import Experts, feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec
 from slipstream.models.targets.families import Norms
@@ -20,12 +20,10 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward(hidden_size, spec.mlp)
 
     @property
-    def norm_readers(self) -> list[tuple[RMSNorm, Linear]]:
-        """Norms whose output a single projection reads."""
-        readers: list[tuple[RMSNorm, Linear]] = [(self.input_layernorm, self.self_attn.qkv_proj)]
-        if isinstance(self.mlp, GatedMLP):
-            readers.append((self.post_attention_layernorm, self.mlp.gate_up_proj))
-        return readers
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
+        """Norms whose output a single projection reads, or experts and their router."""
+        reader = self.mlp.gate_up_proj if isinstance(self.mlp, GatedMLP) else self.mlp.experts
+        return [(self.input_layernorm, self.self_attn.qkv_proj), (self.post_attention_layernorm, reader)]
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
@@ -54,7 +52,7 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
 
     @property
-    def norm_readers(self) -> list[tuple[RMSNorm, Linear]]:
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
         return [(self.input_layernorm, self.self_attn.qkv_proj)]
 
     def forward(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
-from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts
+from slipstream.kernels.gemm.fp8 import QuantizedRows
+from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts, plain_rows
 from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP
@@ -49,7 +50,7 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size)) if spec.bias else None
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if spec.bias else None
 
-    def forward(self, x: Tensor, routing: Routing, shared: Shared | None = None) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
         """x (T, H) -> (T, H), the weighted outputs and `shared`."""
         matrices = self.matrix("gate_up_proj"), self.matrix("down_proj")
         biases = self.gate_up_proj_bias, self.down_proj_bias
@@ -111,13 +112,17 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = GatedMLP(hidden_size, MLPSpec(intermediate_size=spec.shared_size))
             self.shared_expert_gate = Linear(hidden_size, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> the same shape."""
-        rows = x.reshape(-1, x.shape[-1])
-        shared = None
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """x (..., H), quantised (T, H) -> the same shape."""
+        if isinstance(x, Tensor):
+            return self._mix(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return self._mix(x)
+
+    def _mix(self, x: Tensor | QuantizedRows) -> Tensor:
+        rows, shared = plain_rows(x), None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared = Shared(self.shared_expert(rows), self.shared_expert_gate(rows))
-        return self.experts(rows, self.gate(rows, self.experts.least_rows), shared).view(x.shape)
+        return self.experts(x, self.gate(rows, self.experts.least_rows), shared)
 
 
 def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | MixtureOfExperts:

@@ -4,7 +4,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm.fp8 import InputScales, quantized_rms_norm
+from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows, quantized_rms_norm
 from slipstream.kernels.norm import add_rms_norm, norm_add_norm, rms_norm, rms_norm_pair, rms_norm_parts
 from slipstream.models.layers.linear import copy_converted
 
@@ -12,12 +12,14 @@ from slipstream.models.layers.linear import copy_converted
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019).
 
-    `quantize`: the scales of what reads it, where that is one FP8 layer; then rows (T, H) come quantised.
+    `quantize`: the scales of what reads it, where that is one FP8 layer; then rows (T, H) come quantised. keeps_rows:
+    with what they were before, for a router.
 
     `offset`: files hold weight - 1, as Gemma's. The sum is kept in fp32, as the rounded one would lose bits of theirs.
     """
 
     quantize: Callable[[], InputScales] | None = None
+    keeps_rows = False
 
     def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
@@ -31,15 +33,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.quantize is not None and x.dim() == 2:
-            return cast(Tensor, quantized_rms_norm(x, None, self.weight, self.eps, self.quantize())[0])
+            return cast(Tensor, self._quantized(x, None, None, self.quantize())[0])
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
         if self.quantize is not None and residual.dim() == 2:
-            rows, summed = quantized_rms_norm(residual, delta, self.weight, self.eps, self.quantize(), out)
+            rows, summed = self._quantized(residual, delta, out, self.quantize())
             return cast(Tensor, rows), summed
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
+
+    def _quantized(
+        self, residual: Tensor, delta: Tensor | None, out: Tensor | None, scales: InputScales
+    ) -> tuple[QuantizedRows, Tensor]:
+        return quantized_rms_norm(residual, delta, self.weight, self.eps, scales, out, keeps_rows=self.keeps_rows)
 
     def add_normed(self, residual: Tensor, delta: Tensor, inner: "RMSNorm") -> tuple[Tensor, Tensor]:
         """(self(summed), summed) with summed = residual + inner(delta) (..., H), in one kernel."""

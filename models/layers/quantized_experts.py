@@ -18,6 +18,7 @@ from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight
 from slipstream.kernels.gemm.fp8 import E4M3, InputScales
 from slipstream.kernels.gemm.mxfp4 import BLOCK, CHUNK, GROUP, WIDEST, MXFP4Weight, pack_words
 from slipstream.models.files.quantization import Format, FP8Format, Quantization
+from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import CHUNK as BYTES
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.listed_tensors import listed_tensors
@@ -143,6 +144,16 @@ class LinearExperts(QuantizedExperts):
         layer._buffers = {key: self.get_buffer(f"{name}_{key}")[expert] for key in layer._buffers}
         return layer
 
+    @property
+    def is_fp8(self) -> bool:
+        return isinstance(self.layers["gate_up_proj"], FP8Linear)
+
+    def scales_of_inputs(self) -> InputScales:
+        """Of FP8 experts."""
+        matrix = self.matrix("gate_up_proj")
+        assert isinstance(matrix, FP8Weight)
+        return matrix.inputs
+
     def matrix(self, name: str) -> ExpertMatrix:
         layer = self.layers[name]
         if isinstance(layer, FP8Linear):
@@ -221,6 +232,10 @@ def quantize_experts(
                 parent, _, name = path.rpartition(".")
                 setattr(network.get_submodule(parent), name, quantized)
                 _check_device(path, quantized, device)
+    for module in network.modules():
+        for norm, reader in module.norm_readers if isinstance(module, DecoderLayer) else ():
+            if isinstance(reader, LinearExperts) and reader.is_fp8:
+                norm.quantize, norm.keeps_rows = reader.scales_of_inputs, True
 
 
 def quantize_by_config(network: nn.Module, quantization: Quantization | None) -> None:

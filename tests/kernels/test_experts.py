@@ -279,6 +279,9 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     expected = loop(x, routing, wide, None, round_inputs)
     with poisoned():
         found = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
+    if isinstance(weights.gate_up, FP8Weight):
+        given = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
+        assert torch.equal(mix_experts_triton(given, routing, weights, None, Tiling(64, 32, 1)), found)
     if device == "cuda" or (kind == "fp8 blocks" and rows <= FUSED_ROWS):
         # Inputs on the edge between two codes fall either way; and the interpreter rounds to e4m3 in its own way.
         assert (found.double() - expected).norm() < 0.15 * expected.norm()

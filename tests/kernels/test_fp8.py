@@ -189,8 +189,13 @@ def test_norms_quantise_their_output(given: tuple[float | None, bool], device: s
     weight, out = 1 + torch.rand(272, device=device), torch.empty(6, 600, device=device)[:, :272]
     scales = InputScales(None if given[0] is None else torch.tensor(given[0], device=device), given[1])
     for own in (None, delta):
-        rows, summed = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, None if own is None else out)
-        expected, total = quantized_rms_norm.reference(residual, own, weight, 1e-5, scales)
+        given_out = None if own is None else out
+        rows, summed = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, given_out, keeps_rows=True)
+        expected, total = quantized_rms_norm.reference(residual, own, weight, 1e-5, scales, keeps_rows=True)
+        alone = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, given_out)[0]
+        assert alone.rows is None
+        assert torch.equal(alone.codes.view(torch.uint8), rows.codes.view(torch.uint8))
+        torch.testing.assert_close(rows.rows, expected.rows)
         assert torch.equal(summed, total)
         assert own is None or summed.data_ptr() == out.data_ptr()
         torch.testing.assert_close(rows.scales, expected.scales)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.models.layers.quantized_experts import LinearExperts, MXFP4Experts
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, read_model
@@ -134,6 +135,19 @@ def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
         assert 0 < (weight - experts.matrix(name)[3]).norm() < 0.05 * weight.norm()
     assert torch.equal(own.gate_up_proj_bias, experts.gate_up_proj_bias)
     assert torch.equal(target.layers[1].mlp.gate.weight, expected.layers[1].mlp.gate.weight)
+
+
+@pytest.mark.parametrize(("name", "is_quantised"), [("fp8-blocks", True), ("on-the-fly", True), ("awq", False)])
+@torch.no_grad()
+def test_a_norm_quantises_what_fp8_experts_read(name: str, is_quantised: bool, plain: Path, tmp_path: Path) -> None:
+    """And keeps it for their router."""
+    folder = tmp_path / name
+    save_quantized(LAYOUTS[name], plain, folder)
+    norm, x = load(folder, name).layers[1].post_attention_layernorm, torch.randn(3, 256)
+    normed = norm(x)
+    assert isinstance(normed, QuantizedRows) == is_quantised
+    if is_quantised:
+        assert torch.equal(normed.rows, torch.nn.functional.rms_norm(x, (256,), norm.weight, norm.eps))
 
 
 def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path: Path) -> None:
