@@ -2,8 +2,8 @@
 
 A near-tie between two experts must not fall one way in a pass of one row and another way in a pass of many. So logits
 are fp32 and sum the inputs in parts that the layer's shape alone fixes: programs side by side for few rows, one program
-after another part for many. The last program of some rows chooses their experts; the last of all sorts tokens by
-expert, for kernels/gemm/grouped.py, without the host.
+after another part for many. The last program of some rows chooses their experts, or some programs do, each for four
+rows; the last of all sorts tokens by expert, for kernels/gemm/grouped.py, without the host.
 Letters: T tokens, H inputs, E experts, k experts of a token, P = T * k pairs of a token and one of its experts.
 """
 
