@@ -14,7 +14,7 @@ from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
-MOST_BEHIND = 256  # rows that the drafter may be behind: a few milliseconds' work, mostly by the row
+MOST_BEHIND = 512  # rows that the drafter may be behind: a few milliseconds' work, mostly by the row
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
