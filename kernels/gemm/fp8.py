@@ -56,7 +56,7 @@ class QuantizedRows(NamedTuple):
     codes: Tensor  # (M, I) e4m3
     scales: Tensor  # fp32: (M,), or (B, M) of blocks of 128 inputs, in any order in memory
     dtype: torch.dtype  # of what was quantised, and of products
-    rows: Tensor | None = None  # (M, I) what was quantised, for who reads that, too
+    rows: Tensor | None = None  # (M, I) what was quantised, where something else reads it, too
 
 
 class InputScales(NamedTuple):

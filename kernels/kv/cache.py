@@ -23,7 +23,7 @@ def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     All of a request's sources are read before its destinations are written, so they may overlap; requests must not
     share slots. A source equal to its destination is a no-op.
     """
-    moved = sources != destinations
+    moved = sources != destinations  # mostly none: on a CPU to copy the others takes longer than to look
     if moved.any():
         cache = _copyable(cache)
         cache.index_copy_(2, destinations[moved], cache.index_select(2, sources[moved]))

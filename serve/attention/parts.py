@@ -112,7 +112,7 @@ class PartsAttention:
     ) -> None:
         """positions (T,) int64 of all rows, whose KV goes to `slots`."""
         self.has_prompts = prompts is not None
-        for backend, own in zip(self.backends, nodes, strict=False):
+        for backend, own in zip(self.backends[: len(nodes)], nodes, strict=True):
             backend.plan(own)
         if prompts is not None:
             self.prompts.plan(prompts)
@@ -132,5 +132,5 @@ class PartsAttention:
 
     def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""
-        parts = zip(self.backends, self.nodes.parts, strict=False)
+        parts = zip(self.backends[: len(self.nodes.parts)], self.nodes.parts, strict=True)
         return self.nodes.keep([backend.attend_stored(rows.repeat(q), layer, mask) for backend, rows in parts])
