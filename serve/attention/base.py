@@ -53,6 +53,7 @@ class Backend(Attention):
 
     phases: ClassVar[frozenset[str]]
     needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its passes
+    takes_unlike_counts: ClassVar[bool] = False  # requests of one pass over nodes may have unlike numbers of them
     is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
     features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have,
     gpu_features: ClassVar[frozenset[str]] = frozenset()  # and those that were tried on a GPU

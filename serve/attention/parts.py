@@ -1,14 +1,12 @@
-"""Attention of a pass of nodes and prompts by backends that take each by itself: where a pass is not captured.
+"""Attention of a pass of nodes and prompts by two backends: where a pass is not captured.
 
-All rows are rotated and stored together. Nodes are attended as many for each request, so where counts differ a
-request's last node is repeated, and what the copies compute is dropped. Where that would be many, requests with about
-as many nodes are parts of their own. Prompts go to the backend of prefills.
-Letters: T rows of the pass, n of them nodes, B decoding requests, b of a part, N most nodes of one.
+All rows are rotated and stored together. A backend that takes as many nodes of each request gets a request's last node
+repeated, and what the copies compute is dropped. Prompts go to the backend of prefills.
+Letters: T rows of the pass, n of them nodes, B decoding requests, N most nodes of one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,100 +18,66 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.kv import KVSlots
 
-MOST_PARTS = 4
-COPIES_OF_A_PART = 12  # that take as long as one more part
-
-
-class NodeRows(NamedTuple):
-    """The rows of a part's nodes as N for each of its requests."""
-
-    members: list[int]  # (b,) which of the pass's requests
-    most: int  # N
-    repeated: Tensor | None  # (b * N,) int64 rows of the pass; None: the first ones as they are
-
-    def repeat(self, values: Tensor) -> Tensor:
-        """values (T, ...) of all rows -> (b * N, ...)."""
-        if self.repeated is None:
-            return values[: len(self.members) * self.most]
-        return values.index_select(0, self.repeated)  # on a CPU in a third of the time of values[rows]
-
 
 class Nodes(NamedTuple):
-    """The nodes of a pass, by parts."""
+    """The first rows of a pass."""
 
-    parts: list[NodeRows]
-    kept: Tensor | None  # (n,) int64 the nodes among the rows of all parts, one after another; None: all of them
+    counts: tuple[int, ...]  # (B,)
+    padded: Tensor | None  # (B * N,) int64 rows of the pass, N for each request; None: the first ones as they are
+    kept: Tensor | None  # (n,) int64 the nodes among these; None: all of them
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "Nodes":
         """Of requests with counts (B,) nodes."""
-        if not counts:
-            return cls([], None)
-        if min(counts) == max(counts):
-            return cls([NodeRows(list(range(len(counts))), counts[0], None)], None)
-        own = np.array(counts)
-        starts, moves, parts, place = own.cumsum() - own, np.empty_like(own), list[NodeRows](), 0
-        for members in split_requests(counts):
-            most = max(counts[request] for request in members)
-            rows = starts[members, None] + np.minimum(np.arange(most), own[members, None] - 1)
-            parts.append(NodeRows(members, most, torch.from_numpy(rows.ravel()).to(device)))
-            moves[members] = place + most * np.arange(len(members)) - starts[members]
-            place += rows.size
-        kept = np.repeat(moves, own) + np.arange(own.sum())
-        return cls(parts, torch.from_numpy(kept).to(device))
+        if len(set(counts)) <= 1:
+            return cls(tuple(counts), None, None)
+        own, most = np.array(counts), max(counts)
+        starts = own.cumsum() - own
+        padded = starts[:, None] + np.minimum(np.arange(most), own[:, None] - 1)
+        kept = np.repeat(most * np.arange(len(own)) - starts, own) + np.arange(own.sum())
+        return cls(tuple(counts), torch.from_numpy(padded.ravel()).to(device), torch.from_numpy(kept).to(device))
 
-    def keep(self, values: Sequence[Tensor]) -> Tensor:
-        """values (b * N, ...) of each part -> (n, ...)."""
-        rows = values[0] if len(values) == 1 else torch.cat(tuple(values))
-        return rows if self.kept is None else rows.index_select(0, self.kept)
+    @property
+    def most(self) -> int:
+        """N."""
+        return max(self.counts, default=0)
 
+    @property
+    def total(self) -> int:
+        """n."""
+        return sum(self.counts)
 
-def split_requests(counts: Sequence[int]) -> list[list[int]]:
-    """Requests with counts (B,) nodes, in the at most MOST_PARTS parts that take least time: requests with most nodes
-    first, in ascending order within a part."""
-    sizes = sorted(set(counts), reverse=True)
-    fewer = [0, *accumulate(sum(count == size for count in counts) for size in sizes)]  # requests with more than that
-    # By the number of parts: the least time, in rows, of the requests with the first so many sizes, and where their
-    # last part begins.
-    least = [(0.0, 0)] + [(float("inf"), 0)] * len(sizes)
-    ways = []
-    for _ in range(min(MOST_PARTS, len(sizes))):
-        before, least = least, [(float("inf"), 0)]
-        for end in range(1, len(sizes) + 1):
-            times = [
-                (before[first][0] + sizes[first] * (fewer[end] - fewer[first]) + COPIES_OF_A_PART, first)
-                for first in range(end)
-            ]
-            least.append(min(times))
-        ways.append(least)
-    number, end = min(range(len(ways)), key=lambda index: ways[index][-1]), len(sizes)
-    parts = []
-    for way in reversed(ways[: number + 1]):
-        first = way[end][1]
-        held = set(sizes[first:end])
-        parts.append([request for request, count in enumerate(counts) if count in held])
-        end = first
-    return parts[::-1]
+    def pad(self, values: Tensor) -> Tensor:
+        """values (T, ...) of all rows -> (B * N, ...)."""
+        if self.padded is None:
+            return values[: self.total]
+        return values.index_select(0, self.padded)  # on a CPU in a third of the time of values[rows]
+
+    def keep(self, values: Tensor) -> Tensor:
+        """values (B * N, ...) -> (n, ...)."""
+        return values if self.kept is None else values.index_select(0, self.kept)
 
 
 @dataclass(slots=True)
 class PartsAttention:
-    """Attention over nodes, over prompts, or over both. Each part of the nodes has a backend of its own; that
-    of prompts stores the KV of all rows."""
+    """Attention over nodes, over prompts, or over both. The backend of prompts stores the KV of all rows."""
 
     nodes: Nodes
-    backends: Sequence[Backend]  # of the nodes' parts; there may be more
+    backend: Backend  # of nodes
     prompts: Backend
-    num_nodes: int
     has_prompts: bool = False
 
     def plan(
-        self, nodes: list[AttentionMetadata], prompts: AttentionMetadata | None, positions: Tensor, slots: KVSlots
+        self,
+        nodes: AttentionMetadata | None,
+        prompts: AttentionMetadata | None,
+        positions: Tensor,
+        slots: KVSlots,
     ) -> None:
         """positions (T,) int64 of all rows, whose KV goes to `slots`."""
         self.has_prompts = prompts is not None
-        for backend, own in zip(self.backends[: len(nodes)], nodes, strict=True):
-            backend.plan(own)
+        if nodes is not None:
+            self.backend.plan(nodes)
         if prompts is not None:
             self.prompts.plan(prompts)
         self.prompts.plan_writes(positions, slots)
@@ -122,7 +86,7 @@ class PartsAttention:
         raise AssertionError("a target's rows all ask")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        count, q = self.num_nodes, self.prompts.rotate_and_store(q, k, v, layer)
+        count, q = self.nodes.total, self.prompts.rotate_and_store(q, k, v, layer)
         if not count:
             return self.prompts.attend_stored(q, layer, "causal")
         own = self._attend_nodes(q, layer, mask)
@@ -132,5 +96,6 @@ class PartsAttention:
 
     def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""
-        parts = zip(self.backends[: len(self.nodes.parts)], self.nodes.parts, strict=True)
-        return self.nodes.keep([backend.attend_stored(rows.repeat(q), layer, mask) for backend, rows in parts])
+        if self.backend.takes_unlike_counts:
+            return self.backend.attend_stored(q[: self.nodes.total], layer, mask)
+        return self.nodes.keep(self.backend.attend_stored(self.nodes.pad(q), layer, mask))

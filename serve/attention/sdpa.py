@@ -4,6 +4,7 @@ Layers with soft caps or sinks take plain torch instead, which holds scores in f
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,25 +31,47 @@ class View(NamedTuple):
     """The pages of b requests that a layer reads."""
 
     pages: Tensor  # (b, p) int64
+    counts: list[int]  # (b,) how many of them hold a request's own text; the others lie behind it
     positions: Tensor  # (b or 1, p * page_size) of their tokens; those of nodes in node order
+
+
+class Kind(NamedTuple):
+    """What the bias of a layer's scores depends on."""
+
+    mask: Mask
+    window: int | None
+    stacked: int  # how often each query's row is repeated, for query heads that share a KV head
+    dtype: torch.dtype
+
+
+class Share(NamedTuple):
+    """What one request of a segment attends to, in layers that are alike."""
+
+    queries: slice  # of the segment
+    pages: Tensor  # (1, p) int64
+    bias: Tensor | None  # (1, 1, count or count * Q / G, S), S = p * page_size
 
 
 @dataclass(slots=True)
 class Segment:
-    """Requests of a batch with the same number of queries each, attended in one call."""
+    """Requests of a batch whose masks are made together."""
 
     requests: slice
     queries: slice  # of the packed tokens
-    count: int  # queries per request
+    counts: tuple[int, ...]  # (b,) queries of each request
     is_whole: bool  # one request without committed tokens: its queries are its whole context
     views: dict[tuple[int, int | None], View] = field(default_factory=dict)  # by group and window
-    # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
-    biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
-    dense_biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)  # (b, 1, 1, count, p * page_size)
+    biases: dict[Kind, Tensor] = field(default_factory=dict)  # (b, 1, N or N * Q / G, p * page_size), 0 or -inf
+    shares: dict[tuple[int, Kind], list[Share]] = field(default_factory=dict)  # by group, too
+
+    @property
+    def most(self) -> int:
+        """N."""
+        return max(self.counts)
 
 
 class Backend(base.Backend):
-    reads_codes = True
+    reads_codes = takes_unlike_counts = True
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
     features = gpu_features = frozenset(base.FEATURES)
@@ -58,13 +81,15 @@ class Backend(base.Backend):
         self.gathered = self.layers[0].new_empty(0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
+        """A pass whose requests have unlike numbers of nodes has masks (B, N, N). Prompts may be long and unlike in
+        length, so each has a mask of its own."""
         super().plan(metadata)
         counts = metadata.query_lens
-        if len(set(counts)) == 1:
+        if metadata.phase != "prefill" or len(set(counts)) == 1:
             self.segments = [self._segment(0, len(counts), 0)]
             return
-        starts = [sum(counts[:index]) for index in range(len(counts))]
-        self.segments = [self._segment(index, index + 1, start) for index, start in enumerate(starts)]
+        starts = [0, *accumulate(counts)]
+        self.segments = [self._segment(index, index + 1, starts[index]) for index in range(len(counts))]
 
     def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
         super().plan_writes(positions, slots)
@@ -122,38 +147,41 @@ class Backend(base.Backend):
         values.index_copy_(0, slots, v)
 
     def _attend(self, q: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor:
-        """q (b * count, Q, D) -> the same shape."""
-        view = self._view(layer, segment)
-        b, p = view.pages.shape
-        G, D = self.layers[layer.id].shape[3:]
-        kv = self._read(layer.id, view.pages.flatten())
-        k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
-        group = q.shape[1] // G
-        q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
-        is_plain = layer.spec.softcap is None and layer.sinks is None
-        if b == 1 and q.is_cuda and is_plain:
-            return self._attend_one(q[0], k, v, layer, mask, segment)
-        key = mask, layer.spec.window
-        if not is_plain:
-            return self._attend_densely(q, k, v, layer, mask, segment)
-        if key not in segment.biases:
-            segment.biases[key] = self._bias(layer, mask, segment, q.dtype).repeat(1, 1, group, 1)
-        q = q.reshape(b, G, group * segment.count, D)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[key], scale=layer.spec.score_scale)
-        out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
-        return out.reshape(b * segment.count, G * group, D)
+        """q (T, Q, D) of a segment -> the same shape.
 
-    def _attend_densely(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment
-    ) -> Tensor:
-        """With soft caps or sinks. q (b, G, Q / G, count, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
-        spec, key, sinks = layer.spec, (mask, layer.spec.window), layer.sinks
-        if key not in segment.dense_biases:
-            segment.dense_biases[key] = self._bias(layer, mask, segment, torch.float32)[:, :, None]
+        On a CPU request by request: no node is padded, and the copy of a request's keys stays in the cache until they
+        are read, so that one call for all of them takes longer, even where they have as many queries.
+        """
+        if q.is_cuda and len(set(segment.counts)) == 1:
+            return self._attend_pages(q, self._view(layer, segment).pages, self._bias(layer, mask, segment), layer)
+        shares = self._shares(layer, mask, segment)
+        parts = [self._attend_pages(q[share.queries], share.pages, share.bias, layer) for share in shares]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_pages(self, q: Tensor, pages: Tensor, bias: Tensor | None, layer: AttentionLayer) -> Tensor:
+        """q (b * count, Q, D) attends to pages (b, p) -> the same shape. No bias: of a whole prompt on a GPU."""
+        b, p = pages.shape
+        G, D = self.layers[layer.id].shape[3:]
+        kv = self._read(layer.id, pages.flatten())
+        k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
+        count, group = len(q) // b, q.shape[1] // G
+        if b == 1 and q.is_cuda and _is_plain(layer):
+            return self._attend_one(q, k, v, bias, layer.spec.score_scale)
+        q = q.view(b, count, G, group, D).transpose(1, 2)  # (b, G, count, Q / G, D)
+        assert bias is not None
+        if not _is_plain(layer):
+            return self._attend_densely(q, k, v, bias, layer)
+        q = q.reshape(b, G, count * group, D)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=layer.spec.score_scale)
+        return out.view(b, G, count, group, D).transpose(1, 2).reshape(b * count, G * group, D)
+
+    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, layer: AttentionLayer) -> Tensor:
+        """With soft caps or sinks. q (b, G, count, Q / G, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
+        spec, sinks = layer.spec, layer.sinks
         if sinks is not None:
-            sinks = sinks.view(*q.shape[1:3], 1)
-        k, v = k[:, :, None], v[:, :, None]
-        out = dense_attention(q, k, v, segment.dense_biases[key], spec.score_scale, spec.softcap, sinks)
+            sinks = sinks.view(*q.shape[1:4:2], 1)
+        q, k, v = q.transpose(2, 3), k[:, :, None], v[:, :, None]
+        out = dense_attention(q, k, v, bias[:, :, None], spec.score_scale, spec.softcap, sinks)
         return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
 
     def _read(self, layer: int, pages: Tensor) -> Tensor:
@@ -178,34 +206,28 @@ class Backend(base.Backend):
             self.gathered = cache.new_empty(math.prod(shape))
         return torch.index_select(cache, 1, pages, out=self.gathered[: math.prod(shape)].view(shape))
 
-    def _attend_one(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment
-    ) -> Tensor:
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """One request on a GPU, where a prompt's bias is large: query heads that share a KV head become the
-        batch instead of being stacked along the queries. q (G, Q / G, count, D), k and v (1, G, S, D) -> (count, Q, D).
+        batch instead of being stacked along the queries. q (count, Q, D), k and v (1, G, S, D) -> (count, Q, D).
 
         Not (G, Q / G, ...): with head stride 0 in the keys, torch's memory-efficient kernel reads a last block of one
         query (of 65, 129, ...) as one query per head and returns nonsense.
         """
-        q, group = q.transpose(0, 1), q.shape[1]
-        k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
-        key, scale = (mask, layer.spec.window), layer.spec.score_scale
+        (count, _, D), G = q.shape, k.shape[1]
+        q = q.view(count, G, -1, D).permute(2, 1, 0, 3)  # (Q / G, G, count, D)
+        k, v = k.expand(len(q), -1, -1, -1), v.expand(len(q), -1, -1, -1)
         with sdpa_kernel(GPU_KERNELS):
-            if segment.is_whole and key == ("causal", None):
-                k, v = k[:, :, : segment.count], v[:, :, : segment.count]
-                out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            if bias is None:
+                out = scaled_dot_product_attention(q, k[:, :, :count], v[:, :, :count], is_causal=True, scale=scale)
             else:
-                if key not in segment.biases:
-                    segment.biases[key] = self._bias(layer, mask, segment, q.dtype)
-                out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[key], scale=scale)
+                out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
         return out.permute(2, 1, 0, 3).flatten(1, 2)
 
     def _segment(self, start: int, end: int, first_query: int) -> Segment:
         metadata = self.metadata
-        count = metadata.query_lens[start]
-        queries = slice(first_query, first_query + count * (end - start))
-        is_whole = end - start == 1 and metadata.kv_bounds[start] == count
-        return Segment(slice(start, end), queries, count, is_whole)
+        counts = metadata.query_lens[start:end]
+        is_whole = metadata.kv_bounds[start:end] == counts and len(counts) == 1
+        return Segment(slice(start, end), slice(first_query, first_query + sum(counts)), counts, is_whole)
 
     def _view(self, layer: AttentionLayer, segment: Segment) -> View:
         key = group, window = self.groups[layer.id], layer.spec.window
@@ -221,28 +243,64 @@ class Backend(base.Backend):
         ends = [min(-(-bound // size), table.shape[1]) for bound in bounds]
         if window is None:
             positions = torch.arange(max(ends) * size, device=device)
-            return View(table[rows, : max(ends)], positions[None])
+            return View(table[rows, : max(ends)], ends, positions[None])
         firsts = [max(0, length + 1 - window) // size for length in self._lengths(segment)]
-        count = max(end - first for first, end in zip(firsts, ends, strict=True))
-        pages = torch.tensor(firsts, device=device)[:, None] + torch.arange(count, device=device)  # (b, p)
+        counts = [end - first for first, end in zip(firsts, ends, strict=True)]
+        pages = torch.tensor(firsts, device=device)[:, None] + torch.arange(max(counts), device=device)  # (b, p)
         positions = pages[..., None] * size + torch.arange(size, device=device)  # (b, p, page_size)
-        return View(table[rows[:, None], pages.clamp(max=table.shape[1] - 1)], positions.flatten(1))
+        return View(table[rows[:, None], pages.clamp(max=table.shape[1] - 1)], counts, positions.flatten(1))
 
     def _lengths(self, segment: Segment) -> list[int]:
         """Committed tokens of each request, on the host. A prompt's bounds are exact."""
         metadata, requests = self.metadata, segment.requests
         if metadata.phase == "prefill":
-            return [bound - segment.count for bound in metadata.kv_bounds[requests]]
+            return [bound - count for bound, count in zip(metadata.kv_bounds[requests], segment.counts, strict=True)]
         return metadata.lengths[requests].tolist()  # sync
 
-    def _bias(self, layer: AttentionLayer, mask: Mask, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere."""
-        metadata = self.metadata
-        lengths = metadata.lengths[segment.requests, None]  # (b, 1)
-        nodes = self._view(layer, segment).positions - lengths  # (b, S): which node a key is; below 0 committed
-        queries = torch.arange(metadata.first_node, metadata.first_node + segment.count, device=lengths.device)
+    def _shares(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> list[Share]:
+        """Of each request of the segment."""
+        key = self.groups[layer.id], self._kind(layer, mask, segment)
+        if key not in segment.shares:
+            view, bias = self._view(layer, segment), self._bias(layer, mask, segment)
+            shares, start = [], 0
+            for index, count in enumerate(segment.counts):
+                pages, own = view.pages[index, : view.counts[index]], None
+                if bias is not None:
+                    own = bias[index, None, :, : count * key[1].stacked, : len(pages) * self.page_size]
+                shares.append(Share(slice(start, start + count), pages[None], own))
+                start += count
+            segment.shares[key] = shares
+        return segment.shares[key]
+
+    def _kind(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> Kind:
+        window, (*_, G, _) = layer.spec.window, self.layers[layer.id].shape
+        if not _is_plain(layer):
+            return Kind(mask, window, 1, torch.float32)
+        by_head = self.layers[layer.id].is_cuda and (len(segment.counts) == 1 or len(set(segment.counts)) > 1)
+        return Kind(mask, window, 1 if by_head else layer.spec.num_heads // G, self.kv.query_dtype)
+
+    def _bias(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor | None:
+        """(b, 1, N or N * Q / G, S): 0 where a query sees a key, -inf elsewhere. None: of a whole prompt on a GPU,
+        whose kernel knows what is causal."""
+        kind = self._kind(layer, mask, segment)
+        if segment.is_whole and self.layers[layer.id].is_cuda and kind[:2] == ("causal", None) and _is_plain(layer):
+            return None
+        if kind not in segment.biases:
+            segment.biases[kind] = self._make_bias(self._view(layer, segment).positions, segment, kind)
+        return segment.biases[kind]
+
+    def _make_bias(self, positions: Tensor, segment: Segment, kind: Kind) -> Tensor:
+        """positions (b or 1, S) of the keys."""
+        metadata, first_node, device = self.metadata, self.metadata.first_node, positions.device
+        nodes = positions - metadata.lengths[segment.requests, None]  # (b, S): which node a key is; below 0 committed
+        queries = torch.arange(first_node, first_node + segment.most, device=device)
         ancestors = metadata.ancestors[segment.requests] if metadata.ancestors is not None else None
-        seen = sees(nodes, queries, ancestors, mask, layer.spec.window)
-        seen = seen & (nodes < metadata.first_node + segment.count)[:, None]  # (b, count, S)
-        bias = torch.zeros(seen.shape, dtype=dtype, device=lengths.device)
-        return bias.masked_fill_(~seen, -torch.inf)[:, None]
+        ends = first_node + torch.tensor(segment.counts, device=device)[:, None]
+        seen = sees(nodes, queries, ancestors, kind.mask, kind.window) & (nodes < ends)[:, None]  # (b, N, S)
+        bias = torch.zeros(seen.shape, dtype=kind.dtype, device=device)
+        return bias.masked_fill_(~seen, -torch.inf)[:, None].repeat_interleave(kind.stacked, dim=2)
+
+
+def _is_plain(layer: AttentionLayer) -> bool:
+    """Whether torch's kernels compute what the layer asks for."""
+    return layer.spec.softcap is None and layer.sinks is None

@@ -21,7 +21,6 @@ from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
-from slipstream.serve.attention.parts import MOST_PARTS
 from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
@@ -286,7 +285,6 @@ class Builder:
             for own, layers in zip(kv, self.networks, strict=True)
         ]
         attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
-        others = [self.backends["verify"](*pairs[0]) for _ in range(MOST_PARTS - 1)]
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
         return Runner(
@@ -300,7 +298,6 @@ class Builder:
             self.order,
             config.simulate_accept_length,
             logprobs_of_samples=config.logprobs_mode == "processed",
-            others=others,
         )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:

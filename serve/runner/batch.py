@@ -39,7 +39,7 @@ class AttentionMetadata:
     needs no host. Of a ragged pass, whose requests are its segments, the host knows neither, and ancestors are (T,).
     """
 
-    phase: Phase  # whose kernels compute it; but for "prefill" and ragged passes all requests have as many queries
+    phase: Phase  # whose kernels compute it; requests of a draft's passes have as many queries each
     state: RequestState
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass

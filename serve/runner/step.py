@@ -6,7 +6,7 @@ that is not captured reads how many nodes of each request it has, since its atte
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from slipstream.kernels.speculation.ragged import (
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.attention.parts import NodeRows, Nodes, PartsAttention
+from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
@@ -92,7 +92,6 @@ class Runner:
     order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
-    others: Sequence[Backend] = ()  # more of verify, for parts of the nodes
     behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
 
     @torch.inference_mode()
@@ -226,12 +225,12 @@ class Runner:
         if host is None or self.order is not None:  # the other kernels add in orders of their own
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
-        split = Nodes.of(counts, self.state.device)
-        attention = PartsAttention(split, (verify, *self.others), prefill, sum(counts))
-        is_tree = mask == "tree" and max(counts, default=0) > 1
-        nodes = [self._nodes(layout, rows, host, is_tree=is_tree) for rows in split.parts]
-        prompts = self._prompts(layout, len(counts), sum(counts), host)
-        attention.plan(nodes, prompts, layout.positions, self._kv_slots(layout))
+        nodes = Nodes.of(counts, self.state.device)
+        attention = PartsAttention(nodes, verify, prefill)
+        is_tree = mask == "tree" and nodes.most > 1
+        own = self._nodes(layout, nodes, host, pads=not verify.takes_unlike_counts, is_tree=is_tree)
+        prompts = self._prompts(layout, len(counts), nodes.total, host)
+        attention.plan(own, prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
 
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
@@ -247,14 +246,22 @@ class Runner:
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
 
-    def _nodes(self, layout: Layout, rows: NodeRows, host: HostShape, *, is_tree: bool) -> AttentionMetadata:
-        b, N, slots = len(rows.members), rows.most, self._kv_slots(layout)
-        own = KVSlots(lambda group: rows.repeat(slots.of(group)))
-        bound = max(host.bounds[member] for member in rows.members) + N
-        ancestors = rows.repeat(layout.ancestors).view(b, N) if is_tree and layout.ancestors is not None else None
-        requests, lengths = (x[rows.members] for x in (layout.segment_slots, layout.segment_lengths))
-        where = requests, lengths, rows.repeat(layout.positions), own
-        return AttentionMetadata("verify", self.state, *where, (N,) * b, (bound,) * b, ancestors)
+    def _nodes(
+        self, layout: Layout, nodes: Nodes, host: HostShape, *, pads: bool, is_tree: bool
+    ) -> AttentionMetadata | None:
+        if not nodes.counts:
+            return None
+        B, slots, counts = len(nodes.counts), self._kv_slots(layout), nodes.counts
+        positions, own = layout.positions[: nodes.total], KVSlots(lambda group: slots.of(group)[: nodes.total])
+        if pads:
+            positions, own = nodes.pad(layout.positions), KVSlots(lambda group: nodes.pad(slots.of(group)))
+            counts = (nodes.most,) * B
+        bounds = tuple(bound + count for bound, count in zip(host.bounds, counts, strict=True))
+        ancestors = None
+        if is_tree and layout.ancestors is not None:
+            ancestors = nodes.pad(layout.ancestors).view(B, nodes.most)
+        where = layout.segment_slots[:B], layout.segment_lengths[:B], positions, own
+        return AttentionMetadata("verify", self.state, *where, counts, bounds, ancestors)
 
     def _prompts(self, layout: Layout, num_requests: int, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
         if not host.chunks:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch import Tensor
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.rope import rotate_and_store
-from slipstream.serve.attention import parts
 from slipstream.serve.attention.base import NO_BACKENDS, Backend
-from slipstream.serve.attention.parts import MOST_PARTS, Nodes, PartsAttention, split_requests
+from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
@@ -240,39 +238,34 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     check_stored(scene, before, metadata, tolerance)
 
 
-@pytest.mark.parametrize("copies", [0, 1000])
 @pytest.mark.parametrize("nodes", BACKENDS.values())
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_pass_by_parts_equals_a_loop(
-    nodes: type[Backend], name: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nodes in one part or several, as many for each request of a part, and prompts by another backend."""
-    monkeypatch.setattr(parts, "COPIES_OF_A_PART", copies)
+def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
+    """Nodes by a backend that takes any numbers of them or as many for each request, and prompts by another backend."""
     scene = scene_of(name)
     case, num_used = scene.case, sum(scene.case.query_lens)
     wanted, before, ragged = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
     assert case.num_decoding is not None
-    counts, lens = list(case.query_lens[: case.num_decoding]), case.query_lens[case.num_decoding :]
+    counts, lens = case.query_lens[: case.num_decoding], case.query_lens[case.num_decoding :]
     split, first = Nodes.of(counts, scene.device), sum(counts)
-    own_backends = [nodes(scene.kv, scene.ropes) for _ in range(MOST_PARTS)]
-    attention = PartsAttention(split, own_backends, SDPABackend(scene.kv, scene.ropes), first)
+    attention = PartsAttention(split, nodes(scene.kv, scene.ropes), SDPABackend(scene.kv, scene.ropes))
 
-    def part(phase: Phase, requests: Any, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
+    def part(phase: Phase, requests: slice, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
         places = own(scene.written[:num_used])
         where = ragged.requests[requests], ragged.lengths[requests], own(ragged.positions[:num_used])
         return AttentionMetadata(phase, scene.state, *where, KVSlots(lambda _: places), **shape)
 
-    of_nodes, of_prompts = [], None
-    for rows in split.parts:
-        most, members = rows.most, rows.members
-        ancestors = None if ragged.ancestors is None else rows.repeat(ragged.ancestors).view(-1, most)
-        bounds = (max(case.lengths) + most,) * len(members)
-        shape: dict[str, Any] = {"query_lens": (most,) * len(members), "kv_bounds": bounds, "ancestors": ancestors}
-        of_nodes.append(part("verify", members, rows.repeat, **shape))
+    of_nodes, of_prompts = None, None
+    if counts:
+        ancestors = None if ragged.ancestors is None else split.pad(ragged.ancestors).view(len(counts), -1)
+        own_counts = counts if nodes.takes_unlike_counts else (split.most,) * len(counts)
+        bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
+        shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
+        own = (lambda x: x[:first]) if nodes.takes_unlike_counts else split.pad
+        of_nodes = part("verify", slice(len(counts)), own, **shape)
     if lens:
-        bounds = tuple(scene.ends[len(counts) :])
-        own = slice(len(counts), None)
-        of_prompts = part("prefill", own, lambda x: x[first:], query_lens=lens, kv_bounds=bounds)
+        ends = tuple(scene.ends[len(counts) :])
+        of_prompts = part("prefill", slice(len(counts), None), lambda x: x[first:], query_lens=lens, kv_bounds=ends)
     written = KVSlots(lambda _: scene.written[:num_used])
     attention.plan(of_nodes, of_prompts, ragged.positions[:num_used], written)
     out = attention.attend(*(x[:num_used] for x in scene.qkv), scene.layer(), case.mask)
@@ -281,41 +274,12 @@ def test_a_pass_by_parts_equals_a_loop(
     check_stored(scene, before, ragged, 1e-5)
 
 
-@given(st.lists(st.integers(1, 16), min_size=1, max_size=12))
-def test_nodes_are_repeated_by_part_and_kept_in_their_order(counts: list[int]) -> None:
+@given(st.lists(st.integers(1, 16), max_size=12))
+def test_nodes_are_padded_and_kept_in_their_order(counts: list[int]) -> None:
     nodes, starts = Nodes.of(counts, torch.device("cpu")), [sum(counts[:index]) for index in range(len(counts))]
-    assert sorted(member for rows in nodes.parts for member in rows.members) == list(range(len(counts)))
     values = torch.arange(sum(counts) + 4)
-    for rows in nodes.parts:
-        own = [starts[index] + min(node, counts[index] - 1) for index in rows.members for node in range(rows.most)]
-        assert rows.repeat(values).tolist() == own
-    assert nodes.keep([rows.repeat(values) for rows in nodes.parts]).tolist() == list(range(sum(counts)))
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=7))
-def test_no_other_parts_take_less_time(counts: list[int]) -> None:
-    """Against all ways to cut the sorted requests, where a part takes as long as 3 copies."""
-
-    def time(parts: list[list[int]]) -> int:
-        return sum(len(one) * max(one) + 3 for one in parts)
-
-    ordered = sorted(counts, reverse=True)
-    cuts = [cut for number in range(MOST_PARTS) for cut in combinations(range(1, len(counts)), number)]
-    ways = [[ordered[a:b] for a, b in pairwise((0, *cut, len(counts)))] for cut in cuts]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "COPIES_OF_A_PART", 3)
-        found = [[counts[request] for request in members] for members in split_requests(counts)]
-    assert time(found) == min(map(time, ways))
-
-
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        ([4, 1, 4, 1], [[0, 1, 2, 3]]),  # six copies are cheap
-        ([1, 16, 1, 1], [[1], [0, 2, 3]]),
-        ([2, 16, 1, 15, 3], [[1, 3], [0, 2, 4]]),
-        ([16, 1, 16, 5, 6, 1, 1, 5, 1, 6], [[0, 2], [3, 4, 7, 9], [1, 5, 6, 8]]),
-    ],
-)
-def test_requests_with_about_as_many_nodes_are_a_part(counts: list[int], expected: list[list[int]]) -> None:
-    assert split_requests(counts) == expected
+    padded = [
+        start + min(node, count - 1) for start, count in zip(starts, counts, strict=True) for node in range(nodes.most)
+    ]
+    assert nodes.pad(values).tolist() == padded
+    assert nodes.keep(nodes.pad(values)).tolist() == list(range(sum(counts)))
