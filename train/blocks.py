@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
-from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import Batch, possible_roots
 
@@ -165,7 +165,7 @@ def sees(places: Places, q: Any, k: Any, window: int | None, mask: Mask) -> Tens
     return seen if window is None else seen & (key_row > places.row[q] - window)
 
 
-class BlockAttention(ABC):
+class BlockAttention(Attention, ABC):
     """Attention of the blocks over one batch. Call order: write (the context, every layer), then `ask` for some blocks
     and attend with them; again for others."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream.kernels.attention.packed import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
-from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
@@ -108,7 +108,7 @@ def counting_rows(asking: Tensor, num_steps: int) -> Tensor:
     return counts
 
 
-class TTTAttention:
+class TTTAttention(Attention):
     """Of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of every layer
     (asking rows) and next_step.
 

@@ -30,7 +30,9 @@ from slipstream.kernels.gemm.small_m import (
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
     part_inputs,
+    rotates,
 )
+from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
 
 DEPTH = 64  # inputs of a tile
@@ -92,6 +94,13 @@ class FixedOrder:
         key = *weight.shape, bias is not None, False, part or usual_part(weight)
         run = self.by_library.get(key, {}).get(rows) or ours_of(rows, part)
         return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    def rotated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
+        """See kernels/gemm/linear.py; the bits are those of `linear` and of the kernel that rotates."""
+        key = *weight.shape, bias is not None, False, usual_part(weight)
+        if len(x) > MAX_ROWS or len(x) in self.by_library.get(key, {}) or not rotates(weight, rotation):
+            return None
+        return linear_few_rows_triton(x, weight, bias, rotation=rotation).unflatten(1, (-1, rotation.keys.shape[2]))
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
         """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""

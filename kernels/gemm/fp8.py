@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
 from slipstream.kernels.gemm.small_m import (
+    Heads,
     Tiling,
     choose_tiling,
     inputs_ahead,
@@ -34,6 +35,7 @@ from slipstream.kernels.gemm.small_m import (
     round_silu_mul,
     scratch,
 )
+from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
 
@@ -245,12 +247,14 @@ def fp8_linear_triton(
     gated: bool = False,
     few: bool | None = None,
     tiling: Tiling | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """few: by the kernel of few rows; `tiling`: its tiles."""
+    """few: by the kernel of few rows; `tiling`: its tiles; `rotation`: see `linear_few_rows_triton`."""
     rows = len(x.codes)
     is_few = rows <= (FEW_GATED_ROWS if gated else FEW_ROWS) if few is None else few
     if is_few:
-        return _few_rows(x, weight, scales, bias, gated, tiling)
+        return _few_rows(x, weight, scales, bias, gated, tiling, rotation)
+    assert rotation is None
     split = 1 if gated else choose_tiling(*weight.shape).split
     out = _many_rows(x, weight, scales, bias, split)
     return silu_mul(out) if gated else out
@@ -338,19 +342,21 @@ def choose_fp8_tile(num_rows: int, num_outputs: int, by_block: bool) -> tuple[in
 
 def _few_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
-    tiling: Tiling | None = None,
+    tiling: Tiling | None = None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight) // (2 if gated else 1)
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
+    tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:
         return out
     assert bias is None or not gated
-    tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), *scale_strides(x.scales),
+        *heads.arguments, D=heads.head_dim,
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
         EVEN=num_inputs % BLOCK == 0,
         AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
@@ -570,11 +576,12 @@ def _few_products(
 def fp8_few_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     num_rows, num_outputs, num_inputs, part, block_stride, row_stride,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    outputs = head_outputs(tl.program_id(0), OUTPUTS, D)
     weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
@@ -593,6 +600,7 @@ def fp8_few_kernel(
         tl.extra.cuda.gdc_wait()
     x_scales = x_scale_ptr + row.to(tl.int64) * row_stride
     row_scales = _load_row_scales(x_scales, row, num_rows, BLOCKS)
+    angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
     acc, up = _few_products(
         x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
         num_rows, num_outputs, num_inputs,
@@ -601,8 +609,7 @@ def fp8_few_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    cells = row[:, None] * num_outputs + outputs[None, :]
-    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    valid = (row < num_rows)[:, None]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
         result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
@@ -612,7 +619,12 @@ def fp8_few_kernel(
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = round_silu_mul(rounded, _scale_sums(tl.trans(up), up_scales, row_scales).to(rounded.dtype))
-    tl.store(out_ptr + cells, rounded, mask=valid)
+    if D > 0:
+        where = out_ptr, keys_ptr, values_ptr, kv_scales_ptr
+        store_heads(rounded, angles, valid, row[:, None], tl.program_id(0), *where, Q, G, D)
+    else:
+        cells = row[:, None] * num_outputs + outputs[None, :]
+        tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

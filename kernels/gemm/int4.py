@@ -31,12 +31,14 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.small_m import (
     PROGRAMS,
     SHARED_MEMORY,
+    Heads,
     Tiling,
     merge_parts,
     part_inputs,
     round_silu_mul,
     scratch,
 )
+from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch, prefetch_lines, shared_memory, use_triton
 
 CHUNK = 256  # inputs of 32 words
@@ -177,12 +179,14 @@ def int4_linear_triton(
     gated: bool = False,
     order: FixedOrder | None = None,
     tiling: Tiling | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`: of few rows; its depth is CHUNK."""
+    """`tiling`: of few rows; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if len(x) <= FEW_ROWS:
-        return _launch(x, weight, bias, gated, tiling)
+        return _launch(x, weight, bias, gated, tiling, rotation)
+    assert rotation is None
     whole = dequantize.triton(weight, x.dtype)
     if order is None:
         out = F.linear(x, whole, bias)
@@ -207,20 +211,28 @@ def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, n
     return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
-def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, tiling: Tiling | None) -> Tensor:
+def _launch(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    gated: bool,
+    tiling: Tiling | None,
+    rotation: Rotation | None = None,
+) -> Tensor:
     num_rows, all_outputs, num_inputs = len(x), len(weight.words), weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows)
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows)
     rows = min(max(triton.next_power_of_2(num_rows), 16), TILE_ROWS)
     row_tiles = triton.cdiv(num_rows, rows)
     tiles = triton.cdiv(num_outputs, tiling.outputs // (1 + gated)) * row_tiles
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     int4_kernel[(tiles, tiling.split)](
         x, weight.words, *unit_words(weight), bias, out, partial, counters, x.stride(0),
-        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), *heads.arguments, D=heads.head_dim,
         ROWS=rows, ROW_TILES=row_tiles, OUTPUTS=tiling.outputs, PLANE=PLANE, UNIT=unit_inputs(weight.group_size),
         SPLIT=tiling.split, GATED=gated, EVEN=num_inputs % CHUNK == 0,
         AHEAD=chunks_ahead(weight, tiling) if num_rows <= AHEAD_ROWS else 0,
@@ -386,6 +398,7 @@ def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 def int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
     num_rows, num_outputs, num_inputs, part,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -394,9 +407,12 @@ def int4_kernel(
     ups beside them, num_outputs further on."""
     CHUNK: tl.constexpr = 8 * PLANE
     OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
-    first_row, first_output = tl.program_id(0) % ROW_TILES * ROWS, tl.program_id(0) // ROW_TILES * OWN
-    place = tl.arange(0, OUTPUTS)
-    outputs = first_output + place % OWN
+    first_row, tile = tl.program_id(0) % ROW_TILES * ROWS, tl.program_id(0) // ROW_TILES
+    place, first_output = tl.arange(0, OUTPUTS), tile * OWN
+    if D > 0:
+        outputs = head_outputs(tile, OUTPUTS, D)
+    else:
+        outputs = first_output + place % OWN
     feature = (tl.minimum(outputs, num_outputs - 1) + place // OWN * num_outputs)[:, None]
     all_outputs = num_outputs * (OUTPUTS // OWN)
     words = words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE) + tl.arange(0, PLANE)[None, :]
@@ -420,6 +436,7 @@ def int4_kernel(
             if zeros_ptr is not None:
                 prefetch_lines(zeros + pairs * all_outputs)
         tl.extra.cuda.gdc_wait()
+    angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tile, OUTPUTS, D)
     for chunk in range(first, last):
         acc = add_products(
             acc, words, scales, zeros, all_outputs, x_row, inside, num_inputs, chunk, UNIT, EVEN, PACKED, PRECISION
@@ -431,16 +448,20 @@ def int4_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, OWN)), (0, 2, 1)))
         rounded, outputs = round_silu_mul(gate.to(dtype), up.to(dtype)), first_output + tl.arange(0, OWN)
-        valid = inside & (outputs < num_outputs)[None, :]
+        valid = inside
     else:
-        valid = inside & (outputs < num_outputs)[None, :]
+        valid = inside
         if SPLIT > 1:
             own_rows = num_rows - first_row
             result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
         if bias is not None:
             result += bias[None, :]
         rounded = result.to(dtype)
-    tl.store(out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :], rounded, mask=valid)
+    if D > 0:
+        store_heads(rounded, angles, valid, row[:, None], tile, out_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D)
+    else:
+        valid = valid & (outputs < num_outputs)[None, :]
+        tl.store(out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :], rounded, mask=valid)
 
 
 @triton.jit

@@ -12,7 +12,9 @@ from slipstream.kernels.gemm.small_m import (
     SHARED_MEMORY,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
+    rotates,
 )
+from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import shared_memory, use_triton
 
 FEW_ROWS = 8
@@ -36,6 +38,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = out.t().contiguous()
     out = out if bias is None else out + bias
     return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))
+
+
+def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
+    """linear(x (T, I), weight, bias) and `rotate_and_store` of its heads, where one kernel computes both: the queries
+    (T, Q, D); else None."""
+    if x.dim() != 2 or not x.is_cuda or not rotates(weight, rotation) or not few_on_gpu(x, weight):
+        return None
+    return linear_few_rows_triton(x, weight, bias, rotation=rotation).unflatten(1, (-1, rotation.keys.shape[2]))
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:

@@ -7,7 +7,7 @@ Letters: M rows, I inputs, O outputs.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
 from slipstream.kernels.grid_sync import done_counters, is_last_done
+from slipstream.kernels.kv.rope import NO_ROTATION, Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import pdl_options, prefetch
 
 MAX_ROWS = 128
@@ -80,12 +81,17 @@ def inputs_ahead(weight: Tensor, part: int, ahead: int = AHEAD) -> int:
 
 
 def linear_few_rows_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tiling: Tiling | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once."""
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once. With a
+    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
     num_outputs, num_inputs = weight.shape
     tiling = tiling or choose_tiling(num_outputs, num_inputs, num_rows=len(x))
-    return _launch(x, weight, bias, num_outputs, tiling, gated=False)
+    return _launch(x, weight, bias, num_outputs, tiling, gated=False, rotation=rotation)
 
 
 def gated_linear_few_rows_triton(
@@ -105,6 +111,7 @@ def _launch(
     tiling: Tiling,
     gated: bool,
     gelu: bool = False,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
@@ -112,19 +119,42 @@ def _launch(
     assert weight.stride(1) == 1
     assert bias is None or bias.is_contiguous()
     assert not (gated and tiling.split > 1)
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
-        part_inputs(num_inputs, tiling),
+        part_inputs(num_inputs, tiling), *heads.arguments, D=heads.head_dim,
         ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee",
         AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
         **_options(x, tiling),
     )  # fmt: skip
     return out
+
+
+def rotates(weight: Tensor, rotation: Rotation) -> bool:
+    """Whether the kernel of few rows can rotate what it projects: a program has pairs of one head."""
+    return len(weight) <= MAX_OUTPUTS and rotation.fits(choose_tiling(*weight.shape).outputs)
+
+
+class Heads(NamedTuple):
+    """Of a product whose kernel may rotate what it projects (kernels/kv/rope.py)."""
+
+    num_outputs: int  # that are returned
+    head_dim: int  # 0: nothing is rotated
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, rotation: Rotation | None, num_outputs: int, tiling: Tiling) -> "Heads":
+        if rotation is None:
+            return cls(num_outputs, 0, NO_ROTATION)
+        assert rotation.fits(tiling.outputs)
+        _, num_kv_heads, head_dim = rotation.keys.shape
+        num_heads = num_outputs // head_dim - 2 * num_kv_heads
+        return cls(num_heads * head_dim, head_dim, rotation.arguments(num_heads))
 
 
 def scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
@@ -148,16 +178,18 @@ def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     x_stride, weight_stride, num_rows, num_outputs, num_inputs, part,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     GELU: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
-    Gated: silu or gelu of them times the features num_outputs further on. The weights, streamed through shared memory,
+    Gated: silu or gelu of them times the features num_outputs further on. With heads of D dims, these are rotated and
+    stored (kernels/kv/rope.py). The weights, streamed through shared memory,
     are the left operand of the product and the few rows, padded to ROWS, the right one. The next kernel may start once
     the last tile is loaded: earlier, its programs would only occupy multiprocessors.
     """
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    outputs = head_outputs(tl.program_id(0), OUTPUTS, D)
     weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * weight_stride
     up_weights = weights + num_outputs.to(tl.int64) * weight_stride
     first = tl.program_id(1) * (part // DEPTH)
@@ -173,6 +205,7 @@ def linear_kernel(
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
+    angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for step in range(first, last):
@@ -185,8 +218,7 @@ def linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    cells = row[:, None] * num_outputs + outputs[None, :]
-    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    valid = (row < num_rows)[:, None]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
         result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
@@ -195,7 +227,12 @@ def linear_kernel(
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = round_activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)
-    tl.store(out_ptr + cells, rounded, mask=valid)
+    if D > 0:
+        where = out_ptr, keys_ptr, values_ptr, kv_scales_ptr
+        store_heads(rounded, angles, valid, row[:, None], tl.program_id(0), *where, Q, G, D)
+    else:
+        cells = row[:, None] * num_outputs + outputs[None, :]
+        tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
 
 
 @triton.jit
@@ -224,7 +261,7 @@ def merge_parts(
     result, valid, partial_ptr, counters_ptr, num_rows,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part's result; the last program to finish gets the sum in order, the others no valid rows."""
+    """Stores a part's result; the last program to finish gets the sum in order, the others no valid rows (ROWS, 1)."""
     row, output = tl.arange(0, ROWS)[:, None], tl.arange(0, OUTPUTS)[None, :]
     tile = tl.program_id(0)
     cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output

@@ -1,14 +1,14 @@
 """Rotary embedding (RoFormer, arXiv 2104.09864) in one launch each: of queries and keys after their norms, with the
 write of keys and values into the paged cache; of the keys of context rows, in every layer of a block draft at once
 (models/drafts/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for
-training.
+training. Where heads have no norms, the product that projects few rows does the first of these itself (`Rotation`).
 
 The cache holds what the network computes in, or FP8 (e4m3) codes with a scale of each head: see `encode`.
 Of a head the first R dims are rotated, mostly all D: the pairs are (i, i + R / 2), and the others stay.
 Letters: T packed tokens, L layers, Q/G query and KV heads, D head dim, P positions of the tables.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,31 @@ from slipstream.kernels.kv.fp8 import encode, encode_triton
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, prefetch_lines, wait_for_inputs
 from slipstream.kernels.norm import HeadNorms, norm_heads
 
+
+class Rotation(NamedTuple):
+    """What becomes of the heads that a layer projects, without norms: queries are rotated, keys rotated and stored,
+    values stored. As the arguments of `rotate_and_store`."""
+
+    cos: Tensor  # (P, D) fp32
+    sin: Tensor
+    positions: Tensor  # (T,) int64
+    slots: Tensor
+    keys: Tensor  # (slots, G, D)
+    values: Tensor
+    scales: Tensor | None = None
+
+    def fits(self, outputs: int) -> bool:
+        """Whether programs with so many outputs have pairs of a head: all dims are rotated, and no tile is cut."""
+        head_dim = self.keys.shape[2]
+        return self.cos.shape[1] == head_dim and head_dim % outputs == 0
+
+    def arguments(self, num_heads: int) -> tuple[Any, ...]:
+        """Of kernels that call `load_angles` and `store_heads`. num_heads: Q."""
+        assert all(x.is_contiguous() for x in (*self[:6], *self[6:]) if x is not None)
+        return *self, num_heads, self.keys.shape[1]
+
+
+NO_ROTATION = (None,) * 7 + (0, 0)  # its arguments where a product rotates nothing
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
 
 
@@ -209,8 +234,76 @@ def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, scale, dim, D
         factor = tl.rsqrt(squares / D + eps)
         first = _scaled(first * factor, norm_ptr + ones, dim, source, D)
         second = _scaled(second * factor, norm_ptr + others, dim, source, D)
-    _store_half(target + ones, first * cos - second * sin, inside, scale)
-    _store_half(target + others, second * cos + first * sin, inside, scale)
+    first, second = _turn(first, second, cos, sin)
+    _store_half(target + ones, first, inside, scale)
+    _store_half(target + others, second, inside, scale)
+
+
+@triton.jit
+def _turn(first, second, cos, sin):
+    """States which products are fused with a sum, so that all kernels give the same bits."""
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
+def head_outputs(tile, OUTPUTS: tl.constexpr, D: tl.constexpr):
+    """Features (OUTPUTS,) of a tile: of a head of D dims, one half of them pairs with the other. D = 0: in order."""
+    place = tl.arange(0, OUTPUTS)
+    if D == 0:
+        outputs = tile * OUTPUTS + place
+    else:
+        HALF: tl.constexpr = OUTPUTS // 2
+        TILES: tl.constexpr = D // OUTPUTS
+        outputs = tile // TILES * D + place // HALF * (D // 2) + tile % TILES * HALF + place % HALF
+    return outputs
+
+
+@triton.jit
+def load_angles(
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tile, OUTPUTS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """cos, sin (ROWS, OUTPUTS / 2) and slots (ROWS, 1) of rows (ROWS,), for `store_heads`. D = 0: none."""
+    if D == 0:
+        angles = ()
+    else:
+        dim = (tile % (D // OUTPUTS) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :]
+        inside = (row < num_rows)[:, None]
+        angle = tl.load(positions_ptr + row[:, None], mask=inside, other=0) * D + dim
+        slot = tl.load(slots_ptr + row[:, None], mask=inside, other=0)
+        angles = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle), slot  # type: ignore[assignment]
+    return angles
+
+
+@triton.jit
+def store_heads(
+    rounded, angles, valid, row, tile, out_ptr, keys_ptr, values_ptr, scales_ptr, Q, G, D: tl.constexpr
+):  # fmt: skip
+    """Rotates and stores the features `head_outputs` of rows: (ROWS, OUTPUTS), rounded as a product rounds them.
+    Queries go to out (T, Q, D); valid, row (ROWS, 1)."""
+    ROWS: tl.constexpr = rounded.shape[0]
+    OUTPUTS: tl.constexpr = rounded.shape[1]
+    TILES: tl.constexpr = D // OUTPUTS
+    cos, sin, slot = angles
+    head = tile // TILES
+    dim = (tile % TILES * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :]
+    halves = tl.permute(tl.reshape(rounded, (ROWS, 2, OUTPUTS // 2)), (0, 2, 1))
+    first, second = tl.split(halves)
+    inside = valid & (dim < D)
+    one, other = _turn(first.to(tl.float32), second.to(tl.float32), cos, sin)
+    if head < Q:
+        target = out_ptr + (row.to(tl.int64) * Q + head) * D + dim
+        _store_half(target, one, inside, None)
+        _store_half(target + D // 2, other, inside, None)
+    else:
+        scale, cell = None, (slot * G + (head - Q) % G) * D + dim
+        if scales_ptr is not None:  # keys' before values'
+            scale = tl.full((1, 1), tl.load(scales_ptr + head - Q), tl.float32)
+        if head < Q + G:
+            _store_half(keys_ptr + cell, one, inside, scale)
+            _store_half(keys_ptr + cell + D // 2, other, inside, scale)
+        else:
+            _store_half(values_ptr + cell, first, inside, scale)
+            _store_half(values_ptr + cell + D // 2, second, inside, scale)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
@@ -28,6 +29,15 @@ class AttentionLayer(NamedTuple):
 
 class Attention(Protocol):
     """Attention as a network calls it: owns rotary embedding, KV storage and the mask."""
+
+    def rotation(self, layer: AttentionLayer) -> Rotation | None:
+        """What `attend` does before it attends, for a projection that may do it in one kernel: `attend_stored` follows.
+        None where that cannot be."""
+        return None
+
+    def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        """`attend` for queries (..., Q, D) that are rotated, where all KV is stored."""
+        raise AssertionError("it has no rotation")
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """Rotates k (..., G, D), normed already, by the batch's positions and stores k and v; for rows without
@@ -66,6 +76,9 @@ class SelfAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
+        rotation = attention.rotation(self.layer)
+        if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
+            return self.o_proj(attention.attend_stored(rotated, self.layer, mask).flatten(-2))
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
         if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.gathered_head import DraftHead
-from slipstream.kernels.gemm.linear import gated_linear, linear
+from slipstream.kernels.gemm.linear import gated_linear, linear, rotated_linear
+from slipstream.kernels.kv.rope import Rotation
 
 CHUNK = 64 << 20  # bytes converted at once: the most that loading needs beside the weights
 
@@ -64,6 +65,12 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         multiply = linear if self.order is None else self.order.linear
         return multiply(input, self.weight, self.bias)
+
+    def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
+        """Of a projection of x (T, I) to q, k and v: q (T, Q, D), rotated, where one kernel multiplies and rotates, and
+        stores k and v. None where there is none."""
+        multiply = rotated_linear if self.order is None else self.order.rotated_linear
+        return multiply(x, self.weight, self.bias, rotation)
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """activation(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""

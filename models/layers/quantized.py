@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm import fp8, int4
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
-from slipstream.kernels.gemm.small_m import choose_tiling
+from slipstream.kernels.gemm.small_m import choose_tiling, rotates
+from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import CHUNK, Head, Linear, copy_converted
@@ -167,6 +168,17 @@ class FP8Linear(QuantizedLinear):
         if quantize is not None and rows.dim() == 2 and len(rows) > fp8.FEW_GATED_ROWS:  # few: gated by the product
             return cast(Tensor, fp8.quantized_silu_mul(self(x), quantize()))
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
+
+    def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
+        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        if isinstance(x, Tensor) and (x.dim() != 2 or not x.is_cuda):
+            return None
+        rows = x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
+        is_few = len(rows.codes) <= fp8.FEW_ROWS and fp8.runs_kernels(rows.codes, self.in_features)
+        if not is_few or not rotates(weight, rotation) or self._library_parts(rows):
+            return None
+        out = fp8.fp8_linear_triton(rows, weight, scale, self.bias, rotation=rotation)
+        return out.unflatten(1, (-1, rotation.keys.shape[2]))
 
     def scales_of_inputs(self) -> fp8.InputScales:
         static = self.get_buffer("input_scale") if self.format.static else None
@@ -328,12 +340,21 @@ class Int4Linear(QuantizedLinear):
             return activation_mul(self(x), activation)
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
+    def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
+        weight = self.stored
+        if x.dim() != 2 or len(x) > int4.FEW_ROWS or not int4.runs_kernel(x, weight) or not rotation.fits(64):
+            return None
+        out = int4.int4_linear_triton(self._sorted(x), weight, self.bias, rotation=rotation)
+        return out.unflatten(1, (-1, rotation.keys.shape[2]))
+
     def _multiply(self, x: Tensor, gated: bool) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
-        if "permutation" in self._buffers:
-            flat = flat.index_select(1, self.get_buffer("permutation"))
+        flat = self._sorted(x.reshape(-1, self.in_features))
         out = int4.int4_linear(flat, self.stored, self.bias, gated, self.order)
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _sorted(self, x: Tensor) -> Tensor:
+        """x (M, I) with inputs by their groups."""
+        return x.index_select(1, self.get_buffer("permutation")) if "permutation" in self._buffers else x
 
     def check_order(self, rows: Iterable[int]) -> None:
         """Of rows that dequantised weights multiply."""

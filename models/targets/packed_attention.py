@@ -14,12 +14,12 @@ from slipstream.kernels.attention.dense import add_sinks, dense_attention
 from slipstream.kernels.attention.packed import takes
 from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import norm_heads
-from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
 
 
-class PackedAttention:
+class PackedAttention(Attention):
     """Call `plan` for each batch of rows, then run the target."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv.rope import rotate_and_store
+from slipstream.kernels.kv.rope import Rotation, rotate_and_store
 from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec
@@ -106,10 +106,18 @@ class Backend(Attention):
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
+        to, norms = self._rotation(layer), layer.norms
+        where = to.positions, to.slots, to.keys, to.values
+        return rotate_and_store(q, k, v, to.cos, to.sin, *where, norms, to.scales)
+
+    def rotation(self, layer: AttentionLayer) -> Rotation | None:
+        is_plain = layer.norms is None and not layer.spec.projection_norm and self.layers[layer.id].is_cuda
+        return self._rotation(layer) if is_plain else None
+
+    def _rotation(self, layer: AttentionLayer) -> Rotation:
         rope, (keys, values) = self.ropes[layer.id], self.flat[layer.id]
         where = self.positions, self.slots.of(self.groups[layer.id])
-        scales = self.scales[layer.id]
-        return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms, scales)
+        return Rotation(rope.cos, rope.sin, *where, keys, values, self.scales[layer.id])
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:

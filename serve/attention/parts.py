@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.kv import KVSlots
@@ -59,7 +59,7 @@ class Nodes(NamedTuple):
 
 
 @dataclass(slots=True)
-class PartsAttention:
+class PartsAttention(Attention):
     """Attention over nodes, over prompts, or over both. The backend of prompts stores the KV of all rows."""
 
     nodes: Nodes

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv.rope import rotate, rotate_and_store, store_context
+from slipstream.kernels.gemm import fp8, int4, small_m
+from slipstream.kernels.gemm.int4 import Int4Weight, pack_codes, pack_units
+from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
@@ -219,3 +222,76 @@ def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
         where = (scene.cos, scene.sin, scene.positions, scene.slots)
         rotate_and_store.triton(k[:, :0], k, rows[:, layer, 1], *where, keys, values)
     torch.testing.assert_close(scene.run(store_context), expected, atol=2**-5, rtol=2**-7, equal_nan=True)
+
+
+def project(format: str, x: Tensor, num_outputs: int, bias: Tensor | None, tiling: Tiling) -> Callable[..., Tensor]:
+    """A product of x with random weights of a format, given a rotation or none."""
+    generator, inputs = torch.Generator().manual_seed(5), x.shape[1]
+    weight = (torch.randn(num_outputs, inputs, generator=generator) * inputs**-0.5).to(x)
+    if format == "plain":
+        return lambda rotation: small_m.linear_few_rows_triton(x, weight, bias, tiling, rotation)
+    if format == "int4":
+        codes = torch.randint(16, weight.shape, generator=generator).to(x.device)
+        scales = torch.full((num_outputs, inputs // 128), 0.3 * inputs**-0.5).to(x)
+        quantised = Int4Weight(pack_codes(codes), pack_units(scales, 128, inputs), None, 128, inputs)
+        return lambda rotation: int4.int4_linear_triton(x, quantised, bias, tiling=tiling, rotation=rotation)
+    codes, scales = fp8.quantize_weight(weight)
+    given = fp8.InputScales(None, format == "fp8 blocks")
+    if given.by_block:
+        scales = torch.rand(-(-num_outputs // 128), -(-inputs // 128), generator=generator).to(x.device) * 0.01
+    rows = fp8.quantize_rows(x, given)
+    return lambda rotation: fp8.fp8_linear_triton(rows, codes, scales, bias, tiling=tiling, rotation=rotation)
+
+
+def check_projection(
+    format: str, case: tuple[int, int, int, int], dtype: torch.dtype, device: str, tiling: Tiling, codes: bool = False
+) -> None:
+    """The bits of the product and then of the kernel that rotates."""
+    scene, (T, Q, G, D) = Scene(case, dtype, device), case
+    caches = (scene.keys, scene.values)
+    scales = None
+    if codes:
+        scales = torch.linspace(0.01, 0.02, 2 * G, device=device).view(2, G)
+        caches = tuple(torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=device) for x in caches)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, 256, generator=generator).to(device, dtype)
+    bias = torch.randn((Q + 2 * G) * D, generator=generator).to(device, dtype)
+    run = project(format, x, (Q + 2 * G) * D, bias, tiling)
+    where = scene.cos, scene.sin, scene.positions, scene.slots
+    separate = [cache.clone() for cache in caches]
+    q, k, v = run(None).unflatten(1, (-1, D)).split([Q, G, G], dim=1)
+    expected = rotate_and_store.triton(q, k, v, *where, *separate, None, scales)
+    with poisoned():
+        found = run(Rotation(*where, *caches, scales))
+    assert found.shape == (T, Q * D)
+    assert torch.equal(found.view(T, Q, D), expected)
+    for one, other in zip(caches, separate, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("tiling", "case", "dtype"),
+    cover(
+        [Tiling(16, 32, 1), Tiling(32, 64, 2), Tiling(16, 64, 4)],
+        [(1, 4, 1, 64), (5, 6, 2, 32), (3, 4, 2, 128)],
+        [torch.float32, torch.float16],
+    ),
+)
+def test_a_projection_rotates_and_stores(
+    tiling: Tiling, case: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    check_projection("plain", case, dtype, device, tiling)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("format", ["plain", "fp8", "fp8 blocks", "int4"])
+@pytest.mark.parametrize(
+    "case", [(1, 64, 8, 64), (2, 32, 8, 128), (17, 32, 8, 128), (33, 8, 2, 256), (100, 32, 4, 128)]
+)
+def test_a_projection_of_any_format_rotates(format: str, case: tuple[int, int, int, int], codes: bool) -> None:
+    num_outputs = (case[1] + 2 * case[2]) * case[3]
+    choose = {"plain": small_m.choose_tiling, "int4": int4.choose_int4_tiling}.get(format, fp8.choose_fp8_tiling)
+    tiling = choose(num_outputs, 256, False, case[0])
+    check_projection(format, case, torch.bfloat16, "cuda", tiling, codes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.kv.rope import rotate_halves
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.drafts.base import Choices, load_draft, write_draft
-from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.tests.random_targets import change_json
@@ -77,7 +77,7 @@ def fused(tensors: Tensors) -> Tensors:
     return joined
 
 
-class CausalAttention:
+class CausalAttention(Attention):
     """Every row of one sequence sees the rows before it and itself; keeps the last k and v."""
 
     def __init__(self, rope: RotaryEmbedding, length: int) -> None:
