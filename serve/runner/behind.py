@@ -24,7 +24,7 @@ class DeferredRows:
     """A ring of rows, numbered as they come. A row is pending while no later row goes to its KV slot and the drafter
     has not been extended by it; only pending rows are ever taken.
 
-    All of the draft's KV lies in group 0. Rows that go to the dump page are never pending.
+    All of the draft's KV lies in group 0. Rows that go to the dump page are never taken.
     """
 
     def __init__(self, state: RequestState, num_slots: int) -> None:
@@ -63,7 +63,6 @@ class DeferredRows:
         ):  # fmt: skip
             kept[place : place + count] = values
         self._pending.index_copy_(0, slots, torch.arange(number, self._next, device=slots.device))
-        self._pending[: self.state.page_size] = -1  # the dump page
         self._last.index_copy_(0, rows.requests, rows.last + number)
 
     def discard(self, rows: PassRows) -> None:
@@ -127,7 +126,8 @@ class DeferredRows:
         """(n,) numbers, ascending."""
         numbers = torch.arange(self._first, self._next, device=self._pending.device)
         if len(numbers):
-            numbers = numbers[self._pending[self._slots[numbers % self.size]] == numbers]
+            slots = self._slots[numbers % self.size]
+            numbers = numbers[(self._pending[slots] == numbers) & (slots >= self.state.page_size)]
         return numbers
 
     def _start(self, count: int) -> int:

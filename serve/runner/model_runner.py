@@ -246,12 +246,12 @@ class ModelRunner:
         lengths = dict(zip(plan.slots, plan.bounds, strict=True)) | hits
         with self._clock.paused():
             numbers = self.passes.due(self.state.upload(slots), [lengths.get(slot, 0) for slot in slots])
-            if drafts:
-                self._lagging.difference_update(slots)
-            else:
+            if not drafts:
                 numbers = self._limit_due(numbers, rows_of(plan))
             self.passes.extend_by(numbers)
-            deferred.trim()
+            if drafts:
+                self._lagging.difference_update(slots)
+                deferred.trim()
 
     def _may_exceed(self, plan: StepPlan, hits: Collection[int]) -> bool:
         """Whether requests may have too many deferred rows after a step: more rows came, or requests that may have
