@@ -1,6 +1,6 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
 MOST_BEHIND = 512  # rows that a drafter that attends to context may be behind: a few milliseconds' work
-MOST_DUE = 2048  # deferred rows that running requests may have: as long as a chunk of a prompt takes
+MOST_DUE = 4096  # deferred rows that a step may have to compute: it then takes about as long as with a long prompt
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
@@ -238,8 +238,9 @@ class ModelRunner:
             return
         hits = {chunk.slot: chunk.start for chunk in plan.chunks if chunk.start}  # or what earlier chunks computed
         self._lagging.update(hits)  # cached pages may hold deferred rows of others
+        self._most_due += sum(hits.values())
         drafts = self._drafts(plan)
-        if not drafts and not (self._extends_later(plan) and self._may_exceed(plan, hits)):
+        if not drafts and not (self._extends_later(plan) and self._may_exceed(plan)):
             return
         slots = drafting_slots(plan) if drafts else [slot for slot in slots_of(plan) if slot not in plan.undrafted]
         slots = [slot for slot in slots if slot in self._lagging]
@@ -253,10 +254,11 @@ class ModelRunner:
                 self._lagging.difference_update(slots)
                 deferred.trim()
 
-    def _may_exceed(self, plan: StepPlan, hits: Collection[int]) -> bool:
-        """Whether requests may have too many deferred rows after a step: more rows came, or requests that may have
-        others."""
-        return bool(hits) or self._most_due + rows_of(plan) > MOST_DUE or not self._counted.issuperset(slots_of(plan))
+    def _may_exceed(self, plan: StepPlan) -> bool:
+        """Whether the plan's requests may have too many deferred rows after its step. Rows of those that took no part in
+        the last such step, nor are new, have not been counted."""
+        known = self._counted.union(one.slot for one in plan.admissions)
+        return self._most_due + rows_of(plan) > MOST_DUE or not known.issuperset(slots_of(plan))
 
     def _limit_due(self, numbers: Tensor, num_rows: int) -> Tensor:
         """Those of due rows, oldest first, by which the drafter is to be extended before `num_rows` more come: at least
