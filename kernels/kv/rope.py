@@ -277,7 +277,7 @@ def store_context(
     turned = keys[..., :R] * cos  # as rotate_halves, with fewer passes over many rows
     turned[..., :half].addcmul_(keys[..., half:R], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
-    keys = torch.cat((turned, keys[..., R:]), dim=-1) if R < keys.shape[-1] else turned
+    keys = torch.cat((turned, keys[..., R:]), dim=-1) if keys.shape[-1] > R else turned
     keys = keys if scales is not None else keys.to(kv.dtype)
     for part, x in enumerate((keys, values)):  # all layers at once: of few rows an operator costs its start
         own = cache[:, part]

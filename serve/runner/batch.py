@@ -7,7 +7,6 @@ pass, R request slots, P pages per request, V target vocabulary, K captured stat
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.paths import Paths

@@ -84,8 +84,8 @@ class DeferredRows:
         return found[within & (found >= 0)].unique()
 
     def oldest(self, count: int) -> Tensor:
-        """(n,) numbers of the `count` oldest pending rows, or of all if there are fewer. They must be taken before others
-        are put: these get their room, and that of all rows before. Waits for the device."""
+        """(n,) numbers of the `count` oldest pending rows, or of all if there are fewer. They must be taken before
+        others are put: these get their room, and that of all rows before. Waits for the device."""
         numbers = self._all_pending()
         if len(numbers) > count:
             self._first = int(numbers[count])

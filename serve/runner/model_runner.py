@@ -255,8 +255,8 @@ class ModelRunner:
                 deferred.trim()
 
     def _may_exceed(self, plan: StepPlan) -> bool:
-        """Whether the plan's requests may have too many deferred rows after its step. Rows of those that took no part in
-        the last such step, nor are new, have not been counted."""
+        """Whether the plan's requests may have too many deferred rows after its step. Those of requests that took no
+        part in the last such step, nor are new, have not been counted."""
         known = self._counted.union(one.slot for one in plan.admissions)
         return self._most_due + rows_of(plan) > MOST_DUE or not known.issuperset(slots_of(plan))
 

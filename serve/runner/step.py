@@ -185,7 +185,7 @@ class Runner:
 
     @torch.inference_mode()
     def due(self, requests: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Numbers of the deferred rows that the drafter would read, see `DeferredRows.due`, with the pages that requests
+        """Numbers of the deferred rows that the drafter would read, see `DeferredRows.due`, in the pages that requests
         have from the next pass on."""
         assert self.deferred is not None
         self.state.write_changes()
@@ -322,7 +322,7 @@ class Runner:
         later: bool,
     ) -> None:
         """Nodes in the order in which they were accepted."""
-        if verified.order is not None:
+        if verified.order is not None and not later:  # of roots and prompts alone it is the rows' own
             aux_states = aux_states[verified.order]
         where = layout.places, self._kv_slots(layout), verified.next_tokens
         rows = PassRows(*where, layout.segment_slots, verified.last, attention)
