@@ -32,6 +32,7 @@ from slipstream.tests.serve.engine_runs import (
     decoding,
     make_request,
     random_prompt,
+    record_proposals,
     run,
     texts_of,
     tokens_of,
@@ -313,3 +314,43 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     assert scheduler.num_preemptions > 0
     assert 30 < max(num_due) <= model_runner.MOST_DUE
     assert max(num_due) < max(num_pending) <= deferred.size, "some belong to requests that have ended"
+
+
+def hit(engine: Engine, width: int) -> tuple[list[list[int]], int]:
+    """What is proposed for requests that begin with cached pages of others, for which nothing was proposed, and the
+    most rows that were due after a step. The others run one by one, in the same slot."""
+    first = [make_request(str(index), random_prompt(33, index), max_tokens=2, ignore_eos=True) for index in range(4)]
+    again = [make_request("new", random_prompt(3, 9)), *first]
+    passes, scheduler, policy, num_due = engine.runner.passes, engine.scheduler, engine.planner.policy, [0]
+
+    def check(*_: object) -> None:
+        slots = torch.tensor([sequence.slot for sequence in scheduler._running], dtype=torch.int64)
+        num_due.append(len(passes.due(slots, passes.state.lengths[slots].tolist())))
+
+    policy.choose = lambda num_decoding, **_: Choice(num_decoding, 1)  # type: ignore[method-assign]
+    for request in first:
+        run(engine, [request], check)
+    policy.choose = lambda num_decoding, **_: Choice(num_decoding, width)  # type: ignore[method-assign]
+    proposed = record_proposals(passes.drafter)
+    answers = run(engine, again, check)
+    assert {answers[request.id].counts.cached_tokens for request in first} == {32}
+    return [proposed[slot][0] for slot in sorted(proposed)], max(num_due)
+
+
+def test_rows_in_cached_pages_are_computed_for_requests_that_hit_them(
+    make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the draft proposes for them, and where it is not asked, as many as exceed the limit."""
+    monkeypatch.setattr(model_runner, "MOST_DUE", 60)
+    target, draft = make_target("qwen3"), tmp_path / "draft"
+    DRAFTS["eagle"](target, draft)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_extends_later", lambda *_: False)
+        expected, _ = hit(build_engine(target, draft), width=4)
+    proposals, num_due = hit(build_engine(target, draft), width=4)
+    assert proposals == expected
+    assert len(proposals) == 5
+    assert num_due > 30
+    proposals, num_due = hit(build_engine(target, draft), width=1)
+    assert not proposals
+    assert 30 < num_due <= 60
