@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
-from slipstream.serve.runner.behind import DeferredRows
+from slipstream.serve.runner.behind import MOST_AT_ONCE, DeferredRows
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
-MOST_BEHIND = 512  # rows that a drafter that attends to context may be behind: a few milliseconds' work
+MOST_BEHIND = MOST_AT_ONCE  # rows of a pass that is deferred, and that a drafter that attends to context may be behind
 MOST_DUE = 4096  # deferred rows that a step may have to compute: it then takes about as long as with a long prompt
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
