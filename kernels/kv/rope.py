@@ -364,9 +364,14 @@ def store_context(
     and rotation, as in rms_norm and rotate_and_store. scales (L, 2, G) fp32: the cache then holds e4m3 codes.
     """
     keys, values = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:])).unbind(2)  # (T, L, G, D) both
-    keys = (F.rms_norm(keys.float(), k_norm.shape[-1:], None, eps) * k_norm[:, None].float()).to(kv.dtype)
-    cos, sin = cos[positions, None, None], sin[positions, None, None]  # (T, 1, 1, R)
-    keys = rotate_halves(keys if scales is None else keys.float(), cos, sin)
+    keys = (F.rms_norm(keys.float(), k_norm.shape[-1:], None, eps) * k_norm[:, None].float()).to(kv.dtype).float()
+    cos, sin = (table.index_select(0, positions)[:, None, None] for table in (cos, sin))  # (T, 1, 1, R)
+    R, half = cos.shape[-1], cos.shape[-1] // 2
+    turned = keys[..., :R] * cos  # as rotate_halves, with fewer passes over many rows
+    turned[..., :half].addcmul_(keys[..., half:R], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
+    keys = torch.cat((turned, keys[..., R:]), dim=-1) if keys.shape[-1] > R else turned
+    keys = keys if scales is not None else keys.to(kv.dtype)
     for part, x in enumerate((keys, values)):  # all layers at once: of few rows an operator costs its start
         own = cache[:, part]
         if scales is not None:  # torch copies no e4m3 by index on a CPU

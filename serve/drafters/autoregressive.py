@@ -111,7 +111,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
-        self.vocabulary.observe(rows)
         if rows.attention is not None:
             self.attention.plan(rows.attention)
         else:

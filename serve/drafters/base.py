@@ -55,6 +55,9 @@ class Drafter(ABC):
         B, device = len(batch.roots), batch.roots.device
         return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 
+    def observe(self, rows: PassRows) -> None:
+        """Sees the rows of every target pass once, in their order, whether `extend` gets them then, later or never."""
+
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that
         `aux_layers` names; not called without such layers."""
@@ -81,6 +84,9 @@ class NetworkDrafter(Drafter):
 
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)
+
+    def observe(self, rows: PassRows) -> None:
+        self.vocabulary.observe(rows)
 
     def forget(self) -> None:
         if self.vocabulary.recent is not None:

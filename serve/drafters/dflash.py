@@ -182,7 +182,6 @@ class Drafter(base.NetworkDrafter):
             self.joins = self.joins if isinstance(self.joins, Factored) else Factored(head)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
-        self.vocabulary.observe(rows)
         context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
         self.joins.extend(rows, context)
         rope = self.attention.ropes[0]

@@ -4,12 +4,9 @@ Letters: B requests of a batch, N tree nodes per request (root included), T pack
 pass, R request slots, P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.paths import Paths
@@ -76,35 +73,6 @@ class PassRows(NamedTuple):
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
     attention: AttentionMetadata | None = None  # of these rows as chains, for drafters that attend to context
-
-    @classmethod
-    def join(cls, parts: "Sequence[PassRows]") -> "PassRows":
-        """Those of several passes, in their order. Of a request or a place in the KV that several of them have, the
-        last one counts: it may have gone from one request to another."""
-        ends = accumulate(len(part.positions) for part in parts[:-1])
-        lasts = torch.cat([part.last + before for part, before in zip(parts, (0, *ends), strict=True)])
-        requests = torch.cat([part.requests for part in parts])
-        kept = last_of_each(requests)
-        return cls(
-            torch.cat([part.positions for part in parts]),
-            KVSlots(lambda group: without_replaced(torch.cat([part.slots.of(group) for part in parts]))),
-            torch.cat([part.next_tokens for part in parts]),
-            requests[kept],
-            lasts[kept],
-        )
-
-
-def last_of_each(values: Tensor) -> Tensor:
-    """(U,) indices of the last occurrence of each of the U different values (n,). Waits for the device."""
-    indices = {value: index for index, value in enumerate(values.tolist())}  # sync
-    return torch.tensor(list(indices.values()), device=values.device)
-
-
-def without_replaced(slots: Tensor) -> Tensor:
-    """(n,) slots where only the last row that goes to a slot does so. Others go to the first slot, of the dump page:
-    in which order one copy by index writes rows is undefined."""
-    kept = last_of_each(slots)
-    return torch.zeros_like(slots).index_copy_(0, kept, slots[kept])
 
 
 @dataclass(frozen=True, slots=True)

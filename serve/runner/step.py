@@ -6,7 +6,7 @@ that is not captured reads how many nodes of each request it has, since its atte
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
+from slipstream.serve.runner.behind import MOST_AT_ONCE, DeferredRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
 from slipstream.serve.runner.request_state import RequestState
@@ -57,7 +58,7 @@ class HostShape(NamedTuple):
 
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
-    extends_later: bool = False  # the drafter, in `Runner.catch_up`
+    extends_later: bool = False  # the drafter, in `Runner.catch_up` or by `Runner.deferred`
     has_logprobs: bool = False  # some request wants those of its tokens
 
 
@@ -92,7 +93,9 @@ class Runner:
     order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
-    behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
+    # What the drafter has not been extended by: passes, of one that attends to context, or rows.
+    behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)
+    deferred: DeferredRows | None = None
 
     @torch.inference_mode()
     def step(
@@ -172,15 +175,27 @@ class Runner:
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Extends the drafter by the rows of earlier passes: in one go, unless those of a pass read what the one before
-        has written."""
+        """Extends a drafter that attends to context by earlier passes, one by one: each reads what the one before has
+        written."""
         passes = list(self.behind)
         self.behind.clear()
-        if not self.drafter.attends_to_context:
-            rows, aux_states = zip(*passes, strict=True)
-            passes = [(PassRows.join(rows), torch.cat(aux_states))]
         for part in passes:
             self.drafter.extend(*part)
+
+    @torch.inference_mode()
+    def due(self, requests: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Numbers of the deferred rows that the drafter would read, see `DeferredRows.due`, in the pages that requests
+        have from the next pass on."""
+        assert self.deferred is not None
+        self.state.write_changes()
+        return self.deferred.due(requests, lengths)
+
+    @torch.inference_mode()
+    def extend_by(self, numbers: Tensor) -> None:
+        """Extends the drafter by deferred rows (n,)."""
+        assert self.deferred is not None
+        for part in numbers.split(MOST_AT_ONCE) if len(numbers) else ():
+            self.drafter.extend(*self.deferred.take(part))
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool) -> Results:
         zeros, width = partial(torch.zeros, dtype=torch.int32, device=self.state.device), self.state.proposals.shape[2]
@@ -314,13 +329,20 @@ class Runner:
         later: bool,
     ) -> None:
         """Nodes in the order in which they were accepted."""
-        if verified.order is not None:
+        if verified.order is not None and not later:  # of roots and prompts alone it is the rows' own
             aux_states = aux_states[verified.order]
         where = layout.places, self._kv_slots(layout), verified.next_tokens
         rows = PassRows(*where, layout.segment_slots, verified.last, attention)
-        if later:
+        self.drafter.observe(rows)
+        if later and self.deferred is not None:
+            while not self.deferred.has_room(len(aux_states)):
+                self.extend_by(self.deferred.oldest(MOST_AT_ONCE))
+            self.deferred.put(rows, aux_states)
+        elif later:
             self.behind.append((rows, aux_states))
         else:
+            if self.deferred is not None:
+                self.deferred.discard(rows)
             self.drafter.extend(rows, aux_states)
 
 

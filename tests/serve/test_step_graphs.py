@@ -106,8 +106,10 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
         if expected is not None:
             for name in StepOutput._fields:
                 np.testing.assert_equal(getattr(found, name), getattr(expected, name), f"{name} of step {plan.number}")
-    if eager.runner.passes.behind:  # which passes that are launched as they are may leave the drafter
-        eager.runner.passes.catch_up()
+    passes = eager.runner.passes
+    passes.catch_up()  # passes that are launched as they are may leave the drafter behind
+    if passes.deferred is not None:
+        passes.extend_by(passes.deferred.oldest(passes.deferred.size))
     check_states(engine.runner, eager.runner)
     page_size = engine.config.page_size
     for one, other in zip(caches_of(engine), caches_of(eager), strict=True):
