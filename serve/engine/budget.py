@@ -39,6 +39,9 @@ HYSTERESIS = 0.01  # another width proposes for the next step only: require at l
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
 PROBE_SHARE = 0.005  # of the time is spent on more nodes than pay, to notice changes
 FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: what a probe measures counts for other sizes, too
+# Where times are fitted, a draft that does not pay is tried for so many requests, with so many steps between two probes
+# at least: it must first be extended by all that it has not read of them, which no time of a step counts.
+PROBED, PROBE_REST = 4, 256
 PROBE_STEPS = 3  # the first one only drafts; where times are fitted, the last one only verifies
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
@@ -57,6 +60,7 @@ class Choice(NamedTuple):
     width: int  # nodes, root included, that the draft pass then proposes for each request
     ms: float = 0.0  # expected time of the step
     tokens: float = 0.0  # expected of the decoding requests
+    drafted: int | None = None  # requests that the draft pass proposes for; None: all that want it
 
 
 class Batch(NamedTuple):
@@ -249,6 +253,8 @@ class BudgetPolicy:
         self._probe_ms = 0.0  # that probes may cost
         self._probe = (0, 0)  # steps left, width's index
         self._probe_narrow = False  # the next one
+        self._probed: int | None = None  # requests that have proposals since the last step; None: all
+        self._rested = 0  # steps since the last probe
         # Fitted costs know nothing of other widths yet.
         self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
         self._had_prompts, self._again = False, 0.5  # how often a step with prompts follows on one lately
@@ -328,14 +334,17 @@ class BudgetPolicy:
             most = sum(count for count, _ in offers)
             k, tokens = self._of_host(plan, offers, prompt_rows)
         else:
-            most = batch.nodes(self.widths[self._stored])
+            most = Batch(batch.decoding, self._num_probed(batch)).nodes(self.widths[self._stored])
             k, tokens = plan.best[self._stored], plan.tokens[self._stored]
             self._steps_without_host += offers is not None
-        k, j = self._explore(plan, k, most, batch.drafted, prompt_rows)
+        k, j = self._explore(plan, k, most, batch, prompt_rows, filtered)
         self._stored = j
         nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
-        return Choice(nodes, self.widths[j], plan.ms(k, j), float(tokens[k]))
+        ms, drafted = plan.ms(k, j), self._probed
+        if drafted is not None:
+            ms = plan.target_ms[k] + self.costs.draft(drafted, self.widths[j], filtered=filtered)
+        return Choice(nodes, self.widths[j], ms, float(tokens[k]), drafted)
 
     def record(self, cells: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
         """Counts what a step verified of B requests. (B, N) cells of all nodes that were stored for each, verified or
@@ -481,24 +490,34 @@ class BudgetPolicy:
         if values[j] - values[now] > HYSTERESIS * plan.rate * alone.ms(alone.best[now], now):
             self._width = j
 
-    def _explore(self, plan: _Plan, k: int, most: int, num_drafted: int, prompt_rows: int) -> tuple[int, int]:
+    def _num_probed(self, batch: Batch) -> int:
+        """Requests that have proposals of the draft."""
+        return batch.drafted if self._probed is None else min(self._probed, batch.drafted)
+
+    def _explore(
+        self, plan: _Plan, k: int, most: int, batch: Batch, prompt_rows: int, filtered: bool
+    ) -> tuple[int, int]:
         """Indices of the pass and of the width that is drafted: `k` and the best width, or now and then others. `most`
         nodes are stored."""
+        num_probed, self._probed = self._num_probed(batch), None
+        self._rested += 1
         last = min(bisect_left(plan.rows, most + prompt_rows), len(plan.rows) - 1)
         if self._tour and not prompt_rows:
             return last, self._tour.pop()
         k = min(k, last)
         steps, j = self._probe
         if steps == 0:
-            self._start_probe(plan, k, num_drafted)
+            self._start_probe(plan, k, batch, filtered)
             return k, self._width
-        self._probe = steps - 1, j
+        self._probe, self._rested = (steps - 1, j), 0
         if j < self._width:
             return k, j
         drafts_on = steps > 1 or not self.costs.is_fitted
-        return min(_one_more(plan.rows, k, num_drafted), last), j if drafts_on else self._width
+        if drafts_on and self._width == 0 and self.costs.is_fitted:
+            self._probed = min(PROBED, batch.drafted)
+        return min(_one_more(plan.rows, k, num_probed), last), j if drafts_on else self._width
 
-    def _start_probe(self, plan: _Plan, k: int, num_drafted: int) -> None:
+    def _start_probe(self, plan: _Plan, k: int, batch: Batch, filtered: bool) -> None:
         """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
         request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
         now = self._width
@@ -509,13 +528,17 @@ class BudgetPolicy:
         if narrow:
             j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
         else:
-            j = min(now + 1, len(self.widths) - 1)
-            more = _one_more(plan.rows, k, num_drafted)
+            is_rare = is_fitted and now == 0
+            j, count = min(now + 1, len(self.widths) - 1), min(PROBED, batch.drafted) if is_rare else batch.drafted
+            more = _one_more(plan.rows, k, count)
             if (more, j) == (k, now):  # there is nothing more
                 self._probe_narrow = is_fitted
                 return
-            extra = plan.ms(more, j) - base
-            if self.itl_ms is not None and plan.ms(more, j) * self.costs.p95() > self.itl_ms:
+            ms = plan.target_ms[more] + self.costs.draft(count, self.widths[j], filtered=filtered)
+            extra = ms - base
+            if self.itl_ms is not None and ms * self.costs.p95() > self.itl_ms:
+                return
+            if is_rare and self._rested < PROBE_REST:
                 return
         if self._probe_ms >= (PROBE_STEPS - is_fitted) * max(extra, share * base):
             self._probe, self._probe_ms = (PROBE_STEPS, j), 0.0

@@ -139,7 +139,7 @@ class StepPlan:
     nodes: int = 0  # that the pass verifies, roots included: the likeliest of all requests
     width: int = 1  # nodes that the draft then proposes for each request, root included
     survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
-    undrafted: frozenset[int] = frozenset()  # slots of this step whose requests want no drafts
+    undrafted: frozenset[int] = frozenset()  # slots of this step that the draft does not propose for
     returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
     logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
     edits: Edits = field(default_factory=Edits)

@@ -121,7 +121,13 @@ class Planner:
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
-        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        return plan if choice.drafted is None else replace(plan, undrafted=self._all_but(plan, choice.drafted))
+
+    def _all_but(self, plan: StepPlan, count: int) -> frozenset[int]:
+        """Slots that are not drafted for: those of requests that want no drafts, and of others all but the first."""
+        slots = drafting_slots(plan)
+        return plan.undrafted.union(slots[count:])
 
     @property
     def waiting_pays(self) -> bool:
@@ -149,7 +155,7 @@ class Planner:
         if launched.traced:
             self._tracer.launched(plan, launched.traced)
         own: Offer = min(plan.width, self.limits.of_network), 0
-        self._offers.update(dict.fromkeys(drafting_slots(plan), own))
+        self._offers.update(dict.fromkeys(slots_of(plan), (1, 0)) | dict.fromkeys(drafting_slots(plan), own))
 
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
         """The tokens of a step, without those that nobody waits for."""

@@ -1,6 +1,7 @@
 """The numbers of nodes that steps verify and draft: against the best fixed ones, in a simulated engine."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from slipstream.serve.engine.budget import (
     NETWORK_CELLS,
     PATIENCE,
     PRIOR,
+    PROBE_REST,
     PROBE_SHARE,
+    PROBED,
     REFRESH,
     Batch,
     BudgetPolicy,
@@ -74,7 +77,7 @@ class World:
 def admit(cells: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> NDArray[np.int32]:
     """(B,) nodes of each request: the root, and the likeliest of all others."""
     survivals = np.ones(cells.shape, np.float32)
-    survivals[:, 1:] = table[cells[:, 1:]]
+    survivals[:, 1:] = np.where(cells[:, 1:] < 0, 0, table[cells[:, 1:]])
     survivals = np.minimum.accumulate(survivals, axis=1)
     survivals[:, 0] = 2
     chosen = np.zeros(cells.size, bool)
@@ -88,23 +91,29 @@ class Simulation:
         self.cells, self.survivals = world.propose(batch, WIDTHS[-1])
         self.nodes: list[int] = []
         self.widths: list[int] = []
+        self.drafted: list[int] = []  # requests
         self.noise = 0.0
 
     def run(self, num_steps: int, choose: Callable[[], tuple[int, int]] | None = None) -> float:
         """Tokens per ms: expected ones, which vary less than those of a run."""
         tokens = ms = 0.0
         for _ in range(num_steps):
-            nodes, width = choose() if choose else self.policy.choose(self.batch)[:2]
+            choice = Choice(*choose()) if choose else self.policy.choose(self.batch)
+            nodes, width = choice[:2]
             assert self.batch <= nodes <= self.cells.size
             admitted = admit(self.cells, self.policy.table, nodes)
             verified = np.arange(self.cells.shape[1]) < admitted[:, None]
             accepted = verified & (self.world.rng.random((self.batch, 1)) < self.survivals)
             tokens += self.survivals[verified].sum()
-            step = self.step_ms(nodes, self.batch, width) * (1 + self.noise * abs(self.world.rng.standard_normal()))
+            drafted = self.batch if choice.drafted is None else choice.drafted
+            noise = self.noise * abs(self.world.rng.standard_normal())
+            step = self.step_ms(nodes, drafted, width) * (1 + noise)
             ms += step
             self.policy.record(self.cells, admitted, accepted)
-            self.policy.observe(rows=nodes, requests=self.batch, width=width, ms=step)
+            self.policy.observe(rows=nodes, requests=drafted, width=width, ms=step)
             self.cells, self.survivals = self.world.propose(self.batch, width)
+            self.cells[drafted:], self.survivals[drafted:, 1:] = -1, 0
+            self.drafted.append(drafted if width > 1 else 0)
             self.nodes.append(nodes)
             self.widths.append(width)
         return tokens / ms
@@ -159,6 +168,22 @@ def test_probes_cost_what_they_may() -> None:
     taken = zip(simulation.nodes[start:], simulation.widths[start:], strict=True)
     spent = [gpu_ms(nodes, 128, width) - base for nodes, width in taken]
     assert 0.3 * PROBE_SHARE < sum(spent) / (3000 * base) < 1.3 * PROBE_SHARE
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_a_draft_that_does_not_pay_is_tried_for_a_few_requests_where_times_are_fitted(batch: int) -> None:
+    """And taken up as soon as it pays."""
+    simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(100.0), batch, step_ms=cpu_ms)
+    found = simulation.run(4000)
+    assert found > 0.985 * batch / cpu_ms(batch, batch, 1)
+    probes = [step for step, count in enumerate(simulation.drafted) if step >= 500 and count]
+    assert {simulation.drafted[step] for step in probes} == {min(PROBED, batch)}
+    gaps = [later - step for step, later in pairwise(probes) if later > step + 1]
+    assert len(gaps) >= 3
+    assert min(gaps) >= PROBE_REST
+    simulation.world.power = 0.1
+    simulation.run(1500)
+    assert simulation.widths[-50:].count(1) < 10
 
 
 @pytest.mark.parametrize(("batch", "power"), [(2, 1.0), (16, 3.0)])
