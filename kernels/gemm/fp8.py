@@ -352,15 +352,18 @@ def _few_rows(
         return out
     assert bias is None or not gated
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
+    part = part_inputs(num_inputs, tiling)
+    pairs = scales.dim() == 2 and num_inputs % (2 * BLOCK) == part % (2 * BLOCK) == tiling.stages % 2 == 0
+    at_once = 2 if pairs else 1
     partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
-        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), *scale_strides(x.scales),
+        num_rows, num_outputs, num_inputs, part, *scale_strides(x.scales),
         *heads.arguments, D=heads.head_dim,
         ROWS=rows, OUTPUTS=tiling.outputs, DEPTH=BLOCK, SPLIT=tiling.split, GATED=gated, BLOCKS=scales.dim() == 2,
-        EVEN=num_inputs % BLOCK == 0,
-        AHEAD=inputs_ahead(weight, part_inputs(num_inputs, tiling)) if num_rows <= AHEAD_ROWS else 0,
-        num_stages=tiling.stages, num_warps=tiling.warps, **pdl_options(weight.device),
+        EVEN=num_inputs % BLOCK == 0, AT_ONCE=at_once,
+        AHEAD=inputs_ahead(weight, part) if num_rows <= AHEAD_ROWS else 0,
+        num_stages=tiling.stages // at_once, num_warps=tiling.warps, **pdl_options(weight.device),
     )  # fmt: skip
     return out
 
@@ -496,10 +499,26 @@ def _load_scales(
 
 
 @triton.jit
-def _add_products(acc, weight, x, scales, DEPTH: tl.constexpr):
-    """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH)."""
-    if len(scales) == 2:
-        acc += tl.dot(weight, tl.trans(x)) * (scales[0][:, None] * scales[1][None, :])
+def _load_step_scales(
+    weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """`_load_scales` of COUNT blocks, one's after the other's."""
+    found = ()
+    for index in tl.static_range(COUNT):
+        found = found + _load_scales(
+            weight_scale_ptr, x_scales, block_stride, outputs, rows, block + index, num_rows, num_outputs, num_inputs,
+            GROUP, BLOCKS,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _add_products(acc, weight, x, scales, INDEX: tl.constexpr, DEPTH: tl.constexpr):
+    """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH), by the scales of the block
+    INDEX, if blocks have any."""
+    if len(scales) > 0:
+        acc += tl.dot(weight, tl.trans(x)) * (scales[2 * INDEX][:, None] * scales[2 * INDEX + 1][None, :])
     else:
         acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=DEPTH)
     return acc
@@ -538,35 +557,35 @@ def _few_products(
     x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
     num_rows, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Sums (OUTPUTS, ROWS) over steps `first` to `last` of DEPTH inputs, and those of the features num_outputs further
-    on. Scales of blocks are loaded a step ahead, so that nothing waits for them."""
+    """Sums (OUTPUTS, ROWS) over units `first` to `last` of DEPTH inputs, AT_ONCE in a step, and those of the features
+    num_outputs further on. Scales of blocks are loaded a step ahead, so that nothing waits for them."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     all_outputs = num_outputs * 2 if GATED else num_outputs
     given = weight_scale_ptr, x_scales, block_stride
-    scales = _load_scales(*given, outputs, row, first, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS)
+    sizes = num_rows, all_outputs, num_inputs
+    scales = _load_step_scales(*given, outputs, row, first, *sizes, DEPTH, BLOCKS, AT_ONCE)
     if GATED:
-        ups = _load_scales(
-            *given, outputs + num_outputs, row, first, num_rows, all_outputs, num_inputs,
-            DEPTH, BLOCKS,
-        )  # fmt: skip
-    for step in range(first, last):
-        next_scales = _load_scales(*given, outputs, row, step + 1, num_rows, all_outputs, num_inputs, DEPTH, BLOCKS)
-        k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
-        inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
-        x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
-        weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
-        acc = _add_products(acc, weight, x, scales, DEPTH)
+        ups = _load_step_scales(*given, outputs + num_outputs, row, first, *sizes, DEPTH, BLOCKS, AT_ONCE)
+    for step in range(first, last, AT_ONCE):
+        next_scales = _load_step_scales(*given, outputs, row, step + AT_ONCE, *sizes, DEPTH, BLOCKS, AT_ONCE)
         if GATED:
-            next_ups = _load_scales(
-                *given, outputs + num_outputs, row, step + 1, num_rows, all_outputs, num_inputs,
-                DEPTH, BLOCKS,
-            )  # fmt: skip
-            weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
-            up = _add_products(up, weight, x, ups, DEPTH)
+            next_ups = _load_step_scales(
+                *given, outputs + num_outputs, row, step + AT_ONCE, *sizes, DEPTH, BLOCKS, AT_ONCE
+            )
+        for index in tl.static_range(AT_ONCE):
+            k = (step + index) * DEPTH + tl.arange(0, DEPTH)[None, :]
+            inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
+            x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
+            weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
+            acc = _add_products(acc, weight, x, scales, index, DEPTH)
+            if GATED:
+                weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
+                up = _add_products(up, weight, x, ups, index, DEPTH)
+        if GATED:
             ups = next_ups
         scales = next_scales
     return acc, up
@@ -578,7 +597,7 @@ def fp8_few_kernel(
     num_rows, num_outputs, num_inputs, part, block_stride, row_stride,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1), as in kernels/gemm/small_m.py."""
     outputs = head_outputs(tl.program_id(0), OUTPUTS, D)
@@ -604,7 +623,7 @@ def fp8_few_kernel(
     acc, up = _few_products(
         x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
         num_rows, num_outputs, num_inputs,
-        ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN,
+        ROWS, OUTPUTS, DEPTH, GATED, BLOCKS, EVEN, AT_ONCE,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -657,7 +676,7 @@ def fp8_many_kernel(
                 DEPTH, BLOCKS,
             )  # fmt: skip
             x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
-            acc = _add_products(acc, weight, x, scales, DEPTH)
+            acc = _add_products(acc, weight, x, scales, 0, DEPTH)
             scales = next_scales
         sums += acc
     result = _scale_sums(

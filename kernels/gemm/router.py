@@ -126,9 +126,10 @@ def choose_block_rows(num_pairs: int, num_experts: int, least_rows: int = LEAST_
 
 
 def _empty_blocks(num_rows: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> Blocks:
-    """With room for the most blocks that there can be."""
+    """With room for the most blocks that there can be: where as many experts as possible are hit."""
     pairs = num_rows * top_k
-    most = min(pairs, min(num_experts, pairs) + pairs // rows)
+    hit = min(num_experts, pairs)
+    most = hit + (pairs - hit) // rows
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)

@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -245,8 +245,10 @@ class StepGraphs(Graphs[StepKey]):
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
 
-    def drop(self, sizes: Container[int]) -> None:
-        """Frees passes of these numbers of rows: larger ones take their place."""
+    def drop(self, sizes: Iterable[int]) -> None:
+        """Frees passes of these numbers of rows: larger ones take their place. Not the largest over nodes alone, where a
+        pass with prompts is as fast."""
+        sizes = set(sizes) - {self.sizes[-1]}
         self.sizes = [size for size in self.sizes if size not in sizes]
         self.prompt_sizes = [size for size in self.prompt_sizes if size not in sizes]
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sizes}

@@ -451,3 +451,9 @@ def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
     assert key is not None
     assert key[0] == 8
     assert 4 not in steps.sizes
+    largest = steps.sizes[-1]
+    steps.drop({*steps.sizes, *steps.prompt_sizes[:-1]})
+    assert steps.sizes == [largest], "a pass with prompts takes no nodes alone"
+    key = steps.find(plan)
+    assert key is not None
+    assert key[0] == largest
