@@ -246,8 +246,8 @@ class StepGraphs(Graphs[StepKey]):
         return tables
 
     def drop(self, sizes: Iterable[int]) -> None:
-        """Frees passes of these numbers of rows: larger ones take their place. Not the largest over nodes alone, where a
-        pass with prompts is as fast."""
+        """Frees passes of these numbers of rows, in whose place larger ones are as fast. Not the largest over nodes
+        alone: passes with prompts do not take its place."""
         sizes = set(sizes) - {self.sizes[-1]}
         self.sizes = [size for size in self.sizes if size not in sizes]
         self.prompt_sizes = [size for size in self.prompt_sizes if size not in sizes]
