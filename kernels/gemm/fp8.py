@@ -122,7 +122,7 @@ def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRow
     finds_scale = static is None and not by_block
     width = triton.next_power_of_2(columns) if finds_scale else 1024
     share = min(width, max(width // SHARES, 512)) if finds_scale and rows <= SHARED_ROWS else width
-    warps = min(max(width // 512, 4), 16)
+    warps = min(max(width // (BLOCK if by_block else 512), 4), 16)  # of blocks, each has one
     _quantize_rows[(rows, triton.cdiv(columns, share))](
         x, static, codes, scales, x.stride(0), *scale_strides(scales), columns,
         WIDTH=width, SHARE=share, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
@@ -183,7 +183,7 @@ def quantized_rms_norm_triton(
     _norm_and_quantize[(rows,)](
         old, new, weight, sums, normed, given.static, codes, scales,
         old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), *scale_strides(scales), eps,
-        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 256, 1), 16),
+        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // (BLOCK if given.by_block else 256), 1), 16),
         **pdl_options(old.device),
     )  # fmt: skip
     return quantized, sums
@@ -205,7 +205,7 @@ def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedR
     width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
     _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
         gate_up, given.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
-        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 512, 4), 16),
+        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // (BLOCK if given.by_block else 512), 4), 16),
         **pdl_options(gate_up.device),
     )  # fmt: skip
     return quantized
