@@ -180,10 +180,11 @@ def quantized_rms_norm_triton(
     if rows == 0:
         return quantized, sums
     width = max(triton.next_power_of_2(columns), BLOCK)
+    warps = min(max(width // (BLOCK if given.by_block else 256), 1), 16)
     _norm_and_quantize[(rows,)](
         old, new, weight, sums, normed, given.static, codes, scales,
         old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), *scale_strides(scales), eps,
-        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // (BLOCK if given.by_block else 256), 1), 16),
+        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=warps,
         **pdl_options(old.device),
     )  # fmt: skip
     return quantized, sums
@@ -203,9 +204,10 @@ def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedR
     if rows == 0:
         return quantized
     width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
+    warps = min(max(width // (BLOCK if given.by_block else 512), 4), 16)
     _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
         gate_up, given.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
-        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // (BLOCK if given.by_block else 512), 4), 16),
+        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=warps,
         **pdl_options(gate_up.device),
     )  # fmt: skip
     return quantized
