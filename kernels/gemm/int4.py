@@ -394,6 +394,20 @@ def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     return numbers * 65536.0 if PACKED and tl.bfloat16 == DTYPE else numbers
 
 
+@triton.jit
+def _prefetch_chunks(
+    words_ptr, scales, zeros, feature, num_outputs, num_inputs, first,
+    COUNT: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Asks for COUNT chunks of the features (OUTPUTS, 1), with their scales and zeros."""
+    CHUNK: tl.constexpr = 8 * PLANE
+    prefetch(words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE), first * PLANE, COUNT * PLANE)
+    pairs = first * (CHUNK // (2 * UNIT)) + tl.arange(0, COUNT * CHUNK // (2 * UNIT))[None, :]
+    prefetch_lines(scales + pairs * num_outputs)
+    if zeros is not None:
+        prefetch_lines(zeros + pairs * num_outputs)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
@@ -409,10 +423,7 @@ def int4_kernel(
     OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     first_row, tile = tl.program_id(0) % ROW_TILES * ROWS, tl.program_id(0) // ROW_TILES
     place, first_output = tl.arange(0, OUTPUTS), tile * OWN
-    if D > 0:
-        outputs = head_outputs(tile, OUTPUTS, D)
-    else:
-        outputs = first_output + place % OWN
+    outputs = head_outputs(tile, OUTPUTS, D) if D > 0 else first_output + place % OWN
     feature = (tl.minimum(outputs, num_outputs - 1) + place // OWN * num_outputs)[:, None]
     all_outputs = num_outputs * (OUTPUTS // OWN)
     words = words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE) + tl.arange(0, PLANE)[None, :]
@@ -428,13 +439,8 @@ def int4_kernel(
         bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
         if AHEAD > 0:
-            chunks = tl.cdiv(num_inputs, CHUNK)
-            begin = tl.minimum(first, chunks - AHEAD)
-            prefetch(words_ptr + feature.to(tl.int64) * (chunks * PLANE), begin * PLANE, AHEAD * PLANE)
-            pairs = begin * (CHUNK // (2 * UNIT)) + tl.arange(0, AHEAD * CHUNK // (2 * UNIT))[None, :]
-            prefetch_lines(scales + pairs * all_outputs)
-            if zeros_ptr is not None:
-                prefetch_lines(zeros + pairs * all_outputs)
+            begin = tl.minimum(first, tl.cdiv(num_inputs, CHUNK) - AHEAD)
+            _prefetch_chunks(words_ptr, scales, zeros, feature, all_outputs, num_inputs, begin, AHEAD, PLANE, UNIT)
         tl.extra.cuda.gdc_wait()
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tile, OUTPUTS, D)
     for chunk in range(first, last):
@@ -443,14 +449,12 @@ def int4_kernel(
         )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    result = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED))  # (ROWS, OUTPUTS)
+    result, valid = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED)), inside  # (ROWS, OUTPUTS)
     dtype = out_ptr.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, OWN)), (0, 2, 1)))
         rounded, outputs = round_silu_mul(gate.to(dtype), up.to(dtype)), first_output + tl.arange(0, OWN)
-        valid = inside
     else:
-        valid = inside
         if SPLIT > 1:
             own_rows = num_rows - first_row
             result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, own_rows, ROWS, OUTPUTS, SPLIT)
@@ -460,8 +464,8 @@ def int4_kernel(
     if D > 0:
         store_heads(rounded, angles, valid, row[:, None], tile, out_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D)
     else:
-        valid = valid & (outputs < num_outputs)[None, :]
-        tl.store(out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :], rounded, mask=valid)
+        cells = out_ptr + row[:, None].to(tl.int64) * num_outputs + outputs[None, :]
+        tl.store(cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
 
 
 @triton.jit
