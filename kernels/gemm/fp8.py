@@ -34,8 +34,9 @@ from slipstream.kernels.gemm.small_m import (
     part_inputs,
     round_silu_mul,
     scratch,
+    store_outputs,
 )
-from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
+from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
 
@@ -640,12 +641,10 @@ def fp8_few_kernel(
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = round_silu_mul(rounded, _scale_sums(tl.trans(up), up_scales, row_scales).to(rounded.dtype))
-    if D > 0:
-        where = out_ptr, keys_ptr, values_ptr, kv_scales_ptr
-        store_heads(rounded, angles, valid, row[:, None], tl.program_id(0), *where, Q, G, D)
-    else:
-        cells = row[:, None] * num_outputs + outputs[None, :]
-        tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
+    store_outputs(
+        rounded, angles, valid, row, outputs, num_outputs, tl.program_id(0), out_ptr, keys_ptr, values_ptr,
+        kv_scales_ptr, Q, G, D,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])

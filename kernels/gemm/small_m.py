@@ -227,9 +227,21 @@ def linear_kernel(
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = round_activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)
+    store_outputs(
+        rounded, angles, valid, row, outputs, num_outputs, tl.program_id(0), out_ptr, keys_ptr, values_ptr,
+        kv_scales_ptr, Q, G, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_outputs(
+    rounded, angles, valid, row, outputs, num_outputs, tile, out_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G,
+    D: tl.constexpr,
+):  # fmt: skip
+    """rounded (ROWS, OUTPUTS) to out (M, num_outputs), or as `store_heads` where heads have D dims."""
     if D > 0:
         where = out_ptr, keys_ptr, values_ptr, kv_scales_ptr
-        store_heads(rounded, angles, valid, row[:, None], tl.program_id(0), *where, Q, G, D)
+        store_heads(rounded, angles, valid, row[:, None], tile, *where, Q, G, D)
     else:
         cells = row[:, None] * num_outputs + outputs[None, :]
         tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
