@@ -100,7 +100,7 @@ class FixedOrder:
         key = *weight.shape, bias is not None, False, usual_part(weight)
         if len(x) > MAX_ROWS or len(x) in self.by_library.get(key, {}) or not rotates(weight, rotation):
             return None
-        return linear_few_rows_triton(x, weight, bias, rotation=rotation).unflatten(1, (-1, rotation.keys.shape[2]))
+        return linear_few_rows_triton(x, weight, bias, rotation=rotation)
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
         """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""

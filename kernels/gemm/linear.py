@@ -42,10 +42,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor | None:
     """linear(x (T, I), weight, bias) and `rotate_and_store` of its heads, where one kernel computes both: the queries
-    (T, Q, D); else None."""
+    (T, Q * D); else None."""
     if x.dim() != 2 or not x.is_cuda or not rotates(weight, rotation) or not few_on_gpu(x, weight):
         return None
-    return linear_few_rows_triton(x, weight, bias, rotation=rotation).unflatten(1, (-1, rotation.keys.shape[2]))
+    return linear_few_rows_triton(x, weight, bias, rotation=rotation)
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:

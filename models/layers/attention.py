@@ -76,13 +76,15 @@ class SelfAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        rotation = attention.rotation(self.layer)
+        layer = self.layer
+        rotation = attention.rotation(layer)
         if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
-            return self.o_proj(attention.attend_stored(rotated, self.layer, mask).flatten(-2))
+            q = rotated.unflatten(-1, (-1, self.head_dim))
+            return self.o_proj(attention.attend_stored(q, layer, mask).flatten(-2))
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
         if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
+        return self.o_proj(attention.attend(q, k, v, layer, mask).flatten(-2))
 
     @property
     def layer(self) -> AttentionLayer:

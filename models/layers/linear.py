@@ -67,7 +67,7 @@ class Linear(nn.Linear):
         return multiply(input, self.weight, self.bias)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
-        """Of a projection of x (T, I) to q, k and v: q (T, Q, D), rotated, where one kernel multiplies and rotates, and
+        """Of a projection of x (T, I) to q, k and v: q (T, Q * D), rotated, where one kernel multiplies, rotates, and
         stores k and v. None where there is none."""
         multiply = rotated_linear if self.order is None else self.order.rotated_linear
         return multiply(x, self.weight, self.bias, rotation)

@@ -171,14 +171,13 @@ class FP8Linear(QuantizedLinear):
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
         weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
-        if isinstance(x, Tensor) and (x.dim() != 2 or not x.is_cuda):
+        given = x.codes if isinstance(x, fp8.QuantizedRows) else x
+        if given.dim() != 2 or len(given) > fp8.FEW_ROWS or not fp8.runs_kernels(given, self.in_features):
+            return None
+        if not rotates(weight, rotation) or self._is_by_library(len(given)):
             return None
         rows = x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
-        is_few = len(rows.codes) <= fp8.FEW_ROWS and fp8.runs_kernels(rows.codes, self.in_features)
-        if not is_few or not rotates(weight, rotation) or self._library_parts(rows):
-            return None
-        out = fp8.fp8_linear_triton(rows, weight, scale, self.bias, rotation=rotation)
-        return out.unflatten(1, (-1, rotation.keys.shape[2]))
+        return fp8.fp8_linear_triton(rows, weight, scale, self.bias, rotation=rotation)
 
     def scales_of_inputs(self) -> fp8.InputScales:
         static = self.get_buffer("input_scale") if self.format.static else None
@@ -209,10 +208,14 @@ class FP8Linear(QuantizedLinear):
         """In how many parts the library multiplies; 0 where our kernels do: in an order, where it was not seen to keep
         it, and without one for few rows."""
         if self.order is not None:
-            is_alike = len(rows.codes) in self.order.fp8_by_library.get(self._shape, ())
-            return choose_tiling(self.out_features, self.in_features).split if is_alike else 0
+            by_library = self._is_by_library(len(rows.codes))
+            return choose_tiling(self.out_features, self.in_features).split if by_library else 0
         weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
         return int(len(rows.codes) > fp8.FEW_ROWS and fp8.has_library(rows, weight, scale))
+
+    def _is_by_library(self, num_rows: int) -> bool:
+        """In an order: whether the library keeps it and is faster."""
+        return self.order is not None and num_rows in self.order.fp8_by_library.get(self._shape, ())
 
     def dequantized(self) -> Tensor:
         return fp8.dequantize_weight(self.get_buffer("weight"), self.get_buffer("weight_scale"))
@@ -341,11 +344,12 @@ class Int4Linear(QuantizedLinear):
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
-        weight = self.stored
-        if x.dim() != 2 or len(x) > int4.FEW_ROWS or not int4.runs_kernel(x, weight) or not rotation.fits(64):
+        weight, tiling = self.stored, int4.choose_int4_tiling(self.out_features, self.in_features)
+        if x.dim() != 2 or len(x) > int4.FEW_ROWS or not int4.runs_kernel(x, weight):
             return None
-        out = int4.int4_linear_triton(self._sorted(x), weight, self.bias, rotation=rotation)
-        return out.unflatten(1, (-1, rotation.keys.shape[2]))
+        if not rotation.fits(tiling.outputs):
+            return None
+        return int4.int4_linear_triton(self._sorted(x), weight, self.bias, rotation=rotation)
 
     def _multiply(self, x: Tensor, gated: bool) -> Tensor:
         flat = self._sorted(x.reshape(-1, self.in_features))

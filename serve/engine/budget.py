@@ -494,6 +494,11 @@ class BudgetPolicy:
         """Requests that have proposals of the draft."""
         return batch.drafted if self._probed is None else min(self._probed, batch.drafted)
 
+    @property
+    def _probes_few(self) -> bool:
+        """Requests, and seldom: see PROBED."""
+        return self.costs.is_fitted and self._width == 0
+
     def _explore(
         self, plan: _Plan, k: int, most: int, batch: Batch, prompt_rows: int, filtered: bool
     ) -> tuple[int, int]:
@@ -513,7 +518,7 @@ class BudgetPolicy:
         if j < self._width:
             return k, j
         drafts_on = steps > 1 or not self.costs.is_fitted
-        if drafts_on and self._width == 0 and self.costs.is_fitted:
+        if drafts_on and self._probes_few:
             self._probed = min(PROBED, batch.drafted)
         return min(_one_more(plan.rows, k, num_probed), last), j if drafts_on else self._width
 
@@ -528,8 +533,8 @@ class BudgetPolicy:
         if narrow:
             j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
         else:
-            is_rare = is_fitted and now == 0
-            j, count = min(now + 1, len(self.widths) - 1), min(PROBED, batch.drafted) if is_rare else batch.drafted
+            j = min(now + 1, len(self.widths) - 1)
+            count = min(PROBED, batch.drafted) if self._probes_few else batch.drafted
             more = _one_more(plan.rows, k, count)
             if (more, j) == (k, now):  # there is nothing more
                 self._probe_narrow = is_fitted
@@ -538,7 +543,7 @@ class BudgetPolicy:
             extra = ms - base
             if self.itl_ms is not None and ms * self.costs.p95() > self.itl_ms:
                 return
-            if is_rare and self._rested < PROBE_REST:
+            if self._probes_few and self._rested < PROBE_REST:
                 return
         if self._probe_ms >= (PROBE_STEPS - is_fitted) * max(extra, share * base):
             self._probe, self._probe_ms = (PROBE_STEPS, j), 0.0

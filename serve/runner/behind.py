@@ -41,10 +41,6 @@ class DeferredRows:
         """Nothing is pending. Otherwise something may be."""
         return self._first == self._next
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._all_pending())
-
     def has_room(self, count: int) -> bool:
         """For `count` more rows, at most MOST_AT_ONCE."""
         return self.size == 0 or self._start(count) + count - self._first <= self.size
@@ -86,7 +82,7 @@ class DeferredRows:
     def oldest(self, count: int) -> Tensor:
         """(n,) numbers of the `count` oldest pending rows, or of all if there are fewer. They must be taken before
         others are put: these get their room, and that of all rows before. Waits for the device."""
-        numbers = self._all_pending()
+        numbers = self.pending()
         if len(numbers) > count:
             self._first = int(numbers[count])
         elif self.size:  # nothing is left: as at first, passes of any size have room
@@ -122,8 +118,8 @@ class DeferredRows:
         self._pending = torch.full((self._num_slots,), -1, device=device)
         self._last = torch.full((len(self.state.lengths),), -1, device=device)
 
-    def _all_pending(self) -> Tensor:
-        """(n,) numbers, ascending."""
+    def pending(self) -> Tensor:
+        """(n,) numbers of the pending rows, ascending. Waits for the device."""
         numbers = torch.arange(self._first, self._next, device=self._pending.device)
         if len(numbers):
             slots = self._slots[numbers % self.size]

@@ -201,7 +201,7 @@ def test_what_a_draft_reads_is_what_extending_in_every_pass_leaves(
         if rng.random() < 0.1:
             deferred.trim()
         assert deferred.size in (0, room)
-        most_kept = max(most_kept, deferred.num_pending)
+        most_kept = max(most_kept, len(deferred.pending()))
     if world.running:
         world.draft(sorted(world.running))
     computed = world.lazy.computed
@@ -298,7 +298,7 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     def check() -> None:
         slots = torch.tensor([sequence.slot for sequence in scheduler._running], dtype=torch.int64)
         num_due.append(len(passes.due(slots, passes.state.lengths[slots].tolist())))
-        num_pending.append(deferred.num_pending)
+        num_pending.append(len(deferred.pending()))
 
     answers, proposals = serve(engine, check)
     assert tokens_of(answers) == tokens_of(expected)
