@@ -653,7 +653,7 @@ def _attend(
         AT_ONCE=min(max(1, 64 * 32 * blocks.warps // (share * block_dim)), MOST_AT_ONCE), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan, AHEAD=PREFETCHED if blocks.rows <= 32 else 0,
+        IS_OLD_PLAN=is_old_plan, AHEAD=PREFETCHED if blocks.rows <= 32 else 0,
         num_warps=blocks.warps, num_stages=load_stages(blocks, scales), **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
@@ -667,7 +667,7 @@ def attend_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
-    NESTED: tl.constexpr, IS_OLD_PLAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    IS_OLD_PLAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head (axis 0) of the tiles in a program's range (axis 1); scale and squash are `score_factors`.
     IS_OLD_PLAN: the plan and the page table are complete before the kernel before this one begins, so they can be read
@@ -714,7 +714,7 @@ def attend_kernel(
                 sinks_ptr, scales_ptr, out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, squash,
                 head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest,
                 place * SLOTS,
-                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
+                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET,
             )  # fmt: skip
         first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
 
@@ -760,7 +760,7 @@ def _attend_tile(
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The parts begin..finish - 1 of a tile's first_part..parts_end - 1.
 
@@ -793,7 +793,7 @@ def _attend_tile(
             q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
             lowest, certain, base, end, scale, squash,
-            G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
+            G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
@@ -819,15 +819,17 @@ def _attend_parts(
     q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
     start, stop, part, lowest, certain, base, end, scale, squash,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
     Returns values weighted relative to the largest score (ROWS, dims), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
-    that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
-    loop would keep tiles of 64 rows from overlapping their products. D, BLOCK_D: elements of the cache."""
+    that hold new tokens are read once for each path, by the rows on it. D, BLOCK_D: elements of the cache.
+
+    A part ends where the first tile of the next one has its scores: one loop over all parts loads ahead without a
+    break, and products with values, which the branch does not follow, overlap with the next tile's scores."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)
@@ -838,43 +840,34 @@ def _attend_parts(
     new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
     page = _load_pages(table, start, end, PAGE, TOKENS)
     cell = _first_cells(path, nodes_ptr, table, tl.maximum(start, new) + token, lowest, base, end, PAGE, WINDOW)
-    for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
-        first = tl.maximum(start, index << part) if NESTED else start
-        last = tl.minimum(stop, (index + 1) << part) if NESTED else stop
-        for tile_start in range(first, tl.minimum(last, new), TOKENS):
-            first_cell = page.to(OFFSET) * (PAGE * G * D) + (tile_start % PAGE * (G * D) if PAGE > TOKENS else 0)
-            cells = first_cell[:, None] + in_page
-            inside = (token < end - tile_start)[:, None] & (dims < D)
-            if WINDOW is not None:
-                inside &= (token >= lowest - tile_start)[:, None]
-            page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-            k = tl.load(keys_ptr + cells, mask=inside, other=0)
-            scores = _score(q, k, squash, PRECISION)
-            position = (tile_start + token)[None, :]
-            if WINDOW is not None:
-                visible = _visible(seen, place, position, base, end) & (position > before[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-            elif tile_start + TOKENS > certain:
-                scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-            top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
-            if not NESTED:
-                merged, all_top, all_total, acc, top, total = _end_part_at(
-                    tile_start + TOKENS, part, stop, merged, all_top, all_total, acc, top, total
-                )
-        if path is not None:
-            for tile_start in range(tl.maximum(first, new), last, TOKENS):
-                top, total, acc, cell = _attend_paths(
-                    q, path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
-                    lowest, base, end, scale, squash, top, total, acc,
-                    G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
-                )  # fmt: skip
-                if not NESTED:
-                    merged, all_top, all_total, acc, top, total = _end_part_at(
-                        tile_start + TOKENS, part, stop, merged, all_top, all_total, acc, top, total
-                    )
-        if NESTED:
+    for tile_start in range(start, tl.minimum(stop, new), TOKENS):
+        first_cell = page.to(OFFSET) * (PAGE * G * D) + (tile_start % PAGE * (G * D) if PAGE > TOKENS else 0)
+        cells = first_cell[:, None] + in_page
+        inside = (token < end - tile_start)[:, None] & (dims < D)
+        if WINDOW is not None:
+            inside &= (token >= lowest - tile_start)[:, None]
+        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
+        k = tl.load(keys_ptr + cells, mask=inside, other=0)
+        scores = _score(q, k, squash, PRECISION)
+        if _begins_part(tile_start, start, part):
             merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
-    return merged, all_top, all_total
+        position = (tile_start + token)[None, :]
+        if WINDOW is not None:
+            visible = _visible(seen, place, position, base, end) & (position > before[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        elif tile_start + TOKENS > certain:
+            scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
+        top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
+    if path is not None:
+        for tile_start in range(tl.maximum(start, new), stop, TOKENS):
+            if _begins_part(tile_start, start, part):
+                merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
+            top, total, acc, cell = _attend_paths(
+                q, path, cell, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start,
+                lowest, base, end, scale, squash, top, total, acc,
+                G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
+            )  # fmt: skip
+    return _add_part(merged, all_top, all_total, acc, top, tl.max(total, axis=1))
 
 
 @triton.jit
@@ -975,11 +968,9 @@ def _end_part(merged, all_top, all_total, acc, top, total):
 
 
 @triton.jit
-def _end_part_at(place, part, stop, merged, all_top, all_total, acc, top, total):
-    """`_end_part` if a part ends before `place`, or the tile's last tokens do."""
-    if (place & ((1 << part) - 1) == 0) | (place >= stop):
-        merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
-    return merged, all_top, all_total, acc, top, total
+def _begins_part(tile_start, start, part):
+    """Whether a tile is the first of a part, after tiles of others."""
+    return (tile_start > start) & ((tile_start & ((1 << part) - 1)) == 0)
 
 
 @triton.jit
