@@ -270,13 +270,14 @@ def knows_library(device: torch.device) -> bool:
 
 
 def library_linear(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, split: int = 1
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, split: int = 1, *, fast: bool = False
 ) -> Tensor:
     """`fp8_linear` by the library, for scales of rows and outputs and bf16. `split`: parts of the inputs, which are
-    computed in fp32; a kernel adds and scales them."""
-    if split == 1 and bias is None:
+    computed in fp32; a kernel adds and scales them. `fast`: without a bias in one part, which the tensor cores add up
+    alone, in less than fp32."""
+    if (split == 1 or fast) and bias is None:
         both = x.scales[:, None].contiguous(), scales[None]
-        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=False)
+        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=fast)
     one = _one(weight.device)
     parts = torch.empty(split, len(x.codes), len(weight), dtype=torch.float32, device=weight.device)
     pairs = zip(x.codes.tensor_split(split, dim=1), weight.tensor_split(split, dim=1), parts, strict=True)

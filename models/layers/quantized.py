@@ -201,7 +201,7 @@ class FP8Linear(QuantizedLinear):
             out = self._multiply(rows, gated)
             return out.view(*x.shape[:-1], out.shape[-1])
         if not gated and (split := self._library_parts(x)):
-            return fp8.library_linear(x, weight, scale, self.bias, split)
+            return fp8.library_linear(x, weight, scale, self.bias, split, fast=self.order is None)
         return fp8.fp8_linear(x, weight, scale, self.bias, gated)
 
     def _library_parts(self, rows: fp8.QuantizedRows) -> int:

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
 MOST_CHUNKS = 16  # of a pass
-MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster
+# Of a query and a key that it sees, beyond which kernels made for prompts are faster: 1,024 tokens after 16,384. They
+# are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
+MOST_PAIRS, MOST_PAIRS_OF_MANY, MANY_TOKENS = 2**24, 2**22, 2048
 HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
 MANY_ROWS = 1280  # of passes with prompts that take so long that few requests decode beside them
 MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
@@ -74,6 +76,13 @@ def draft_sizes(most: int) -> list[int]:
 
 def most_node_rows(max_running: int, most_nodes: int) -> int:
     return max(max_running, min(max_running * most_nodes, MOST_NODE_ROWS))
+
+
+def _is_long(chunks: Sequence[PromptChunk]) -> bool:
+    """Whether kernels made for prompts take chunks faster than captured passes."""
+    pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in chunks)
+    is_of_many = sum(len(chunk.tokens) for chunk in chunks) >= MANY_TOKENS
+    return pairs > (MOST_PAIRS_OF_MANY if is_of_many else MOST_PAIRS)
 
 
 @contextmanager
@@ -281,8 +290,7 @@ class StepGraphs(Graphs[StepKey]):
             start = bisect_left(self.sizes, plan.nodes)
             found = ((rows, rows, False, mode) for rows in self.sizes[start:])
             return next((key for key in found if key in self._graphs), None)
-        pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in plan.chunks)
-        is_long = pairs > MOST_PAIRS and self.runner.order is None and self.runner.attention["prefill"].is_ready
+        is_long = _is_long(plan.chunks) and self.runner.order is None and self.runner.attention["prefill"].is_ready
         is_scored = any(chunk.num_scored for chunk in plan.chunks)
         if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots) or is_scored:
             return None

@@ -22,6 +22,7 @@ from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, 
 from slipstream.serve.engine.step_costs import CostTables
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
+from slipstream.serve.runner import cuda_graphs
 from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, head_sizes, prompt_sizes
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
@@ -346,6 +347,11 @@ def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
     for is_ready in (False, True):
         monkeypatch.setattr(type(steps.runner.attention["prefill"]), "is_ready", is_ready)
         assert (steps.find(step_of(chunk_of(0, 33))) is None) == is_ready
+
+
+def test_kernels_for_prompts_take_many_tokens_earlier() -> None:
+    chunks = (chunk_of(4096, 5120), chunk_of(16_384, 17_408), chunk_of(0, 2048), chunk_of(2048, 4096))
+    assert [cuda_graphs._is_long([chunk]) for chunk in chunks] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("drafter", "captured"), [("none", 96), ("eagle3", 96), ("eagle3", 40)])
