@@ -97,6 +97,7 @@ class FP8Linear(QuantizedLinear):
     """
 
     quantize: Callable[[], fp8.InputScales] | None = None
+    sums_fast = False  # without an order: sums of many rows by the tensor cores alone, in less than fp32
     storage = {"weight": fp8.E4M3} | dict.fromkeys(("weight_scale", "input_scales", "input_scale"), torch.float32)
 
     def __init__(self, like: Linear, format: FP8Format) -> None:
@@ -201,7 +202,8 @@ class FP8Linear(QuantizedLinear):
             out = self._multiply(rows, gated)
             return out.view(*x.shape[:-1], out.shape[-1])
         if not gated and (split := self._library_parts(x)):
-            return fp8.library_linear(x, weight, scale, self.bias, split, fast=self.order is None)
+            fast = self.sums_fast and self.order is None
+            return fp8.library_linear(x, weight, scale, self.bias, split, fast=fast)
         return fp8.fp8_linear(x, weight, scale, self.bias, gated)
 
     def _library_parts(self, rows: fp8.QuantizedRows) -> int:

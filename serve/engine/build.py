@@ -16,6 +16,7 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
 from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.quantized import FP8Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
@@ -198,6 +199,9 @@ class Builder:
             if self.config.exact:
                 raise ValueError(f"exact is true, but {self.inexact}; change that, or leave exact out")
             logger.info("answers may depend on the requests beside them: %s", self.inexact)
+            for module in self.target.modules() if self.config.exact is False else ():
+                if isinstance(module, FP8Linear):
+                    module.sums_fast = True
             return None
         logger.info("exact: answers are the same with and without a draft, alone and beside others")
         order = FixedOrder()

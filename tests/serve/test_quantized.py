@@ -51,6 +51,13 @@ def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path],
     assert sum(answer.counts.drafted_tokens for answer in drafted.values()) > 0
 
 
+def test_only_fast_lets_tensor_cores_add_up_alone(models: tuple[Path, Path]) -> None:
+    for exact in (None, False):
+        engine = build_engine(models[0], quantization="fp8", exact=exact)
+        layers = [layer for layer in engine.runner.target.modules() if isinstance(layer, FP8Linear)]
+        assert {layer.sums_fast for layer in layers} == {exact is False}
+
+
 def check_tokens(tokens: list[int], expected: Answer, tie: float) -> None:
     """Greedy answers are equal, or were until the two best tokens were as good, but for less than `tie`."""
     place = next((i for i, pair in enumerate(zip(tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), None)
