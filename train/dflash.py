@@ -46,6 +46,7 @@ from slipstream.train.blocks import (
 )
 from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.state_source import target_states
@@ -541,3 +542,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave_processes()

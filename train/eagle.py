@@ -20,6 +20,7 @@ from slipstream.kernels.cross_entropy import Kind
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.loop import leave_processes
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
@@ -115,3 +116,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave_processes()

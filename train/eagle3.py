@@ -18,6 +18,7 @@ from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.loop import leave_processes
 from slipstream.train.losses import regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
@@ -120,3 +121,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave_processes()

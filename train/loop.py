@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, parse_flag_from_env
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -259,6 +259,12 @@ def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
         shown["accept"] = f"{progress.metrics['accept_length']:.2f}"
     bar.set_postfix(shown, refresh=False)
     bar.update()
+
+
+def leave_processes() -> None:
+    """For a program's end: one that ends within a process group may abort, as the group's threads still run."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class Interrupt:

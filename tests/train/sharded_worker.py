@@ -26,6 +26,7 @@ from slipstream.models.targets.frozen import (
 )
 from slipstream.models.targets.sharded import sharding_mesh, share_out
 from slipstream.train import dflash, eagle3
+from slipstream.train.loop import leave_processes
 
 PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main}
 ON_CPU = os.environ.get("ACCELERATE_USE_CPU") == "true"
@@ -86,3 +87,4 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave_processes()
