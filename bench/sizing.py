@@ -96,14 +96,17 @@ class Contender:
         torch.set_num_threads(1)  # what other threads of a library computed would not be counted
         return engine
 
-    def answer(self, tasks: Sequence[Task], name: str, *, until_done: bool = False) -> None:
+    def warm_up(self, tasks: Sequence[Task]) -> None:
+        """Answers tasks that do not count."""
+        self.ask(tasks, "warm")
+        while self.engine.has_work:
+            self.turn()
+        self.tokens, self.steps, self.seconds = 0, 0, 0.0
+
+    def ask(self, tasks: Sequence[Task], name: str) -> None:
         for index, task in enumerate(tasks):
             params = SamplingParams(max_tokens=task.max_tokens, temperature=0.0)
             self.engine.add(Request(id=f"{name} {index}", prompt=task.prompt, params=params))
-        if until_done:
-            while self.engine.has_work:
-                self.turn()
-            self.tokens, self.steps, self.seconds = 0, 0, 0.0
 
     def turn(self) -> None:
         self.pool.submit(self._turn).result()
@@ -150,8 +153,8 @@ def compete(config: SizingConfig, batch: int, warm: Sequence[Task], tasks: Seque
     """A line for each contender, that of what the engine chooses last."""
     contenders = [Contender(nodes, config, batch) for nodes in ("none", *map(str, config.width), "auto")]
     for one in contenders:
-        one.answer(warm, "warm", until_done=True)
-        one.answer(tasks, "measured")
+        one.warm_up(warm)
+        one.ask(tasks, "measured")
     while any(one.engine.has_work for one in contenders):
         for one in contenders:
             one.turn()

@@ -461,7 +461,7 @@ def _store_codes(
     WIDTH: tl.constexpr = x.shape[0]
     columns = first + tl.arange(0, WIDTH)
     if static_ptr is not None:
-        scaled = _divide(x, tl.load(static_ptr))
+        scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + tl.load(static_ptr))  # an infinite number becomes 448
     elif BY_BLOCK:
         scaled, scale = scale_blocks(tl.reshape(x, (WIDTH // GROUP, GROUP)))
         scaled = tl.reshape(scaled, (WIDTH,))
@@ -486,8 +486,9 @@ def scale_blocks(x):
 
 @triton.jit
 def _divide(x, divisor):
-    """x / divisor in fp32, rounded once. A divisor that many numbers share is inverted once; a step by the remainder
-    (Markstein, IBM Journal of Research and Development 34(1), 1990) makes up for the rounding of its inverse."""
+    """x / divisor in fp32, rounded once; NaN where one is infinite. A divisor that many numbers share is inverted once;
+    a step by the remainder (Markstein, IBM Journal of Research and Development 34(1), 1990) makes up for the rounding
+    of its inverse."""
     inverse = tl.broadcast_to(tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor), x.shape)
     quotient = x * inverse
     remainder = tl.fma(-quotient, tl.broadcast_to(divisor, x.shape), x)

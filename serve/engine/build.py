@@ -199,9 +199,9 @@ class Builder:
             if self.config.exact:
                 raise ValueError(f"exact is true, but {self.inexact}; change that, or leave exact out")
             logger.info("answers may depend on the requests beside them: %s", self.inexact)
-            for module in self.target.modules() if self.config.exact is False else ():
+            for module in self.target.modules():
                 if isinstance(module, FP8Linear):
-                    module.sums_fast = True
+                    module.sums_fast = self.config.exact is False
             return None
         logger.info("exact: answers are the same with and without a draft, alone and beside others")
         order = FixedOrder()

@@ -33,7 +33,7 @@ def test_all_contenders_answer_all_questions(config: sizing.SizingConfig, monkey
 
 def test_what_others_compute_is_not_counted(config: sizing.SizingConfig) -> None:
     one = sizing.Contender("auto", config, 2)
-    one.answer(TASKS, "measured")
+    one.ask(TASKS, "measured")
     one.turn()
     seconds, began = one.seconds, time.thread_time()
     while time.thread_time() < began + 0.5:

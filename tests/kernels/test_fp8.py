@@ -101,6 +101,15 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) -> None:
+    x = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0] * 16] * 2, device=device)
+    for run in (quantize_rows.reference, quantize_rows.triton):
+        found = run(x, InputScales(torch.tensor(0.013, device=device))).codes.float()
+        assert found[1, :5].tolist() == [448.0, -448.0, 448.0, -448.0, 0.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_rows_and_the_dispatch(device: str) -> None:
     weight, scales = layer(256, 128, False, device)
     assert fp8_linear.triton(rows_of(3, 128, False, device)._replace(
