@@ -684,6 +684,9 @@ def attend_kernel(
     first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
     if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
         if IS_OLD_PLAN:
+            # Of short contexts most have nothing to do. The first one stays, to end after the kernel before.
+            if (start >= (program + 1) * per) & (program > 0):
+                return
             if AHEAD > 0:  # noqa: SIM102  `and` would compile both sides
                 if (start < (program + 1) * per) & (base > 0):
                     lowest = _lowest(base, WINDOW)
@@ -797,7 +800,7 @@ def _attend_tile(
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
-            _store_part(partial_ptr, sums_ptr, index, merged, top, total, ROWS, BLOCK_D)
+            _store_part(partial_ptr, sums_ptr, index, merged, top, total, num_rows, ROWS, BLOCK_D)
         else:
             total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
             result = merged / total[:, None]
@@ -991,12 +994,12 @@ def _add_sinks(sinks_ptr, top, total, head, row, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _store_part(partial_ptr, sums_ptr, index, acc, top, total, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_part(partial_ptr, sums_ptr, index, acc, top, total, num_rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    cells = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
-    tl.store(partial_ptr + cells, acc)
-    tl.store(sums_ptr + index * (2 * ROWS) + row, top)
-    tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total)
+    cells, there = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :], row < num_rows
+    tl.store(partial_ptr + cells, acc, mask=there[:, None])
+    tl.store(sums_ptr + index * (2 * ROWS) + row, top, mask=there)
+    tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total, mask=there)
 
 
 @triton.jit
@@ -1015,22 +1018,37 @@ def _merge(
     partial_ptr, sums_ptr, sinks_ptr, tile, head, row, num_rows, parts,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together."""
-    dims = tl.arange(0, BLOCK_D)
-    top, total = _nothing(SHARE), tl.zeros((SHARE,), tl.float32)
-    merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        for index in tl.static_range(AT_ONCE):
-            part = begin + index
-            there = row < tl.where(part < parts, num_rows, 0)
-            sums = sums_ptr + (tile + part) * (2 * ROWS) + row
-            part_top = tl.load(sums, mask=there, other=-1e30, cache_modifier=".cg")
-            part_total = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-            cells = ((tile + part).to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
-            acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
+    """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together, half as many of short
+    contexts: those that are not there take time, too."""
+    HALF: tl.constexpr = max(AT_ONCE // 2, 1)
+    merged, top, total = tl.zeros((SHARE, BLOCK_D), tl.float32), _nothing(SHARE), tl.zeros((SHARE,), tl.float32)
+    given = partial_ptr, sums_ptr, tile, row, num_rows, parts
+    if parts <= HALF:
+        merged, top, total = _merge_parts(merged, top, total, given, 0, BLOCK_D, ROWS, HALF)
+    else:
+        for begin in range(0, parts, AT_ONCE):
+            merged, top, total = _merge_parts(merged, top, total, given, begin, BLOCK_D, ROWS, AT_ONCE)
     total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
     return merged / tl.where(total > 0, total, 1.0)[:, None]  # 0: a row past the last
+
+
+@triton.jit
+def _merge_parts(
+    merged, top, total, given, begin, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Adds COUNT parts from `begin` on, of which there may be fewer."""
+    partial_ptr, sums_ptr, tile, row, num_rows, parts = given
+    dims = tl.arange(0, BLOCK_D)
+    for index in tl.static_range(COUNT):
+        part = begin + index
+        there = row < tl.where(part < parts, num_rows, 0)
+        sums = sums_ptr + (tile + part) * (2 * ROWS) + row
+        part_top = tl.load(sums, mask=there, other=-1e30, cache_modifier=".cg")
+        part_total = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        cells = ((tile + part).to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
+        acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
+    return merged, top, total
 
 
 @triton.jit
