@@ -47,6 +47,7 @@ MOST_UNIT = 128  # inputs that have a scale of their own in the inner layout
 SYMMETRIC_ZERO = 8
 FEW_ROWS = 128  # more are multiplied by dequantised weights
 TILE_ROWS = 64  # of a program, at most
+FAST_ROWS = 8  # up to here without a fixed order two warps have a tile, which `mma.sync` multiplies
 MOST_PARTS = 8  # of the inputs
 PART = 1024  # inputs that are not shared out
 AHEAD_CHUNKS = 2  # of each output's weights that programs prefetch, up to AHEAD_ROWS
@@ -181,11 +182,15 @@ def int4_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`: of few rows; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
+    """`tiling`: of few rows; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`.
+
+    Without an order up to FAST_ROWS rows are multiplied by `mma.sync`, which is faster for them but adds 16 products
+    otherwise than `wgmma`, so that a few bits differ.
+    """
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if len(x) <= FEW_ROWS:
-        return _launch(x, weight, bias, gated, tiling, rotation)
+        return _launch(x, weight, bias, gated, tiling, rotation, fast=order is None)
     assert rotation is None
     whole = dequantize.triton(weight, x.dtype)
     if order is None:
@@ -202,12 +207,17 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
     return min(part_inputs(num_inputs, choose_int4_tiling(num_outputs, num_inputs, gated)), num_inputs)
 
 
-def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
+def choose_int4_tiling(
+    num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1, *, fast: bool = False
+) -> Tiling:
     """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
-    product. Tiles are the fastest of some on an H200."""
+    product; fast: without a fixed order. Tiles are the fastest of some on an H200."""
     split, tiles = 1, triton.cdiv(num_outputs, 64)
     while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
+    if fast and num_rows <= FAST_ROWS:
+        outputs, stages = (32, 4) if not gated and tiles * split <= 2 * PROGRAMS else (64, 3)
+        return Tiling(outputs, CHUNK, split, stages, warps=2)
     return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
@@ -218,15 +228,17 @@ def _launch(
     gated: bool,
     tiling: Tiling | None,
     rotation: Rotation | None = None,
+    *,
+    fast: bool,
 ) -> Tensor:
     num_rows, all_outputs, num_inputs = len(x), len(weight.words), weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
-    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows)
+    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows, fast=fast)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    rows = min(max(triton.next_power_of_2(num_rows), 16), TILE_ROWS)
+    rows = min(max(triton.next_power_of_2(num_rows), FAST_ROWS if fast else 16), TILE_ROWS)
     row_tiles = triton.cdiv(num_rows, rows)
     tiles = triton.cdiv(num_outputs, tiling.outputs // (1 + gated)) * row_tiles
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)

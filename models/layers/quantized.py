@@ -346,12 +346,12 @@ class Int4Linear(QuantizedLinear):
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
-        weight, tiling = self.stored, int4.choose_int4_tiling(self.out_features, self.in_features)
+        weight = self.stored
         if x.dim() != 2 or len(x) > int4.FEW_ROWS or not int4.runs_kernel(x, weight):
             return None
-        if not rotation.fits(tiling.outputs):
+        if not rotation.fits(int4.choose_int4_tiling(self.out_features, self.in_features).outputs):
             return None
-        return int4.int4_linear_triton(self._sorted(x), weight, self.bias, rotation=rotation)
+        return int4.int4_linear_triton(self._sorted(x), weight, self.bias, order=self.order, rotation=rotation)
 
     def _multiply(self, x: Tensor, gated: bool) -> Tensor:
         flat = self._sorted(x.reshape(-1, self.in_features))

@@ -105,9 +105,9 @@ def test_a_row_does_not_depend_on_few_others(device: str) -> None:
     x = torch.randn(16, 2048, device=device).half()
     assert int4.part_of(weight) == 1024
     for gated in (False, True):
-        out = int4_linear.triton(x, weight, None, gated)
+        out = int4_linear.triton(x, weight, None, gated, FixedOrder())
         for rows in (1, 5, 9):
-            assert torch.equal(int4_linear.triton(x[:rows], weight, None, gated), out[:rows])
+            assert torch.equal(int4_linear.triton(x[:rows], weight, None, gated, FixedOrder()), out[:rows])
 
 
 def test_mxfp4_blocks() -> None:
