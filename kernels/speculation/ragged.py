@@ -133,14 +133,24 @@ def store_triton(
 
 
 @Op
-def admit(survivals: Tensor, requests: Tensor, budget: Tensor, most: int, lengths: Tensor | None = None) -> Tensor:
+def admit(
+    survivals: Tensor,
+    requests: Tensor,
+    budget: Tensor,
+    most: int,
+    lengths: Tensor | None = None,
+    passes: Tensor | None = None,
+) -> Tensor:
     """How many nodes of each request a pass verifies, (B,) int32: a prefix of what its slot stores.
 
     Every root is admitted, and of all other nodes the likeliest, up to budget (1,) int32 nodes with the roots, at most
     `most` of a request. survivals (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first requests
     (B,) int64 win. What has survival 0 is never admitted. With lengths (R,) int32 of committed tokens, nodes that may
     lie where attention's parts get longer are not, either: their context would be added up unlike in a later step.
+    passes (1,) int64 goes up by one.
     """
+    if passes is not None:
+        passes += 1
     keys = (survivals[requests, :most] * 255).ceil().int()
     if lengths is not None:
         own = lengths[requests][:, None]
@@ -155,18 +165,24 @@ def admit(survivals: Tensor, requests: Tensor, budget: Tensor, most: int, length
 
 @admit.kernel()
 def admit_triton(
-    survivals: Tensor, requests: Tensor, budget: Tensor, most: int, lengths: Tensor | None = None
+    survivals: Tensor,
+    requests: Tensor,
+    budget: Tensor,
+    most: int,
+    lengths: Tensor | None = None,
+    passes: Tensor | None = None,
 ) -> Tensor:
     """One program."""
     B, W = len(requests), survivals.shape[1]
     assert B <= MAX_DECODING
+    assert B > 0 or passes is None
     assert survivals.is_contiguous()
     counts = torch.empty(B, dtype=torch.int32, device=requests.device)
     if B:
         most = min(most, W)
         block, nodes = triton.next_power_of_2(B), triton.next_power_of_2(most)
         _admit[(1,)](
-            survivals, requests, budget, lengths, counts, B, W, most,
+            survivals, requests, budget, lengths, passes, counts, B, W, most,
             ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
             **pdl_options(requests.device),
         )  # fmt: skip
@@ -305,7 +321,14 @@ def select_heads_triton(layout: Layout, num_decoding: int, num_heads: int, paddi
 
 @Op
 def verify_rows(
-    layout: Layout, sampled: Tensor, stored: Stored, chunks: Chunks, num_decoding: int, results: Tensor, padding: int
+    layout: Layout,
+    sampled: Tensor,
+    stored: Stored,
+    chunks: Chunks,
+    num_decoding: int,
+    results: Tensor,
+    padding: int,
+    passes: Tensor | None = None,
 ) -> Verified:
     """Accepts nodes of the first `num_decoding` segments as `verify` does, and commits what the pass computed.
 
@@ -313,8 +336,11 @@ def verify_rows(
     path and is emitted. Slots get their new length and, where tokens are emitted, the last of these (0 for -1) as root
     and as their only node. Writes results (S, 2 + 2 * W, with ancestors 2 + 3 * W) int32 for the host: numbers of
     emitted tokens and of admitted nodes (0 of chunks), tokens, cells of the nodes that were stored, admitted or not,
-    and, with ancestors, accepted nodes; each of these lists -1 padded to W.
+    and, with ancestors, accepted nodes; each of these lists -1 padded to W. They may lie in pinned memory. With passes
+    (1,) int64, a count from `admit`, results (N, S, ...) are those of N passes, which take turns.
     """
+    if passes is not None:
+        results = results[int(passes) % len(results)]
     B, W, T = num_decoding, stored.tokens.shape[1], len(layout.nodes)
     M, starts, node = len(chunks.slots), layout.starts.long(), torch.arange(W, device=sampled.device)
     counts, rows = (starts[1:] - starts[:-1])[:B, None], starts[:B, None] + node  # (B, 1), (B, W)
@@ -384,14 +410,23 @@ def _commit(stored: Stored, layout: Layout, advances: Tensor, lengths: Tensor, e
 
 @verify_rows.kernel(when=lambda layout, *_: use_triton(layout.starts))
 def verify_rows_triton(
-    layout: Layout, sampled: Tensor, stored: Stored, chunks: Chunks, num_decoding: int, results: Tensor, padding: int
+    layout: Layout,
+    sampled: Tensor,
+    stored: Stored,
+    chunks: Chunks,
+    num_decoding: int,
+    results: Tensor,
+    padding: int,
+    passes: Tensor | None = None,
 ) -> Verified:
     """One launch: a program per segment, and one per block of rows for what follows the nodes."""
     B, S, T, W = num_decoding, len(layout.segment_slots), len(layout.nodes), stored.tokens.shape[1]
     assert W <= MAX_NODES
     assert all(x.is_contiguous() for x in (*stored, *chunks, sampled))
-    assert results.shape == (S, 2 + (2 if layout.ancestors is None else 3) * W)
-    assert results.stride(1) == 1
+    if passes is None:
+        results = results[None]
+    assert results.shape[1:] == (S, 2 + (2 if layout.ancestors is None else 3) * W)
+    assert results.stride(2) == 1
     device = sampled.device
     nodes, tokens = (torch.empty(n, W, dtype=torch.int32, device=device) for n in (B, S))
     lengths, following = (torch.empty(n, dtype=torch.int32, device=device) for n in (S, T))
@@ -400,7 +435,8 @@ def verify_rows_triton(
     verified = Verified(nodes, tokens, lengths, following, order, last)
     prompts = triton.next_power_of_2(max(S - B, 1))
     _verify_rows[(S + triton.cdiv(T, BLOCK_ROWS),)](
-        verified, layout, sampled, stored, chunks, results, results.stride(0), B, S, T, W, padding,
+        verified, layout, sampled, stored, chunks, results, passes, len(results), *results.stride()[:2],
+        B, S, T, W, padding,
         CHUNKS=prompts, NODES=triton.next_power_of_2(W), ROWS=BLOCK_ROWS,
         num_warps=1 if prompts <= 16 else 4, **pdl_options(device),
     )  # fmt: skip
@@ -447,12 +483,14 @@ def _minimum(a, b):
 
 @triton.jit(do_not_specialize=["B", "W", "most"])
 def _admit(
-    survivals, requests, budget, lengths, counts, B, W, most,
+    survivals, requests, budget, lengths, passes, counts, B, W, most,
     ROOT_KEY: tl.constexpr, REQUESTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Searches the lowest key of which, and of all above, the budget holds every node; then shares out the rest among
     the nodes one key lower. Survivals never rise along a proposal, so counts say which nodes these are."""
     wait_for_inputs(PDL)
+    if passes is not None:
+        tl.store(passes, tl.load(passes) + 1)
     request, node = tl.arange(0, REQUESTS), tl.arange(0, NODES)
     is_request = request < B
     slot = tl.load(requests + request, mask=is_request, other=0)
@@ -598,13 +636,15 @@ def _select_heads(
     tl.store(nodes + entry, tl.load(layout_nodes + row, mask=used & is_node, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride", "B", "S", "T", "W", "padding"])
+@triton.jit(do_not_specialize=["pass_stride", "stride", "B", "S", "T", "W", "padding"])
 def _verify_rows(
-    verified, layout, sampled, stored, chunks, results, stride, B, S, T, W, padding,
+    verified, layout, sampled, stored, chunks, results, passes, num_passes, pass_stride, stride, B, S, T, W, padding,
     CHUNKS: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     program = tl.program_id(0)
+    if passes is not None:
+        results += tl.load(passes) % num_passes * pass_stride
     if program < B:
         _verify_request(verified, layout, sampled, stored, results + program * stride, program, T, W, padding, NODES)
     elif program < S:

@@ -28,10 +28,11 @@ from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
-from slipstream.serve.engine.engine import MAX_STEPS_IN_FLIGHT, Engine
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.memory import Sizing, log_kv_cache, measure_workspace
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
 from slipstream.serve.engine.planner import Limits, Planner
 from slipstream.serve.engine.scheduler import Scheduler
 from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts

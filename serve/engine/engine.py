@@ -17,7 +17,7 @@ import numpy as np
 
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
@@ -26,7 +26,6 @@ from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, 
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
-MAX_STEPS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 Trace = Callable[[str, StepPlan], None]
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.request import Logprobs, Request
 
+MAX_STEPS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 FORCED = 15  # the kind of a HostProposal that a grammar leaves no choice about
 SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
 

@@ -2,8 +2,9 @@
 
 A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
 number of nodes and prompt tokens that fits replays the same graph. A target pass that may be sampled under masks is two
-graphs, since the host may find masks while the first one runs. All graphs share one memory pool, and all target
-passes write into one result buffer, so a replay's results must be copied away before the next replay, in stream order.
+graphs, since the host may find masks while the first one runs. All graphs share one memory pool. Target passes write
+what they emit to the host's memory, as many by turns as may be in flight, since a copy after a graph takes 9 us; their
+log-probabilities must be copied away before the next replay, in stream order.
 """
 
 import gc
@@ -25,7 +26,7 @@ from slipstream.kernels.compile_ahead import compile_ahead, short_run
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan, drafting_slots
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, PromptChunk, SamplingMode, StepPlan, drafting_slots
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.step import Results, Runner, StepInputs
@@ -225,11 +226,15 @@ class StepGraphs(Graphs[StepKey]):
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
         self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
-        self.results = runner.empty_results(max_running + self.num_chunks, has_logprobs=True)
+        most = max_running + self.num_chunks
+        self.results = runner.empty_results(most, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
+        self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # that have begun
         self._begun: StepKey | None = None
+        self._num_begun: int | None = None  # `passes`, once nothing but `begin` adds to it
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
+        self._num_begun = None
         for key in self.keys():
             rows, _, _, mode = key
             if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
@@ -238,6 +243,7 @@ class StepGraphs(Graphs[StepKey]):
 
     def capture_all(self) -> None:
         """Captures every size in every mode, largest first."""
+        self._num_begun = None
         sizes = f"rows {', '.join(map(str, self.sizes))}; with prompts {', '.join(map(str, self.prompt_sizes))}"
         self._capture_all("target passes", sizes)
 
@@ -245,6 +251,7 @@ class StepGraphs(Graphs[StepKey]):
         """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Where a pass has
         more rows than it can have nodes, the others are a prompt's."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
+        self._num_begun = None
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for rows, heads, has_prompts, mode in self.keys():
                 if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
@@ -272,6 +279,9 @@ class StepGraphs(Graphs[StepKey]):
         self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
+        if self._num_begun is None:
+            self._num_begun = int(self.passes)  # sync
+        self._num_begun += 1
         self._replay(key, FIRST_PART)
         return True
 
@@ -279,10 +289,12 @@ class StepGraphs(Graphs[StepKey]):
         """Launches the rest. The results, and the index of the first chunk's."""
         key = self._begun
         assert key is not None
+        assert self._num_begun is not None
         self._replay(key, OTHER_PARTS)
         first = min(key[0], self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
-        return Results(self.results.tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
+        tokens = self.results.tokens[self._num_begun % len(self.results.tokens)]
+        return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def find(self, plan: StepPlan) -> StepKey | None:
         mode: SamplingMode = plan.variant
@@ -311,7 +323,8 @@ class StepGraphs(Graphs[StepKey]):
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
-        inputs = StepInputs(self.runner.state.budget[:1], self.requests[: min(rows, self.max_running)], chunks)
+        requests = self.requests[: min(rows, self.max_running)]
+        inputs = StepInputs(self.runner.state.budget[:1], requests, chunks, self.passes)
         runner, out = self.runner, self.results if mode == "all" else self.results._replace(logprobs=None)
         if mode != "all":
             return [lambda _: runner.step(inputs, rows, heads, mode, out=out)]

@@ -38,7 +38,7 @@ class InFlight:
         if self.landed is not None:
             self.landed.synchronize()  # sync
         plan, width = self.plan, self.width
-        results = self._of_plan(self.results.tokens.numpy(), axis=0)
+        results = self._of_plan(self.results.tokens.numpy().copy(), axis=0)  # later passes write there, too
         logprobs, of_prompts = self.results.logprobs, self.results.prompt_logprobs
         counts, tokens, accepted = results[:, 0], results[:, 2 : 2 + width], results[:, 2 + 2 * width :]
         slots = slots_of(plan)
@@ -285,6 +285,8 @@ def rows_of(plan: StepPlan) -> int:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Starts a copy to pinned memory."""
+    """Starts a copy to pinned memory, unless they lie there."""
+    if values.device.type == "cpu":
+        return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)

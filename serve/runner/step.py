@@ -51,6 +51,7 @@ class StepInputs(NamedTuple):
     budget: Tensor  # (1,) int64 nodes to verify, roots included
     requests: Tensor  # (B,) int64 slots of decoding requests
     chunks: Chunks
+    passes: Tensor | None = None  # (1,) int64 counts passes whose results take turns: see `verify_rows`
 
 
 class HostShape(NamedTuple):
@@ -74,7 +75,7 @@ class Begun(NamedTuple):
 class Results(NamedTuple):
     """What a target pass brings the host, for S segments of W tokens."""
 
-    tokens: Tensor  # (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): see `verify_rows`
+    tokens: Tensor  # (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): see `verify_rows`; in front N of passes by turns
     logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
     prompt_logprobs: Tensor | None = None  # (2 + 2 * K, N) int32: see `token_logprobs`
 
@@ -125,7 +126,8 @@ class Runner:
         else:
             state.write_changes()
         stored = state.stored
-        counts = admit(stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2], stored.lengths)
+        most = state.proposals.shape[2]
+        counts = admit(stored.survivals, inputs.requests, inputs.budget, most, stored.lengths, inputs.passes)
         numbers: list[int] = []
         if host is not None:
             numbers = counts.tolist() if B else []  # sync
@@ -155,8 +157,9 @@ class Runner:
         logits, sampling, sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
         if out is None:
             out = self.empty_results(B + M, has_logprobs=host is not None and host.has_logprobs)
-        results = Results(out.tokens[: B + M], None if out.logprobs is None else out.logprobs[:, : B + M])
-        verified = verify_rows(layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding)
+        results = Results(out.tokens[..., : B + M, :], None if out.logprobs is None else out.logprobs[:, : B + M])
+        given = layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding
+        verified = verify_rows(*given, inputs.passes)
         if results.logprobs is not None:
             emitted = Emitted(layout.starts, verified.nodes, verified.tokens, verified.lengths, layout.segment_slots)
             basis = sampling if self.logprobs_of_samples else None
@@ -197,10 +200,15 @@ class Runner:
         for part in numbers.split(MOST_AT_ONCE) if len(numbers) else ():
             self.drafter.extend(*self.deferred.take(part))
 
-    def empty_results(self, num_segments: int, *, has_logprobs: bool) -> Results:
-        zeros, width = partial(torch.zeros, dtype=torch.int32, device=self.state.device), self.state.proposals.shape[2]
-        tokens = zeros(num_segments, 2 + (3 if self.branches else 2) * width)
-        return Results(tokens, zeros(COLUMNS, num_segments, width) if has_logprobs else None)
+    def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
+        """With a number of passes, which take turns, tokens are in memory of the host that the device writes to."""
+        device, width = self.state.device, self.state.proposals.shape[2]
+        size, zeros = (num_segments, 2 + (3 if self.branches else 2) * width), partial(torch.zeros, dtype=torch.int32)
+        if num_passes:
+            tokens = zeros(num_passes, *size, pin_memory=device.type == "cuda")
+        else:
+            tokens = zeros(size, device=device)
+        return Results(tokens, zeros(COLUMNS, num_segments, width, device=device) if has_logprobs else None)
 
     @torch.inference_mode()
     def draft(self, requests: Tensor, mode: SamplingMode, width: int, kv_bound: int) -> None:

@@ -281,6 +281,39 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
     assert torch.equal(ends[0][2], ends[1][2])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("branches", [True, False])
+def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
+    """In the host's memory, which a GPU writes to."""
+    scene = random_scene(6, 5, 2, 8, branches)
+    B, layout = len(scene.counts), lay_out.reference(*scene.lay_out_args(device))
+    lone = scene.new_results("cpu")
+    turns = torch.full((3, *lone.shape), -7, dtype=torch.int32, pin_memory=device == "cuda")
+    for run_admit, run_verify in ((admit.triton, verify_rows.triton), (admit.reference, verify_rows.reference)):
+        passes, budget = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([B], device=device)
+        turns.fill_(-7)
+        for number in range(1, 6):
+            stored = on(device, scene.stored)
+            run_admit(stored.survivals, scene.requests.to(device), budget, 8, passes=passes)
+            given = layout, scene.sampled.to(device), stored, on(device, scene.chunks), B
+            run_verify(*given, turns, scene.padding, passes)
+            run_verify(
+                *given[:2], on(device, scene.stored), *given[3:], one := scene.new_results(device), scene.padding
+            )
+            if device == "cuda":
+                torch.cuda.synchronize()
+            assert passes.tolist() == [number]
+            assert torch.equal(turns[number % 3], one.cpu())
+            turns[number % 3] = -number
+            assert [turn.unique().tolist() for turn in turns] == [[-last_of(number, turn)] for turn in range(3)]
+
+
+def last_of(number: int, turn: int) -> int:
+    """The last pass up to `number` of a turn of three, 7 before its first."""
+    last = number - (number - turn) % 3
+    return last if last > 0 else 7
+
+
 def likeliest(survivals: list[list[float]], budget: int, most: int) -> list[int]:
     """Roots, and the best of all other nodes, one by one."""
     counts = [int(row[0] > 0) for row in survivals]
@@ -433,16 +466,20 @@ def test_a_graph_replays_a_step(branches: bool) -> None:
     args, B = scene.lay_out_args("cuda"), len(scene.counts)
     stored, budget = args[0], torch.tensor([2 * B], dtype=torch.int32, device="cuda")
     before, chunks = on("cuda", stored), args[3]
-    sampled, results = scene.sampled.cuda().repeat(4), scene.new_results("cuda")
+    sampled, results = scene.sampled.cuda().repeat(4), scene.new_results("cpu")[None].repeat(3, 1, 1).pin_memory()
+    passes = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def run() -> tuple[Tensor | None, ...]:
         for x, y in zip(stored, before, strict=True):
             x.copy_(y)
-        counts = admit.triton(stored.survivals, args[2], budget, 16)
+        results.fill_(-1)
+        passes.fill_(3)
+        counts = admit.triton(stored.survivals, args[2], budget, 16, passes=passes)
         layout = lay_out.triton(stored, counts, *args[2:])
         heads = select_heads.triton(layout, B, scene.num_heads, scene.padding)
-        verified = verify_rows.triton(layout, sampled, stored, chunks, B, results, scene.padding)
-        return counts, *layout, *heads, *verified, results.clone(), *(x.clone() for x in stored)
+        verified = verify_rows.triton(layout, sampled, stored, chunks, B, results, scene.padding, passes)
+        copied = results.to("cuda", non_blocking=True)
+        return counts, *layout, *heads, *verified, copied, passes.clone(), *(x.clone() for x in stored)
 
     for actual, expected in zip(replayed(run), run(), strict=True):
         assert (actual is None) == (expected is None)

@@ -68,8 +68,8 @@ def play_all(
 
     def complete_and_copy(plan: Any) -> tuple[Results, int]:
         results, first = complete(plan)
-        copies = [None if one is None else one.clone() for one in results]  # as a GPU's before the next replay
-        return Results(*copies), first
+        logprobs = None if results.logprobs is None else results.logprobs.clone()  # as a GPU's before the next replay
+        return results._replace(logprobs=logprobs), first
 
     steps.complete = complete_and_copy  # type: ignore[method-assign]
     return steps, drafts
