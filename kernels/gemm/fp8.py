@@ -355,7 +355,7 @@ def _few_rows(
     if num_rows == 0:
         return out
     assert bias is None or not gated
-    rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
+    rows, tiles = max(triton.next_power_of_2(num_rows), tiling.least_rows), triton.cdiv(num_outputs, tiling.outputs)
     part = part_inputs(num_inputs, tiling)
     pairs = scales.dim() == 2 and num_inputs % (2 * BLOCK) == part % (2 * BLOCK) == tiling.stages % 2 == 0
     at_once = 2 if pairs else 1

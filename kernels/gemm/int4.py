@@ -217,7 +217,7 @@ def choose_int4_tiling(
         split *= 2
     if fast and num_rows <= FAST_ROWS:
         outputs, stages = (32, 4) if not gated and tiles * split <= 2 * PROGRAMS else (64, 3)
-        return Tiling(outputs, CHUNK, split, stages, warps=2)
+        return Tiling(outputs, CHUNK, split, stages, warps=2, least_rows=FAST_ROWS)
     return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
@@ -238,7 +238,7 @@ def _launch(
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    rows = min(max(triton.next_power_of_2(num_rows), FAST_ROWS if fast else 16), TILE_ROWS)
+    rows = min(max(triton.next_power_of_2(num_rows), tiling.least_rows), TILE_ROWS)
     row_tiles = triton.cdiv(num_rows, rows)
     tiles = triton.cdiv(num_outputs, tiling.outputs // (1 + gated)) * row_tiles
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)

@@ -45,6 +45,8 @@ class Tiling:
     stages: int = 4
     """Tiles in shared memory."""
     warps: int = 4
+    least_rows: int = 16
+    """Of a tile, with which `wgmma` multiplies in four warps; of fewer, or in two warps, `mma.sync` does."""
 
 
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
@@ -123,7 +125,7 @@ def _launch(
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
+    rows, tiles = max(triton.next_power_of_2(num_rows), tiling.least_rows), triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
