@@ -47,7 +47,7 @@ MOST_UNIT = 128  # inputs that have a scale of their own in the inner layout
 SYMMETRIC_ZERO = 8
 FEW_ROWS = 128  # more are multiplied by dequantised weights
 TILE_ROWS = 64  # of a program, at most
-FAST_ROWS = 8  # up to here without a fixed order two warps have a tile, which `mma.sync` multiplies
+FAST_ROWS = 8  # up to here, without a fixed order, programs of two warps multiply by `mma.sync`
 MOST_PARTS = 8  # of the inputs
 PART = 1024  # inputs that are not shared out
 AHEAD_CHUNKS = 2  # of each output's weights that programs prefetch, up to AHEAD_ROWS
@@ -184,8 +184,8 @@ def int4_linear_triton(
 ) -> Tensor:
     """`tiling`: of few rows; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`.
 
-    Without an order up to FAST_ROWS rows are multiplied by `mma.sync`, which is faster for them but adds 16 products
-    otherwise than `wgmma`, so that a few bits differ.
+    Without an order up to FAST_ROWS rows are multiplied by `mma.sync`: it is faster for them, but rounds sums of
+    products otherwise than `wgmma`, so that last bits differ from those of other numbers of rows.
     """
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()

@@ -3,8 +3,8 @@
 A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
 number of nodes and prompt tokens that fits replays the same graph. A target pass that may be sampled under masks is two
 graphs, since the host may find masks while the first one runs. All graphs share one memory pool. Target passes write
-what they emit to the host's memory, as many by turns as may be in flight, since a copy after a graph takes 9 us; their
-log-probabilities must be copied away before the next replay, in stream order.
+the tokens that they emit to the host's memory, since a copy after a graph would take 9 us, and take turns there, since
+two may be in flight. Their log-probabilities must be copied away before the next replay, in stream order.
 """
 
 import gc

@@ -75,7 +75,7 @@ class Begun(NamedTuple):
 class Results(NamedTuple):
     """What a target pass brings the host, for S segments of W tokens."""
 
-    tokens: Tensor  # (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): see `verify_rows`; in front N of passes by turns
+    tokens: Tensor  # ([N,] S, 2 + 2 * W) int32, for trees 2 + 3 * W: see `verify_rows`; N passes take turns
     logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
     prompt_logprobs: Tensor | None = None  # (2 + 2 * K, N) int32: see `token_logprobs`
 
@@ -201,7 +201,8 @@ class Runner:
             self.drafter.extend(*self.deferred.take(part))
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
-        """With a number of passes, which take turns, tokens are in memory of the host that the device writes to."""
+        """Zeros. For a number of passes, which take turns, tokens (N, S, ...) are in the host's memory, which a GPU
+        writes to."""
         device, width = self.state.device, self.state.proposals.shape[2]
         size, zeros = (num_segments, 2 + (3 if self.branches else 2) * width), partial(torch.zeros, dtype=torch.int32)
         if num_passes:
