@@ -127,10 +127,10 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
 def committed_places(engine: Engine, group: int, slots: Sequence[int]) -> Tensor:
     """Where the cache has the tokens of the requests in these slots."""
     state, size = engine.runner.state, engine.config.page_size
-    found = [torch.arange(0)]
+    pages, found = state.pages[group].cpu(), [torch.arange(0)]
     for slot in slots:
         positions = torch.arange(int(state.lengths[slot]))
-        found.append(state.pages[group, slot, positions // size] * size + positions % size)
+        found.append(pages[slot, positions // size] * size + positions % size)
     return torch.cat(found)
 
 
