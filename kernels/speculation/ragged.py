@@ -66,6 +66,7 @@ class Layout(NamedTuple):
     tokens: Tensor  # (T,) int64 ids to embed; 0 in unused rows
     parents: Tensor  # (T,) int32 node index of the parent; -1 for roots, chunks and unused rows
     positions: Tensor  # (T,) int64 length + depth in the tree, or place in the prompt; 0 in unused rows
+    following: Tensor  # (T,) int64 that plus 1: the position of the token to sample
     places: Tensor  # (T,) int64 place among the request's cached tokens, length + index; 0 in unused rows
     kv_slots: Tensor  # (T,) int64 where the KV goes; unused rows: KV slot 0, of the dump page
     ancestors: Tensor | None  # (T,) int64 bit masks (verify.py), -1 of chunks and unused rows; None: all are chains
@@ -238,6 +239,7 @@ def lay_out(
         tokens=torch.where(used, tokens, 0),
         parents=torch.where(is_node, stored.parents[slot, node], -1),
         positions=positions,
+        following=positions + 1,
         places=places,
         kv_slots=torch.where(used, page * page_size + places % page_size, 0),
         ancestors=ancestors,
@@ -281,7 +283,7 @@ def _empty_layout(decoding: int, chunks: int, num_rows: int, branches: bool, dev
 
     S, T = decoding + chunks, num_rows
     return Layout(
-        narrow(S + 1), wide(S), wide(S), wide(T), narrow(T), wide(T), narrow(T), wide(T), wide(T), wide(T),
+        narrow(S + 1), wide(S), wide(S), wide(T), narrow(T), wide(T), narrow(T), wide(T), wide(T), wide(T), wide(T),
         wide(T) if branches else None,
     )  # fmt: skip
 
@@ -300,7 +302,7 @@ def select_heads(layout: Layout, num_decoding: int, num_heads: int, padding: int
     return Heads(
         rows=rows,
         requests=torch.where(used, layout.requests[rows], padding),
-        positions=torch.where(used, layout.positions[rows] + 1, 0),
+        positions=torch.where(used, layout.following[rows], 0),
         nodes=torch.where(is_node, layout.nodes[rows], 0),
     )
 
@@ -313,7 +315,7 @@ def select_heads_triton(layout: Layout, num_decoding: int, num_heads: int, paddi
     nodes = torch.empty(num_heads, dtype=torch.int32, device=device)
     if num_heads:
         _select_heads[(triton.cdiv(num_heads, BLOCK_ROWS),)](
-            layout.starts, layout.requests, layout.positions, layout.nodes, rows, requests, positions, nodes,
+            layout.starts, layout.requests, layout.following, layout.nodes, rows, requests, positions, nodes,
             num_decoding, num_chunks, num_heads, padding, ROWS=BLOCK_ROWS, num_warps=1, **pdl_options(device),
         )  # fmt: skip
     return Heads(rows, requests, positions, nodes)
@@ -600,6 +602,7 @@ def _store_rows(layout, row, written, slot, node, token, parent, position, place
     tl.store(layout.tokens + row, tl.maximum(token, 0).to(tl.int64), mask=written)
     tl.store(layout.parents + row, parent, mask=written)
     tl.store(layout.positions + row, position, mask=written)
+    tl.store(layout.following + row, position + 1, mask=written)
     tl.store(layout.places + row, place, mask=written)
     tl.store(layout.kv_slots + row, kv_slot, mask=written)
 
@@ -618,7 +621,7 @@ def _walk_up(parents, node, inside):
 
 @triton.jit(do_not_specialize=["B", "M", "H", "padding"])
 def _select_heads(
-    starts, layout_requests, layout_positions, layout_nodes, rows, requests, positions, nodes, B, M, H, padding,
+    starts, layout_requests, layout_following, layout_nodes, rows, requests, positions, nodes, B, M, H, padding,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -632,7 +635,7 @@ def _select_heads(
     row = tl.where(used, tl.where(is_node, entry, end - 1), 0)
     tl.store(rows + entry, row.to(tl.int64), mask=inside)
     tl.store(requests + entry, tl.load(layout_requests + row, mask=used, other=padding), mask=inside)
-    tl.store(positions + entry, tl.load(layout_positions + row, mask=used, other=-1) + 1, mask=inside)
+    tl.store(positions + entry, tl.load(layout_following + row, mask=used, other=0), mask=inside)
     tl.store(nodes + entry, tl.load(layout_nodes + row, mask=used & is_node, other=0), mask=inside)
 
 

@@ -229,7 +229,7 @@ class Runner:
     ) -> tuple[Tensor, Sampling, Tensor]:
         """Logits (H, V), how they are sampled, and the target's token after each row that has them (H,), -1 where
         nothing can be sampled: NaN, or no token allowed."""
-        requests, positions, nodes = layout.requests, layout.positions + 1, layout.nodes
+        requests, positions, nodes = layout.requests, layout.following, layout.nodes
         if len(chunks.slots):
             chosen = select_heads(layout, num_requests, heads, self.state.padding)
             hidden, requests, positions, nodes = hidden[chosen.rows], chosen.requests, chosen.positions, chosen.nodes

@@ -150,6 +150,7 @@ def segments_of(scene: Scene) -> list[dict]:
             page = int(scene.pages[segment["slot"], place // scene.page_size])
             kv_slot = page * scene.page_size + place % scene.page_size
             row |= {"requests": segment["slot"], "nodes": index, "places": place, "kv_slots": kv_slot}
+            row["following"] = row["positions"] + 1
     return segments
 
 
@@ -157,6 +158,7 @@ def expected_layout(scene: Scene) -> Layout:
     segments = segments_of(scene)
     rows = [row for segment in segments for row in segment["rows"]]
     unused = dict.fromkeys(Layout._fields[3:], 0) | {"requests": scene.padding, "parents": -1, "ancestors": -1}
+    unused["following"] = 1
     rows += [unused] * (scene.num_rows - len(rows))
     columns = {name: torch.tensor([row[name] for row in rows]) for name in unused}
     columns |= {name: columns[name].int() for name in ("nodes", "parents")}
