@@ -88,6 +88,23 @@ def prefetch(rows, start, LENGTH: tl.constexpr):
         tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [cells.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
 
 
+SECTOR = tl.constexpr(32)  # bytes
+READ = tl.constexpr("{ .reg .b32 t; ld.relaxed.gpu.global.b32 t, [$1]; mov.b32 $0, 0; }")
+
+
+@triton.jit
+def read_ahead(rows, start, LENGTH: tl.constexpr):
+    """`prefetch` by loads of a number in each 32 bytes. They take instructions, but bring what is read to the half of
+    the L2 cache beside this multiprocessor, from where it comes at twice the speed (H200: 8 instead of 4.8 TB/s; from
+    memory 4.2)."""
+    if LENGTH > 0:
+        STEP: tl.constexpr = SECTOR // (rows.dtype.element_ty.primitive_bitwidth // 8)
+        COUNT: tl.constexpr = triton.next_power_of_2((LENGTH + STEP - 1) // STEP)
+        place = tl.minimum(tl.arange(0, COUNT) * STEP, LENGTH - 1)
+        cells = (rows + start + place[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(READ, "=r,l", [cells], tl.int32, is_pure=False, pack=1)
+
+
 PREFETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 

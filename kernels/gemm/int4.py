@@ -39,7 +39,7 @@ from slipstream.kernels.gemm.small_m import (
     scratch,
 )
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
-from slipstream.kernels.launch import Op, pdl_options, prefetch, prefetch_lines, shared_memory, use_triton
+from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
 
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
@@ -413,7 +413,7 @@ def _prefetch_chunks(
 ):  # fmt: skip
     """Asks for COUNT chunks of the features (OUTPUTS, 1), with their scales and zeros."""
     CHUNK: tl.constexpr = 8 * PLANE
-    prefetch(words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE), first * PLANE, COUNT * PLANE)
+    read_ahead(words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE), first * PLANE, COUNT * PLANE)
     pairs = first * (CHUNK // (2 * UNIT)) + tl.arange(0, COUNT * CHUNK // (2 * UNIT))[None, :]
     prefetch_lines(scales + pairs * num_outputs)
     if zeros is not None:
