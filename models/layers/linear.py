@@ -79,6 +79,10 @@ class Linear(nn.Linear):
         multiply = gated_linear if self.order is None else self.order.gated_linear
         return multiply(x, self.weight, activation)
 
+    def gated_mlp(self, x: Tensor, down: "Linear", activation: Activation = "silu") -> Tensor | None:  # noqa: ARG002
+        """down(self.gated(x, activation)) where one kernel computes all of it, with the same bits, else None."""
+        return None
+
     @property
     def is_gated(self) -> bool:
         """Whether `gated` multiplies gate and up at once."""

@@ -14,9 +14,10 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm import fp8, int4
+from slipstream.kernels.gemm import fp8, int4, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
 from slipstream.kernels.gemm.small_m import choose_tiling, rotates
+from slipstream.kernels.gemm.streamed import streams
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -87,6 +88,10 @@ class QuantizedLinear(Linear):
     def _load_bias(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
         if self.bias is not None:
             copy_converted(self.bias[self.rows_of(part)], tensors["bias"])
+
+
+def has_bias(*linears: Linear) -> bool:
+    return any(linear.bias is not None for linear in linears)
 
 
 class FP8Linear(QuantizedLinear):
@@ -169,6 +174,20 @@ class FP8Linear(QuantizedLinear):
         if quantize is not None and rows.dim() == 2 and len(rows) > fp8.FEW_GATED_ROWS:  # few: gated by the product
             return cast(Tensor, fp8.quantized_silu_mul(self(x), quantize()))
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
+
+    def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
+        if not isinstance(down, FP8Linear) or activation != "silu" or has_bias(self, down):
+            return None
+        given = x.codes if isinstance(x, fp8.QuantizedRows) else x
+        if down.format.static or given.dim() != 2 or not streams(given, len(given), streamed_fp8.MOST_ROWS):
+            return None
+        rows = x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
+        matrices = rows, self._matrix, down._matrix  # noqa: SLF001  of the same class
+        return streamed_fp8.fp8_mlp(*matrices) if streamed_fp8.streams_fp8(*matrices) else None
+
+    @property
+    def _matrix(self) -> streamed_fp8.FP8Matrix:
+        return streamed_fp8.FP8Matrix(self.get_buffer("weight"), self.get_buffer("weight_scale"))
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
         weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")

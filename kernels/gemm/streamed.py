@@ -1,0 +1,124 @@
+"""What kernels are made of that keep memory busy from their first weight to their last, in Gluon, Triton's language for
+explicit layouts and copies (experimental: what later versions call otherwise is named here).
+
+One warp asks the tensor memory accelerator for tiles of weights, as many as a ring of slots in shared memory holds,
+another one for tiles of inputs, and the others multiply. Two barriers of each slot tell them that it is full, or empty.
+All programs run at a time and may wait for each other; so all such launches of a process are on one stream.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from slipstream.kernels.launch import use_triton
+
+MOST_REGISTERS = 104  # of a thread, on average: a program is to fit beside those of the kernels before
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
+ACQUIRE = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+FENCE = gl.constexpr("fence.proxy.async; mov.b32 $0, $1;")
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Hopper's alone: later GPUs multiply by other instructions."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def streams(x: Tensor, num_rows: int, most: int) -> bool:
+    return use_triton(x) and 0 < num_rows <= most <= programs_of(x.device) and has_streams(x.device)
+
+
+def programs_of(device: torch.device) -> int:
+    """As many as run at a time, one on each multiprocessor. They wait for each other, so no more may be launched."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def tile_rows(num_rows: int) -> int:
+    return max(8, triton.next_power_of_2(num_rows))
+
+
+def tiles_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """Of a contiguous matrix, as the tensor memory accelerator brings them. Rows beyond the last are zeros."""
+    layout = gl.NVMMASharedLayout(128, 8 * tensor.element_size(), 2)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+@triton.jit
+def sync():
+    """Waits for the threads that run this part of the program."""
+    tl.debug_barrier()
+
+
+@gluon.jit
+def init_ring(full, empty, SLOTS: gl.constexpr):
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+
+
+@gluon.jit
+def share_barriers():
+    """Makes barriers that were initialised known to all threads and to copies."""
+    fence_async_shared()
+    sync()
+
+
+@gluon.jit
+def wait_empty(empty, number, SLOTS: gl.constexpr):
+    """Waits until what the slot of the `number`-th tile held before has been read."""
+    mbarrier.wait(empty.index(number % SLOTS), ((number // SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def wait_full(full, number, SLOTS: gl.constexpr):
+    mbarrier.wait(full.index(number % SLOTS), (number // SLOTS) & 1)
+
+
+@gluon.jit
+def fence_copies(values):
+    """Orders what these threads have stored, or seen of others' stores, before copies of tiles that read it. `values`:
+    any int32 numbers, at least one of each thread."""
+    return gl.inline_asm_elementwise(FENCE, "=r,r", [values], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_all(point_ptr, program, programs):
+    """`barrier_wait` of kernels/grid_sync.py, for programs that all run."""
+    sync()
+    before = gl.atomic_add(
+        point_ptr, gl.where(program == 0, 0x7FFFFFFF - (programs - 2), 1), sem="acq_rel", scope="gpu"
+    )
+    now = before
+    while (before ^ now) >= 0:
+        now = gl.inline_asm_elementwise(ACQUIRE, "=r,l", [point_ptr.to(gl.int64)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def is_last(counter_ptr, arrivals):
+    """`is_last_done` of kernels/grid_sync.py."""
+    sync()
+    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == arrivals - 1
+    if last:
+        gl.store(counter_ptr, 0)
+    return last
+
+
+@gluon.jit
+def store_part(partial_ptr, counter_ptr, sums, part, split, outputs, rows, there):
+    """Stores a part's sums (outputs, rows). Whether it is the last of a tile's, and all parts' sum in their order."""
+    SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
+    cells = rows[None, :] * sums.shape[0] + outputs[:, None]
+    gl.store(partial_ptr + part * SIZE + cells, sums, mask=there)
+    last = is_last(counter_ptr, split)
+    there &= last
+    total = gl.zeros_like(sums)
+    for index in range(split):
+        total += gl.load(partial_ptr + index * SIZE + cells, mask=there, other=0.0, cache_modifier=".cg")
+    return total, there

@@ -1,0 +1,72 @@
+"""Gated MLPs in one kernel against the separate kernels, bit by bit, and where they are not taken."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.gemm import fp8
+from slipstream.kernels.gemm.streamed_fp8 import FP8Matrix, fp8_mlp, most_words, streams_fp8
+from slipstream.kernels.grid_sync import barriers, done_counters
+from slipstream.tests.kernels import test_fp8
+from slipstream.tests.kernels.triton_runs import replayed
+
+SHAPES = [(4096, 14336), (3584, 18944), (2048, 8192), (512, 1024), (5120, 3072)]  # H, I
+ROWS = [1, 2, 5, 8, 9, 16, 17, 32]
+MLP = Callable[[Tensor], Tensor]
+
+
+def fp8_mlps(shape: tuple[int, int]) -> tuple[MLP, MLP]:
+    """By one kernel, and by three."""
+    size, intermediate = shape
+    gate_up, down = (FP8Matrix(*test_fp8.layer(*pair, False, "cuda")) for pair in ((2 * intermediate, size), shape))
+
+    def whole(x: Tensor) -> Tensor:
+        rows = fp8.quantize_rows(x)
+        assert streams_fp8(rows, gate_up, down)
+        return fp8_mlp(rows, gate_up, down)
+
+    def apart(x: Tensor) -> Tensor:
+        hidden = fp8.fp8_linear(fp8.quantize_rows(x), *gate_up, None, True)
+        return fp8.fp8_linear(fp8.quantize_rows(hidden), *down)
+
+    return whole, apart
+
+
+def check(whole: MLP, apart: MLP, size: int, most_rows: int) -> None:
+    """Rows of all numbers, again and again, and in a graph whose kernels overlap."""
+    x = torch.randn(most_rows, size, device="cuda").bfloat16()
+    for rows in (rows for rows in ROWS if rows <= most_rows):
+        expected = apart(x[:rows])
+        for _ in range(3):
+            assert torch.equal(whole(x[:rows]), expected), rows
+
+    def chain(one: MLP, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = F.rms_norm(x + one(x), (size,))
+        return x
+
+    for rows in (1, most_rows):
+        expected = chain(apart, x[:rows])
+        assert expected.isfinite().all()
+        assert torch.equal(replayed(partial(chain, whole, x[:rows])), expected), rows
+    torch.cuda.synchronize()
+    assert not done_counters(x.device).any()
+    assert not most_words(x.device).any()
+    assert not (barriers(x.device) & 0x7FFFFFFF).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_an_mlp_in_fp8_has_the_bits_of_its_parts(shape: tuple[int, int]) -> None:
+    check(*fp8_mlps(shape), shape[0], 32)
+
+
+def test_a_cpu_takes_the_separate_products() -> None:
+    gate_up, down = (FP8Matrix(*test_fp8.layer(*shape, False, "cpu")) for shape in ((512, 256), (256, 256)))
+    x = test_fp8.rows_of(3, 256, False, "cpu")._replace(dtype=torch.bfloat16)
+    assert not streams_fp8(x, gate_up, down)
