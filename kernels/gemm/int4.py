@@ -50,7 +50,7 @@ TILE_ROWS = 64  # of a program, at most
 FAST_ROWS = 8  # up to here, without a fixed order, programs of two warps multiply by `mma.sync`
 MOST_PARTS = 8  # of the inputs
 PART = 1024  # inputs that are not shared out
-AHEAD_CHUNKS = 2  # of each output's weights that programs prefetch, up to AHEAD_ROWS
+AHEAD_CHUNKS = 2  # of each output's weights that programs read ahead, up to AHEAD_ROWS
 AHEAD_ROWS = 16
 
 
@@ -255,7 +255,7 @@ def _launch(
 
 
 def chunks_ahead(weight: Int4Weight, tiling: Tiling) -> int:
-    """Chunks of a part whose weights and scales are prefetched: a power of two."""
+    """Chunks of a part whose weights and scales are read ahead: a power of two."""
     chunks = min(part_inputs(weight.num_inputs, tiling) // CHUNK, num_words(weight.num_inputs) // PLANE)
     return min(AHEAD_CHUNKS, 1 << (chunks.bit_length() - 1)) if is_packed(weight) else 0
 
@@ -407,11 +407,11 @@ def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_chunks(
+def _read_chunks_ahead(
     words_ptr, scales, zeros, feature, num_outputs, num_inputs, first,
     COUNT: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Asks for COUNT chunks of the features (OUTPUTS, 1), with their scales and zeros."""
+    """COUNT chunks of the features (OUTPUTS, 1), with their scales and zeros."""
     CHUNK: tl.constexpr = 8 * PLANE
     read_ahead(words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE), first * PLANE, COUNT * PLANE)
     pairs = first * (CHUNK // (2 * UNIT)) + tl.arange(0, COUNT * CHUNK // (2 * UNIT))[None, :]
@@ -452,7 +452,7 @@ def int4_kernel(
     if PDL:
         if AHEAD > 0:
             begin = tl.minimum(first, tl.cdiv(num_inputs, CHUNK) - AHEAD)
-            _prefetch_chunks(words_ptr, scales, zeros, feature, all_outputs, num_inputs, begin, AHEAD, PLANE, UNIT)
+            _read_chunks_ahead(words_ptr, scales, zeros, feature, all_outputs, num_inputs, begin, AHEAD, PLANE, UNIT)
         tl.extra.cuda.gdc_wait()
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tile, OUTPUTS, D)
     for chunk in range(first, last):

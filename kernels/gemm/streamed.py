@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.kernels.grid_sync import is_last_done
 from slipstream.kernels.launch import use_triton
 
 MOST_REGISTERS = 104  # of a thread, on average: a program is to fit beside those of the kernels before
@@ -26,21 +27,23 @@ FENCE = gl.constexpr("fence.proxy.async; mov.b32 $0, $1;")
 
 
 @functools.cache
-def has_streams(device: torch.device) -> bool:
-    """Hopper's alone: later GPUs multiply by other instructions."""
+def is_hopper(device: torch.device) -> bool:
+    """Earlier and later GPUs multiply by other instructions."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def streams(x: Tensor, num_rows: int, most: int) -> bool:
-    return use_triton(x) and 0 < num_rows <= most <= programs_of(x.device) and has_streams(x.device)
+def streams(x: Tensor, most: int) -> bool:
+    """Whether such kernels, for up to `most` rows, take x (M, I)."""
+    return use_triton(x) and is_hopper(x.device) and 0 < len(x) <= most <= programs_of(x.device)
 
 
 def programs_of(device: torch.device) -> int:
     """As many as run at a time, one on each multiprocessor. They wait for each other, so no more may be launched."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_rows(num_rows: int) -> int:
+    """Rows of a tile of inputs: as `wgmma` takes them."""
     return max(8, triton.next_power_of_2(num_rows))
 
 
@@ -90,7 +93,7 @@ def fence_copies(values):
 
 @gluon.jit
 def wait_for_all(point_ptr, program, programs):
-    """`barrier_wait` of kernels/grid_sync.py, for programs that all run."""
+    """`barrier_wait` of kernels/grid_sync.py for all programs. They poll by loads, which do not delay arrivals."""
     sync()
     before = gl.atomic_add(
         point_ptr, gl.where(program == 0, 0x7FFFFFFF - (programs - 2), 1), sem="acq_rel", scope="gpu"
@@ -101,22 +104,13 @@ def wait_for_all(point_ptr, program, programs):
 
 
 @gluon.jit
-def is_last(counter_ptr, arrivals):
-    """`is_last_done` of kernels/grid_sync.py."""
-    sync()
-    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == arrivals - 1
-    if last:
-        gl.store(counter_ptr, 0)
-    return last
-
-
-@gluon.jit
 def store_part(partial_ptr, counter_ptr, sums, part, split, outputs, rows, there):
-    """Stores a part's sums (outputs, rows). Whether it is the last of a tile's, and all parts' sum in their order."""
+    """Stores a part's sums (outputs, rows) where they are `there`. Returns, in the program that is the last of a tile's
+    to do so, the sum of all parts in their order and `there`; in others zeros, and nothing there."""
     SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     cells = rows[None, :] * sums.shape[0] + outputs[:, None]
     gl.store(partial_ptr + part * SIZE + cells, sums, mask=there)
-    last = is_last(counter_ptr, split)
+    last = is_last_done(counter_ptr, split)
     there &= last
     total = gl.zeros_like(sums)
     for index in range(split):

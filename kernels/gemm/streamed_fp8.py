@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.gemm.fp8 import ALIGNMENT, BLOCK, QuantizedRows
-from slipstream.kernels.gemm.small_m import choose_tiling
+from slipstream.kernels.gemm.fp8 import ALIGNMENT, BLOCK, LARGEST, SMALLEST_SCALE, QuantizedRows
+from slipstream.kernels.gemm.small_m import choose_tiling, round_silu_mul
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     fence_copies,
@@ -50,6 +50,8 @@ SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 ALIGNED = gl.constexpr(ALIGNMENT)
 THREADS = gl.constexpr(128)  # that multiply
+MOST = gl.constexpr(LARGEST)
+LEAST_SCALE = gl.constexpr(SMALLEST_SCALE)
 
 
 class FP8Matrix(NamedTuple):
@@ -65,13 +67,14 @@ def most_words(device: torch.device) -> Tensor:
     return new_words(device)[:MOST_ROWS]
 
 
-def streams_fp8(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> bool:
-    """Whether the kernel takes an MLP: matrices of whole tiles and steps, scaled by output, inputs by row."""
+def streams_fp8(x: Tensor | QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> bool:
+    """Whether the kernel takes an MLP of rows (M, H), quantised or not: matrices of whole tiles and steps, scaled by
+    output, not by block."""
     (num_outputs, size), num_inputs = down.codes.shape, gate_up.codes.shape[1]
-    split = choose_tiling(num_outputs, size).split
-    is_by_row = all(scales.dim() == 1 for scales in (x.scales, gate_up.scales, down.scales))
+    split, rows = choose_tiling(num_outputs, size).split, x.codes if isinstance(x, QuantizedRows) else x
     fits = num_inputs % (2 * BLOCK) == size % (2 * BLOCK * split) == num_outputs % TILE.value == 0
-    return is_by_row and fits and x.dtype == torch.bfloat16 and streams(x.codes, len(x.codes), MOST_ROWS)
+    fits &= gate_up.scales.dim() == down.scales.dim() == 1
+    return fits and x.dtype == torch.bfloat16 and rows.dim() == 2 and streams(rows, MOST_ROWS)
 
 
 def fp8_mlp(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> Tensor:
@@ -154,13 +157,13 @@ def _bring_inputs(
 
 @gluon.jit
 def _scale(bits, largest):
-    """Of a row whose largest number has these bits (`_store_codes` of fp8.py). largest: 448, shaped like `bits`."""
-    return gl.maximum(gl.div_rn(bits.to(gl.float32, bitcast=True), largest), 1e-12)
+    """Of a row whose largest number has these bits (`_store_codes` of fp8.py). largest: MOST, shaped like `bits`."""
+    return gl.maximum(gl.div_rn(bits.to(gl.float32, bitcast=True), largest), LEAST_SCALE)
 
 
 @gluon.jit
 def _quantize(hidden_ptr, codes_ptr, most_ptr, row, share, size, WIDTH: gl.constexpr, SHARES: gl.constexpr):
-    """A share of a row."""
+    """Stores a share of a row's codes, divided as by `_divide` of fp8.py."""
     EACH: gl.constexpr = WIDTH // THREADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([8 if EACH > 8 else EACH], [32], [THREADS // 32], [0])
     own = gl.cdiv(size, SHARES * ALIGNED) * ALIGNED
@@ -168,11 +171,11 @@ def _quantize(hidden_ptr, codes_ptr, most_ptr, row, share, size, WIDTH: gl.const
     at = share * own + column
     inside = (column < own) & (at < size)
     x = gl.load(hidden_ptr + row.to(gl.int64) * size + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-    scale = _scale(gl.load(most_ptr + row, cache_modifier=".cg"), 448.0)
+    scale = _scale(gl.load(most_ptr + row, cache_modifier=".cg"), MOST)
     inverse, ones = gl.div_rn(1.0, scale), gl.full((WIDTH,), 1.0, gl.float32, LAYOUT)
     quotient = x * inverse
     scaled = gl.fma(gl.fma(-quotient, ones * scale, x), ones * inverse, quotient)
-    scaled = gl.minimum(gl.maximum(scaled, -448.0), 448.0)
+    scaled = gl.minimum(gl.maximum(scaled, -MOST), MOST)
     gl.store(codes_ptr + row.to(gl.int64) * size + at, scaled.to(gl.float8e4nv), mask=inside)
 
 
@@ -208,11 +211,10 @@ def _multiply_gated(
             gates, ups = gates + gate + next_gate, ups + up + next_up
             number += 2
             x_number += 1
-        gate = (gates * gate_scales[:, None] * row_scales[None, :]).to(DTYPE).to(gl.float32)
-        up = (ups * up_scales[:, None] * row_scales[None, :]).to(DTYPE).to(gl.float32)
-        activated = (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32)
+        gate = (gates * gate_scales[:, None] * row_scales[None, :]).to(DTYPE)
+        up = (ups * up_scales[:, None] * row_scales[None, :]).to(DTYPE)
         cells = hidden_ptr + row[None, :].to(gl.int64) * size + (first + output)[:, None]
-        hidden = (activated * up).to(DTYPE)
+        hidden = round_silu_mul(gate, up)
         gl.store(cells, hidden, mask=(row < num_rows)[None, :] & (output >= 0)[:, None])
         most = gl.maximum(most, gl.abs(hidden.to(gl.float32)))
     bits = gl.max(most, axis=0).to(gl.int32, bitcast=True)
@@ -242,7 +244,7 @@ def _multiply(
         _quantize(hidden_ptr, codes_ptr, most_ptr, program // SHARES, program % SHARES, size, WIDTH, SHARES)
         fence_copies(row)
     bits = gl.load(most_ptr + row, mask=row < num_rows, other=0, cache_modifier=".cg")
-    row_scales = _scale(bits, gl.full((ROWS,), 448.0, gl.float32, gl.SliceLayout(0, ACC)))
+    row_scales = _scale(bits, gl.full((ROWS,), MOST, gl.float32, gl.SliceLayout(0, ACC)))
     wait_for_all(barriers_ptr + 1, program, programs)
     fence_copies(row)
     mbarrier.arrive(is_hidden.index(0))

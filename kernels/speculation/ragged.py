@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     tokens: Tensor  # (T,) int64 ids to embed; 0 in unused rows
     parents: Tensor  # (T,) int32 node index of the parent; -1 for roots, chunks and unused rows
     positions: Tensor  # (T,) int64 length + depth in the tree, or place in the prompt; 0 in unused rows
-    following: Tensor  # (T,) int64 that plus 1: the position of the token to sample
+    following: Tensor  # (T,) int64 position of the token to sample: the row's and 1
     places: Tensor  # (T,) int64 place among the request's cached tokens, length + index; 0 in unused rows
     kv_slots: Tensor  # (T,) int64 where the KV goes; unused rows: KV slot 0, of the dump page
     ancestors: Tensor | None  # (T,) int64 bit masks (verify.py), -1 of chunks and unused rows; None: all are chains

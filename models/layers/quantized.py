@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from slipstream.kernels.gemm import fp8, int4, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
 from slipstream.kernels.gemm.small_m import choose_tiling, rotates
-from slipstream.kernels.gemm.streamed import streams
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -88,10 +87,6 @@ class QuantizedLinear(Linear):
     def _load_bias(self, part: str | None, tensors: Mapping[str, Tensor]) -> None:
         if self.bias is not None:
             copy_converted(self.bias[self.rows_of(part)], tensors["bias"])
-
-
-def has_bias(*linears: Linear) -> bool:
-    return any(linear.bias is not None for linear in linears)
 
 
 class FP8Linear(QuantizedLinear):
@@ -176,28 +171,29 @@ class FP8Linear(QuantizedLinear):
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
-        if not isinstance(down, FP8Linear) or activation != "silu" or has_bias(self, down):
+        if not isinstance(down, FP8Linear) or activation != "silu":
             return None
-        given = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        if down.format.static or given.dim() != 2 or not streams(given, len(given), streamed_fp8.MOST_ROWS):
+        matrices = self._matrix, down._matrix  # noqa: SLF001  of the same class
+        is_plain = self.bias is None and down.bias is None and not down.format.static
+        if not is_plain or not streamed_fp8.streams_fp8(x, *matrices):
             return None
-        rows = x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
-        matrices = rows, self._matrix, down._matrix  # noqa: SLF001  of the same class
-        return streamed_fp8.fp8_mlp(*matrices) if streamed_fp8.streams_fp8(*matrices) else None
+        return streamed_fp8.fp8_mlp(self._quantized(x), *matrices)
 
     @property
     def _matrix(self) -> streamed_fp8.FP8Matrix:
         return streamed_fp8.FP8Matrix(self.get_buffer("weight"), self.get_buffer("weight_scale"))
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
-        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        weight, scale = self._matrix
         given = x.codes if isinstance(x, fp8.QuantizedRows) else x
         if given.dim() != 2 or len(given) > fp8.FEW_ROWS or not fp8.runs_kernels(given, self.in_features):
             return None
         if not rotates(weight, rotation) or self._is_by_library(len(given)):
             return None
-        rows = x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
-        return fp8.fp8_linear_triton(rows, weight, scale, self.bias, rotation=rotation)
+        return fp8.fp8_linear_triton(self._quantized(x), weight, scale, self.bias, rotation=rotation)
+
+    def _quantized(self, x: Tensor | fp8.QuantizedRows) -> fp8.QuantizedRows:
+        return x if isinstance(x, fp8.QuantizedRows) else fp8.quantize_rows(x, self.scales_of_inputs())
 
     def scales_of_inputs(self) -> fp8.InputScales:
         static = self.get_buffer("input_scale") if self.format.static else None
@@ -205,7 +201,7 @@ class FP8Linear(QuantizedLinear):
 
     def check_order(self, rows: Iterable[int]) -> None:
         assert self.order is not None
-        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        weight, scale = self._matrix
         if self.format.scales != "block":
             own = self.order.fp8_by_library.setdefault(self._shape, set())
             own |= fp8.rows_by_library(rows, weight, scale, self.bias)
@@ -215,7 +211,7 @@ class FP8Linear(QuantizedLinear):
         return self.out_features, self.in_features, self.bias is not None, False
 
     def _multiply(self, x: Tensor | fp8.QuantizedRows, gated: bool) -> Tensor:
-        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        weight, scale = self._matrix
         if not isinstance(x, fp8.QuantizedRows):
             rows = fp8.quantize_rows(x.reshape(-1, self.in_features), self.scales_of_inputs())
             out = self._multiply(rows, gated)
@@ -231,7 +227,7 @@ class FP8Linear(QuantizedLinear):
         if self.order is not None:
             by_library = self._is_by_library(len(rows.codes))
             return choose_tiling(self.out_features, self.in_features).split if by_library else 0
-        weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
+        weight, scale = self._matrix
         return int(len(rows.codes) > fp8.FEW_ROWS and fp8.has_library(rows, weight, scale))
 
     def _is_by_library(self, num_rows: int) -> bool:
