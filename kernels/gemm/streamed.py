@@ -105,8 +105,8 @@ def wait_for_all(point_ptr, program, programs):
 
 @gluon.jit
 def store_part(partial_ptr, counter_ptr, sums, part, split, outputs, rows, there):
-    """Stores a part's sums (outputs, rows) where they are `there`. Returns, in the program that is the last of a tile's
-    to do so, the sum of all parts in their order and `there`; in others zeros, and nothing there."""
+    """Stores a part's sums (outputs, rows) where they are `there`. Returns the sum of all parts in their order, and
+    whether this program is the last of a tile's to store; in others the sum is of zeros."""
     SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     cells = rows[None, :] * sums.shape[0] + outputs[:, None]
     gl.store(partial_ptr + part * SIZE + cells, sums, mask=there)
@@ -115,4 +115,4 @@ def store_part(partial_ptr, counter_ptr, sums, part, split, outputs, rows, there
     total = gl.zeros_like(sums)
     for index in range(split):
         total += gl.load(partial_ptr + index * SIZE + cells, mask=there, other=0.0, cache_modifier=".cg")
-    return total, there
+    return total, last

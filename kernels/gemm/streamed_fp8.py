@@ -271,10 +271,10 @@ def _multiply(
         if PDL:
             gdc_launch_dependents()
         place = partial_ptr + tile * split * (TILE * ROWS)
-        sums, kept = store_part(place, counters_ptr + tile, sums, part, split, output, row, there)
+        sums, last = store_part(place, counters_ptr + tile, sums, part, split, output, row, there)
         result = sums * scales[:, None] * row_scales[None, :]
         cells = out_ptr + row[None, :].to(gl.int64) * num_outputs + (tile * TILE + output)[:, None]
-        gl.store(cells, result.to(out_ptr.dtype.element_ty), mask=kept)
+        gl.store(cells, result.to(out_ptr.dtype.element_ty), mask=there & last)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

@@ -1,0 +1,244 @@
+"""Products of few rows with 4-bit weights that are on their way before the rows are there (streamed_linear.py). Bits
+are those of kernels/gemm/int4.py, whose layout and decoding these are.
+
+Letters: M rows, I inputs, O outputs.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slipstream.kernels.gemm.int4 import CHUNK, PLANE, Int4Weight, _plane, is_packed, unit_inputs, unit_words
+from slipstream.kernels.gemm.small_m import Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.streamed import (
+    init_ring,
+    share_barriers,
+    store_part,
+    streams,
+    tile_rows,
+    tiles_of,
+    wait_empty,
+    wait_full,
+)
+from slipstream.kernels.gemm.streamed_linear import (
+    TILE,
+    add_parts,
+    first_rows,
+    load_head_angles,
+    load_inputs,
+    load_weights,
+    own_parts,
+    store_head_tile,
+)
+from slipstream.kernels.grid_sync import done_counters
+from slipstream.kernels.kv.rope import Rotation
+from slipstream.kernels.launch import pdl_options
+
+MOST_ROWS = 16
+REGISTERS = 80  # of a thread, on average: three programs are on a multiprocessor
+DEPTH = gl.constexpr(CHUNK)  # inputs of a step
+WORDS = gl.constexpr(PLANE)  # of a step and an output
+SLOTS = gl.constexpr(4)  # of both rings
+PACE = 4
+MOST_PARTS = 4
+
+
+def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
+    num_outputs, part = len(weight.words), part_inputs(weight.num_inputs, tiling)
+    fits = weight.num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
+    fits &= x.dtype == weight.scales.dtype == torch.bfloat16 and is_packed(weight)
+    fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
+    return fits and x.is_contiguous() and streams(x, MOST_ROWS)
+
+
+def streamed_int4_linear(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling, rotation: Rotation | None = None
+) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O); with a `rotation` as `linear_few_rows_triton`."""
+    (num_rows, num_inputs), num_outputs, device = x.shape, len(weight.words), x.device
+    rows = tile_rows(num_rows)
+    parts = own_parts(rows, num_inputs, tiling, MOST_PARTS)
+    split, outputs = tiling.split // parts, TILE.value // parts
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=device)
+    partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
+    streamed_int4_kernel[(num_outputs // outputs, split)](
+        tiles_of(x, [rows, CHUNK]), tiles_of(weight.words, [outputs // 2 if heads.head_dim else outputs, PLANE]),
+        *unit_words(weight), bias, out, partial, done_counters(device),
+        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
+        *heads.arguments[:6], *heads.arguments[7:], D=heads.head_dim,
+        ROWS=rows, UNIT=unit_inputs(weight.group_size), PARTS=parts, SPLIT=split, PACE=PACE, num_warps=4,
+        maxnreg=REGISTERS if parts == 1 else 104, **pdl_options(device),
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def _bring_weights(
+    weights, ring, full, empty, first, part_steps, steps, D: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr
+):  # fmt: skip
+    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
+    for number in range(steps):
+        if PACE < SLOTS and number >= PACE and number < SLOTS:
+            wait_full(full, number - PACE, SLOTS)
+        wait_empty(empty, number, SLOTS)
+        slot = number % SLOTS
+        bar = full.index(slot)
+        mbarrier.expect(bar, 4 * TILE * WORDS)
+        load_weights(weights, ring.index(slot), row, other, (first + number) * WORDS, part_steps * WORDS, bar, D, PARTS)
+
+
+@gluon.jit
+def _bring_inputs(
+    x, ring, full, empty, first, part_steps, steps, ROWS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    for number in range(steps):
+        wait_empty(empty, number, SLOTS)
+        bar = full.index(number % SLOTS)
+        mbarrier.expect(bar, 2 * PARTS * ROWS * DEPTH)
+        column = (first + number) * DEPTH
+        load_inputs(x, ring.index(number % SLOTS), column, part_steps * DEPTH, bar, ROWS, PARTS)
+
+
+@gluon.jit
+def _load_units(pointers, step, num_outputs, UNIT: gl.constexpr):
+    """`load_units` of int4.py, as words of two units; of no pointers none."""
+    PAIRS: gl.constexpr = DEPTH // UNIT // 2
+    found = ()
+    if pointers is not None:
+        for pair in gl.static_range(PAIRS):
+            found = found + (gl.load(pointers + (step * PAIRS + pair) * num_outputs),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _planes(words, scales, zeros, PLACE: gl.constexpr, UNIT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights (TILE, 64) of two planes of a step. Threads keep their numbers."""
+    first = _plane(words, scales, zeros, PLACE, UNIT, gl.bfloat16, True)
+    second = _plane(words, scales, zeros, PLACE + 1, UNIT, gl.bfloat16, True)
+    both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
+    return gl.convert_layout(both, LAYOUT)
+
+
+@gluon.jit
+def _add_products(
+    ring, full, empty, x_ring, x_full, x_empty, scale_pointers, zero_pointers, scales, zeros, first, steps, num_outputs,
+    COLUMNS: gl.constexpr, UNIT: gl.constexpr, ACC: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Sums (TILE, COLUMNS). `scales` and `zeros` of the first step; the others are loaded a step ahead."""
+    acc = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
+    for number in range(steps):
+        following = first + gl.minimum(number + 1, steps - 1)
+        next_scales = _load_units(scale_pointers, following, num_outputs, UNIT)
+        next_zeros = _load_units(zero_pointers, following, num_outputs, UNIT)
+        wait_full(full, number, SLOTS)
+        words = ring.index(number % SLOTS).load(A)
+        mbarrier.arrive(empty.index(number % SLOTS))
+        wait_full(x_full, number, SLOTS)
+        x = x_ring.index(number % SLOTS)
+        for quarter in gl.static_range(4):
+            weight = _planes(words, scales, zeros, 2 * quarter, UNIT, A)
+            acc = warpgroup_mma(weight, x.slice(quarter * 64, 64, 1).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(x_empty.index(number % SLOTS))
+        scales, zeros = next_scales, next_zeros
+    return acc * 65536.0  # weights are times 2^-16
+
+
+@gluon.jit
+def _multiply(
+    ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    num_rows, num_outputs, first, part_steps, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr,
+    Q, G, D: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    OUTPUTS: gl.constexpr = TILE // PARTS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * ROWS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
+    OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # a dim and its other half
+    tile, first_dim = gl.program_id(0), 0
+    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    head_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+    first_row, other_row = first_rows(tile, D, OUTPUTS)
+    outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
+    own = gl.arange(0, TILE, gl.SliceLayout(1, A))
+    own, part = own % OUTPUTS, own // OUTPUTS
+    features = gl.where(own < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + own
+    features += part * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
+    scale_pointers, zero_pointers, bias = (scales_ptr + features)[:, None], None, None
+    if zeros_ptr is not None:
+        zero_pointers = (zeros_ptr + features)[:, None]
+    scales = _load_units(scale_pointers, first, num_outputs, UNIT)
+    zeros = _load_units(zero_pointers, first, num_outputs, UNIT)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + outputs).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    if D > 0:
+        first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
+    dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
+    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
+    sums = _add_products(
+        ring, full, empty, x_ring, x_full, x_empty, scale_pointers, zero_pointers, scales, zeros, first, steps,
+        num_outputs, PARTS * ROWS, UNIT, ACC, A,
+    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    sums = add_parts(sums, ROWS, PARTS, OUT)
+    there, last = (row < num_rows)[None, :] & (place >= 0)[:, None], num_rows > 0
+    if SPLIT > 1:
+        parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
+    if bias_ptr is not None:
+        sums += bias[:, None]
+    rounded = sums.to(out_ptr.dtype.element_ty)
+    if D > 0:
+        inside = (head_row < num_rows) & last
+        store_head_tile(
+            rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
+        )
+    else:
+        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def streamed_int4_kernel(
+    x, weights, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    num_rows, num_outputs, num_inputs, part_size,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
+    PACE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `streamed_linear_kernel`."""
+    ring = gl.allocate_shared_memory(gl.int32, [SLOTS, TILE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS * ROWS, DEPTH], gl.NVMMASharedLayout(128, 16, 2))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    init_ring(full, empty, SLOTS)
+    init_ring(x_full, x_empty, SLOTS)
+    share_barriers()
+    part_steps = part_size // DEPTH
+    first = gl.program_id(1) * part_steps
+    steps = gl.minimum(part_steps, num_inputs // DEPTH - first)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr,
+                counters_ptr, num_rows, num_outputs, first, part_steps, steps, cos_ptr, sin_ptr, positions_ptr,
+                slots_ptr, keys_ptr, values_ptr, Q, G, D, ROWS, UNIT, PARTS, SPLIT, PDL,
+            )),
+            (_bring_weights, (weights, ring, full, empty, first, part_steps, steps, D, PARTS, PACE)),
+            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_steps, steps, ROWS, PARTS, PDL)),
+        ],
+        [1, 1],
+        [32, 32],
+    )  # fmt: skip

@@ -1,0 +1,327 @@
+"""Products of few rows whose weights are on their way before the rows are there, in Gluon (streamed.py).
+
+A kernel of few rows waits for the one before, and memory with it. Here a program asks for the first 128 KB of its
+weights as soon as it has a place, and they lie in shared memory when its rows come: of the output projection of an 8B
+Llama these are all of them. A prefetch to the L2 cache does not do: most of what it brings lies in the half that is far
+from the multiprocessor, from where it comes hardly faster than from memory.
+
+Weights are of 16 bits, or FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
+fp8.py, so that bits are the same. Heads may be rotated and stored, as by the kernels there.
+Letters: M rows, I inputs, O outputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slipstream.kernels.gemm.small_m import Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.streamed import (
+    MOST_REGISTERS,
+    init_ring,
+    load_tile,
+    share_barriers,
+    store_part,
+    streams,
+    tile_rows,
+    tiles_of,
+    wait_empty,
+    wait_full,
+)
+from slipstream.kernels.grid_sync import done_counters
+from slipstream.kernels.kv.rope import Rotation
+from slipstream.kernels.launch import pdl_options
+
+MOST_ROWS = 32
+BYTES = 128  # of a row of a tile
+TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each part that a program adds up
+SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
+X_SLOTS = gl.constexpr(4)  # likewise of inputs
+PACE = 3
+MOST_PARTS = 2
+MOST_COLUMNS = 64
+
+
+def streams_linear(x: Tensor, weight: Tensor, tiling: Tiling, rotation: Rotation | None = None) -> bool:
+    """Whether the kernel takes rows x (M, I), or their codes: matrices of whole tiles, parts of whole slots."""
+    num_outputs, num_inputs = weight.shape
+    slot, part = 2 * BYTES // weight.element_size(), part_inputs(num_inputs, tiling)
+    fits = num_outputs % TILE.value == 0 and (tiling.split == 1 or part % slot == 0)
+    fits &= all(tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 for tensor in (x, weight))
+    fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
+    return fits and streams(x, MOST_ROWS)
+
+
+def own_parts(rows: int, num_inputs: int, tiling: Tiling, most: int) -> int:
+    """How many parts a program adds up: all, or one of those that a tile has."""
+    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= most
+    return tiling.split if fits and tiling.split * rows <= MOST_COLUMNS else 1
+
+
+def streamed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiling: Tiling,
+    dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,).
+    With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
+    (num_rows, num_inputs), num_outputs, device = x.shape, len(weight), weight.device
+    depth, rows = BYTES // weight.element_size(), tile_rows(num_rows)
+    parts = own_parts(rows, num_inputs, tiling, MOST_PARTS)
+    split, outputs = tiling.split // parts, TILE.value // parts
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=dtype, device=device)
+    partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
+    x_scales, output_scales = scales or (None, None)
+    arguments: tuple[Any, ...] = (*heads.arguments[:6], *heads.arguments[7:])
+    streamed_linear_kernel[(num_outputs // outputs, split)](
+        tiles_of(x, [rows, depth]), tiles_of(weight, [outputs // 2 if heads.head_dim else outputs, depth]),
+        x_scales, output_scales, bias, out, partial, done_counters(device),
+        0 if x_scales is None else x_scales.stride(0), num_rows, num_outputs, num_inputs,
+        part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
+        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, PACE=PACE, num_warps=4, maxnreg=MOST_REGISTERS,
+        **pdl_options(device),
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
+    """Of both halves of a tile (`head_outputs` of kernels/kv/rope.py)."""
+    row, other = tile * OUTPUTS, tile * OUTPUTS + OUTPUTS // 2
+    if D > 0:
+        TILES: gl.constexpr = D // OUTPUTS
+        row = tile // TILES * D + tile % TILES * (OUTPUTS // 2)
+        other = row + D // 2
+    return row, other
+
+
+@gluon.jit
+def load_weights(weights, tile, row, other, column, part_size, bar, D: gl.constexpr, PARTS: gl.constexpr):
+    """Asks for a tile: from `column` on for each part the weights of its outputs, of heads both halves."""
+    OUTPUTS: gl.constexpr = TILE // PARTS
+    for part in gl.static_range(PARTS):
+        at = column + part * part_size
+        if D > 0:
+            load_tile(weights, [row, at], bar, tile.slice(part * OUTPUTS, OUTPUTS // 2, 0))
+            load_tile(weights, [other, at], bar, tile.slice(part * OUTPUTS + OUTPUTS // 2, OUTPUTS // 2, 0))
+        else:
+            load_tile(weights, [row, at], bar, tile.slice(part * OUTPUTS, OUTPUTS, 0))
+
+
+@gluon.jit
+def _bring_weights(
+    weights, ring, full, empty, first, part_size, steps,
+    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """The first PACE slots, then one for each that has come, so that kernels that still run wait little for theirs."""
+    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
+    for number in range(steps):
+        if PACE < SLOTS and number >= PACE and number < SLOTS:
+            wait_full(full, number - PACE, SLOTS)
+        wait_empty(empty, number, SLOTS)
+        slot, column = number % SLOTS, first + 2 * number * DEPTH
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * TILE * 128)
+        load_weights(weights, ring.index(2 * slot), row, other, column, part_size, bar, D, PARTS)
+        load_weights(weights, ring.index(2 * slot + 1), row, other, column + DEPTH, part_size, bar, D, PARTS)
+
+
+@gluon.jit
+def load_inputs(x, tile, column, part_size, bar, ROWS: gl.constexpr, PARTS: gl.constexpr):
+    for part in gl.static_range(PARTS):
+        load_tile(x, [0, column + part * part_size], bar, tile.slice(part * ROWS, ROWS, 0))
+
+
+@gluon.jit
+def _bring_inputs(
+    x, ring, full, empty, first, part_size, steps,
+    ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    for number in range(steps):
+        wait_empty(empty, number, X_SLOTS)
+        slot, column = number % X_SLOTS, first + 2 * number * DEPTH
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * PARTS * ROWS * 128)
+        load_inputs(x, ring.index(2 * slot), column, part_size, bar, ROWS, PARTS)
+        load_inputs(x, ring.index(2 * slot + 1), column + DEPTH, part_size, bar, ROWS, PARTS)
+
+
+@gluon.jit
+def _add_products(
+    ring, full, empty, x_ring, x_full, x_empty, steps, COLUMNS: gl.constexpr, IS_FP8: gl.constexpr, ACC: gl.constexpr
+):  # fmt: skip
+    """Sums (TILE, COLUMNS). In FP8 every DEPTH inputs are added in the tensor cores alone, then to a sum in fp32."""
+    zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
+    sums = zeros
+    for number in range(steps):
+        slot, x_slot = number % SLOTS, number % X_SLOTS
+        wait_full(full, number, SLOTS)
+        wait_full(x_full, number, X_SLOTS)
+        x, next_x = x_ring.index(2 * x_slot).permute((1, 0)), x_ring.index(2 * x_slot + 1).permute((1, 0))
+        if IS_FP8:
+            some = warpgroup_mma(ring.index(2 * slot), x, zeros, use_acc=False, is_async=True)
+            more = warpgroup_mma(ring.index(2 * slot + 1), next_x, zeros, use_acc=False, is_async=True)
+            some, more = warpgroup_mma_wait(0, deps=[some, more])
+            sums = sums + some + more
+        else:
+            sums = warpgroup_mma(ring.index(2 * slot), x, sums, is_async=True)
+            sums = warpgroup_mma(ring.index(2 * slot + 1), next_x, sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index(slot))
+        mbarrier.arrive(x_empty.index(x_slot))
+    return sums
+
+
+@gluon.jit
+def add_parts(sums, ROWS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of sums (TILE, PARTS * ROWS) of each part's weights by each part's inputs those that belong together, added in
+    order: (TILE / PARTS, ROWS)."""
+    if PARTS > 1:
+        OUTPUTS: gl.constexpr = TILE // PARTS
+        CELLS: gl.constexpr = LAYOUT.parent
+        pairs = gl.permute(gl.reshape(sums, [PARTS, OUTPUTS, PARTS, ROWS]), (1, 3, 0, 2))
+        pairs = gl.convert_layout(gl.reshape(pairs, [OUTPUTS, ROWS, PARTS * PARTS]), CELLS)
+        pair = gl.arange(0, PARTS * PARTS, gl.SliceLayout(0, gl.SliceLayout(1, CELLS)))[None, None, :]
+        total = gl.zeros((OUTPUTS, ROWS), gl.float32, LAYOUT)
+        for part in gl.static_range(PARTS):
+            total += gl.sum(gl.where(pair == part * (PARTS + 1), pairs, 0.0), axis=2)
+        sums = total
+    return sums
+
+
+@gluon.jit
+def load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, inside, D: gl.constexpr):
+    """cos, sin (dims, ROWS) and slots (ROWS,); of no heads none."""
+    angles = ()
+    if D > 0:
+        angle = gl.load(positions_ptr + row, mask=inside, other=0)[None, :] * D + dim[:, None]
+        slot = gl.load(slots_ptr + row, mask=inside, other=0)
+        angles = gl.load(cos_ptr + angle), gl.load(sin_ptr + angle), slot  # type: ignore[assignment]
+    return angles
+
+
+@gluon.jit
+def store_head_tile(
+    rounded, angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """`store_heads` of kernels/kv/rope.py of rounded (OUTPUTS, ROWS) in fp32."""
+    OUTPUTS: gl.constexpr = rounded.shape[0]
+    cos, sin, slot = angles
+    halves = gl.permute(gl.reshape(rounded, [2, OUTPUTS // 2, rounded.shape[1]]), (1, 2, 0))
+    first, second = gl.split(gl.convert_layout(halves, LAYOUT))
+    one, other = gl.fma(first, cos, -(second * sin)), gl.fma(second, cos, first * sin)
+    head, mask = tile // (D // OUTPUTS), inside[None, :] & (dim >= 0)[:, None]
+    if head < Q:
+        cells = out_ptr + (row[None, :].to(gl.int64) * Q + head) * D + dim[:, None]
+        gl.store(cells, one.to(cells.dtype.element_ty), mask=mask)
+        gl.store(cells + D // 2, other.to(cells.dtype.element_ty), mask=mask)
+    else:
+        place = (slot[None, :] * G + (head - Q) % G) * D + dim[:, None]
+        if head < Q + G:
+            gl.store(keys_ptr + place, one.to(keys_ptr.dtype.element_ty), mask=mask)
+            gl.store(keys_ptr + place + D // 2, other.to(keys_ptr.dtype.element_ty), mask=mask)
+        else:
+            gl.store(values_ptr + place, first.to(values_ptr.dtype.element_ty), mask=mask)
+            gl.store(values_ptr + place + D // 2, second.to(values_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _multiply(
+    ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    IS_FP8: gl.constexpr = scales_ptr is not None
+    OUTPUTS: gl.constexpr = TILE // PARTS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * ROWS, 32 if IS_FP8 else 16])
+    CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
+    OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # a dim and its other half
+    tile = gl.program_id(0)
+    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0
+    first_row, other_row = first_rows(tile, D, OUTPUTS)
+    outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
+    # What no kernel writes is loaded before the wait: after the products it would be waited for.
+    scales, bias, row_scales = None, None, None
+    if IS_FP8:
+        scales = gl.load(scales_ptr + outputs)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + outputs).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    if IS_FP8:
+        row_scales = gl.load(x_scales_ptr + row * scale_stride, mask=row < num_rows, other=0.0)
+    if D > 0:
+        first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
+    dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
+    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
+    sums = _add_products(ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, ACC)
+    if PDL:
+        gdc_launch_dependents()
+    sums = add_parts(sums, ROWS, PARTS, OUT)
+    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    last = num_rows > 0
+    if SPLIT > 1:
+        parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
+    if IS_FP8:
+        sums = sums * scales[:, None] * row_scales[None, :]  # in the order of the library
+    if bias_ptr is not None:
+        sums += bias[:, None]
+    rounded = sums.to(out_ptr.dtype.element_ty)
+    if D > 0:
+        inside = (head_row < num_rows) & last
+        store_head_tile(
+            rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
+        )
+    else:
+        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def streamed_linear_kernel(
+    x, weights, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    scale_stride, num_rows, num_outputs, num_inputs, part_size,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
+    PACE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
+    heads of D dims these are rotated and stored."""
+    HELD: gl.constexpr = gl.NVMMASharedLayout(128, weights.dtype.primitive_bitwidth, 2)
+    ring = gl.allocate_shared_memory(weights.dtype, [2 * SLOTS, TILE, DEPTH], HELD)
+    x_ring = gl.allocate_shared_memory(x.dtype, [2 * X_SLOTS, PARTS * ROWS, DEPTH], HELD)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
+    init_ring(full, empty, SLOTS)
+    init_ring(x_full, x_empty, X_SLOTS)
+    share_barriers()
+    first = gl.program_id(1) * part_size
+    steps = gl.cdiv(gl.minimum(part_size, num_inputs - first), 2 * DEPTH)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
+                counters_ptr, scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, PDL,
+            )),
+            (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS, PACE)),
+            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),
+        ],
+        [1, 1],
+        [32, 32],
+    )  # fmt: skip
