@@ -35,7 +35,7 @@ from slipstream.config import run
 from slipstream.kernels.gemm import fp8, int4
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder, usual_part
-from slipstream.kernels.gemm.small_m import Tiling, choose_tiling
+from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
 from slipstream.models.files.checkpoint import read_json, read_tensors
 
 PEAK = {"bf16": 989e12, "fp8": 1979e12, "fp8 blocks": 1979e12, "int4": 989e12, "int4 zeros": 989e12}  # an H100's

@@ -28,11 +28,11 @@ from slipstream.kernels.gemm.gathered_head import (
 from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
-    Tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
 )
-from slipstream.kernels.gemm.small_m import choose_tiling as choose_linear_tiling
+from slipstream.kernels.gemm.tiling import Tiling
+from slipstream.kernels.gemm.tiling import choose_tiling as choose_linear_tiling
 from slipstream.kernels.kv.cache import move_rows, move_rows_triton
 from slipstream.kernels.kv.fp8 import encode
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton

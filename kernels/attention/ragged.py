@@ -43,7 +43,7 @@ from slipstream.kernels.attention.tree import (
     score_factors,
     sees,
 )
-from slipstream.kernels.gemm.small_m import PROGRAMS
+from slipstream.kernels.gemm.tiling import PROGRAMS
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, wait_for_inputs
 from slipstream.kernels.speculation.verify import MAX_NODES

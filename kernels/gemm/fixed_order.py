@@ -23,15 +23,12 @@ from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
-    MAX_OUTPUTS,
     MAX_ROWS,
-    SHARED_MEMORY,
-    choose_tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
-    part_inputs,
     rotates,
 )
+from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
 

@@ -25,17 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
-from slipstream.kernels.gemm.small_m import (
-    Heads,
-    Tiling,
-    choose_tiling,
-    inputs_ahead,
-    merge_parts,
-    part_inputs,
-    round_silu_mul,
-    scratch,
-    store_outputs,
-)
+from slipstream.kernels.gemm.small_m import inputs_ahead, merge_parts, round_silu_mul, scratch, store_outputs
+from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm

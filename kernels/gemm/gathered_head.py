@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gemm.linear import few_on_gpu, linear
-from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.sampling.processors import parameter_entry
 from slipstream.kernels.sampling.sample import (

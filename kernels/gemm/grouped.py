@@ -39,7 +39,7 @@ from slipstream.kernels.gemm.expert_weights import (
 )
 from slipstream.kernels.gemm.fp8 import QuantizedRows
 from slipstream.kernels.gemm.router import Routing
-from slipstream.kernels.gemm.small_m import PROGRAMS, SHARED_MEMORY
+from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, use_triton, wait_for_inputs
 

@@ -28,16 +28,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder
-from slipstream.kernels.gemm.small_m import (
-    PROGRAMS,
-    SHARED_MEMORY,
-    Heads,
-    Tiling,
-    merge_parts,
-    part_inputs,
-    round_silu_mul,
-    scratch,
-)
+from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
+from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY, Heads, Tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
 

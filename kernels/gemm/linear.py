@@ -8,12 +8,11 @@ from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
-    MAX_OUTPUTS,
-    SHARED_MEMORY,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
     rotates,
 )
+from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import shared_memory, use_triton
 

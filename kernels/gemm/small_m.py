@@ -6,8 +6,7 @@ number of rows nor on the run: inputs are summed in a fixed order.
 Letters: M rows, I inputs, O outputs.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,62 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
+from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters, is_last_done
-from slipstream.kernels.kv.rope import NO_ROTATION, Rotation, head_outputs, load_angles, store_heads
+from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import pdl_options, prefetch
 
 MAX_ROWS = 128
 FAST_ROWS = 64  # up to here faster than the library, or as fast
 MAX_GATED_ROWS = 128  # beyond FAST_ROWS the library's products are as fast, but it needs a kernel for the gate
-PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
-SHARED_MEMORY = 200 << 10  # bytes that the largest tiles need: sm_90 and sm_100 have them
 # Bytes of each output's weights that a program reads into the L2 cache while the kernel before is at work, the fastest
 # of five numbers: more of them, and for more rows those of 16-bit weights, delay what that kernel still reads.
 AHEAD = 512
 AHEAD_ROWS = 16
-UNIT = 128  # inputs that are never shared out
-MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is tiled. 64 outputs are the least that `wgmma` takes; 16 KB of weights fill a tile."""
-
-    outputs: int
-    """Output features of one program; of a gated product, as many gates and as many ups."""
-    depth: int
-    """Inputs that it loads at a time."""
-    split: int
-    """Programs that share the inputs of one tile of outputs."""
-    stages: int = 4
-    """Tiles in shared memory."""
-    warps: int = 4
-    least_rows: int = 16
-    """Of a tile, with which `wgmma` multiplies in four warps; of fewer, or in two warps, `mma.sync` does."""
-
-
-def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
-    """The tiling of 16-bit weights (O, I), the fastest that bench/kernel_times.py --tune finds on an H200.
-
-    Any number of rows sums inputs in the same order, so results round alike.
-    """
-    if gated:
-        if num_rows > 64:
-            return Tiling(outputs=128, depth=64, split=1, warps=8)
-        # Either way two programs fit on a multiprocessor.
-        return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= 32 else 3)
-    if num_outputs > MAX_OUTPUTS:
-        return Tiling(outputs=128, depth=64, split=1, stages=3)
-    split = 1
-    while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= 1024 * 2 * split:
-        split *= 2
-    return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
-
-
-def part_inputs(num_inputs: int, tiling: Tiling) -> int:
-    """Inputs of each of the parts that `tiling.split` programs sum, but for the last: the same for every depth."""
-    unit = max(tiling.depth, UNIT) if num_inputs >= UNIT * tiling.split else tiling.depth
-    return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
 
 
 def inputs_ahead(weight: Tensor, part: int, ahead: int = AHEAD) -> int:
@@ -140,23 +95,6 @@ def _launch(
 def rotates(weight: Tensor, rotation: Rotation) -> bool:
     """Whether the kernel of few rows can rotate what it projects: a program has pairs of one head."""
     return len(weight) <= MAX_OUTPUTS and rotation.fits(choose_tiling(*weight.shape).outputs)
-
-
-class Heads(NamedTuple):
-    """Of a product whose kernel may rotate what it projects (kernels/kv/rope.py)."""
-
-    num_outputs: int  # that are returned
-    head_dim: int  # 0: nothing is rotated
-    arguments: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, rotation: Rotation | None, num_outputs: int, tiling: Tiling) -> "Heads":
-        if rotation is None:
-            return cls(num_outputs, 0, NO_ROTATION)
-        assert rotation.fits(tiling.outputs)
-        _, num_kv_heads, head_dim = rotation.keys.shape
-        num_heads = num_outputs // head_dim - 2 * num_kv_heads
-        return cls(num_heads * head_dim, head_dim, rotation.arguments(num_heads))
 
 
 def scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gemm.fp8 import ALIGNMENT, BLOCK, LARGEST, SMALLEST_SCALE, QuantizedRows
-from slipstream.kernels.gemm.small_m import choose_tiling, round_silu_mul
+from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     fence_copies,
@@ -40,6 +40,7 @@ from slipstream.kernels.gemm.streamed import (
     wait_for_all,
     wait_full,
 )
+from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.grid_sync import barriers, done_counters, new_words
 from slipstream.kernels.launch import pdl_options
 

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gemm.int4 import CHUNK, PLANE, Int4Weight, _plane, is_packed, unit_inputs, unit_words
-from slipstream.kernels.gemm.small_m import Heads, Tiling, part_inputs
 from slipstream.kernels.gemm.streamed import (
     init_ring,
     share_barriers,
@@ -33,6 +32,7 @@ from slipstream.kernels.gemm.streamed_linear import (
     own_parts,
     store_head_tile,
 )
+from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
@@ -196,7 +196,7 @@ def _multiply(
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
         sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
-    if bias_ptr is not None:
+    if bias is not None:
         sums += bias[:, None]
     rounded = sums.to(out_ptr.dtype.element_ty)
     if D > 0:

@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.gemm.small_m import Heads, Tiling, part_inputs
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     init_ring,
@@ -32,6 +31,7 @@ from slipstream.kernels.gemm.streamed import (
     wait_empty,
     wait_full,
 )
+from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
@@ -277,8 +277,9 @@ def _multiply(
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
         sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
     if IS_FP8:
-        sums = sums * scales[:, None] * row_scales[None, :]  # in the order of the library
-    if bias_ptr is not None:
+        # In the order of the library.
+        sums = sums * scales[:, None] * row_scales[None, :]  # type: ignore[index]
+    if bias is not None:
         sums += bias[:, None]
     rounded = sums.to(out_ptr.dtype.element_ty)
     if D > 0:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm import fp8, int4, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
-from slipstream.kernels.gemm.small_m import choose_tiling, rotates
+from slipstream.kernels.gemm.small_m import rotates
+from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer

@@ -15,7 +15,8 @@ from slipstream.kernels.gemm.fixed_order import (
     sum_parts_triton,
     usual_part,
 )
-from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
+from slipstream.kernels.gemm.small_m import linear_few_rows_triton
+from slipstream.kernels.gemm.tiling import Tiling, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
 from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
 

@@ -16,7 +16,7 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_rms_norm,
     quantized_silu_mul,
 )
-from slipstream.kernels.gemm.small_m import choose_tiling
+from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]

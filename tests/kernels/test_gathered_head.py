@@ -12,7 +12,7 @@ from slipstream.kernels.gemm.gathered_head import (
     head_logits,
     head_topk,
 )
-from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, exact_scores, keys_of, poisoned, replayed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, int4, small_m
 from slipstream.kernels.gemm.int4 import Int4Weight, pack_codes, pack_units
-from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
@@ -292,6 +292,6 @@ def test_a_projection_rotates_and_stores(
 )
 def test_a_projection_of_any_format_rotates(format: str, case: tuple[int, int, int, int], codes: bool) -> None:
     num_outputs = (case[1] + 2 * case[2]) * case[3]
-    choose = {"plain": small_m.choose_tiling, "int4": int4.choose_int4_tiling}.get(format, fp8.choose_fp8_tiling)
+    choose = {"plain": choose_tiling, "int4": int4.choose_int4_tiling}.get(format, fp8.choose_fp8_tiling)
     tiling = choose(num_outputs, 256, False, case[0])
     check_projection(format, case, torch.bfloat16, "cuda", tiling, codes)

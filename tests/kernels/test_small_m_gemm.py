@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from slipstream.kernels.gemm import small_m
 from slipstream.kernels.gemm.activation import Activation, gelu_tanh_mul, silu_mul
 from slipstream.kernels.gemm.linear import gated_linear, linear
-from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, PROGRAMS, Tiling, choose_tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
@@ -89,10 +89,10 @@ def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> Non
 
 
 def test_tilings_fill_the_device_once() -> None:
-    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= small_m.MAX_OUTPUTS):
-        tiling = small_m.choose_tiling(outputs, inputs)
+    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= MAX_OUTPUTS):
+        tiling = choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
-        assert small_m.PROGRAMS / 2 < programs <= small_m.PROGRAMS
+        assert PROGRAMS / 2 < programs <= PROGRAMS
 
 
 def test_no_rows_and_the_cpu() -> None:

@@ -12,6 +12,7 @@ from slipstream.kernels.gemm import fp8, int4, small_m
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear, streams_int4
 from slipstream.kernels.gemm.streamed_linear import streamed_linear, streams_linear
+from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_fp8, test_int4
@@ -33,7 +34,7 @@ def of_16_bits(shape: tuple[int, int], bias: Tensor | None) -> Both:
     weight = torch.randn(shape, device="cuda").bfloat16()
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
-        tiling = small_m.choose_tiling(*shape, num_rows=len(x))
+        tiling = choose_tiling(*shape, num_rows=len(x))
         assert streams_linear(x, weight, tiling, rotation)
         return streamed_linear(x, weight, bias, tiling, x.dtype, None, rotation)
 
