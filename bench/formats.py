@@ -32,7 +32,7 @@ from torch import Tensor
 from slipstream.bench.gpu import copy_bandwidth, milliseconds
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
-from slipstream.kernels.gemm import fp8, int4
+from slipstream.kernels.gemm import fp8, int4, int4_weight
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder, usual_part
 from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
@@ -136,16 +136,16 @@ def product_of(
     part = int4.part_of(stored, gated)
     if device == "cuda" and (outputs, inputs, False, gated, part) not in order.by_library:
         many = [rows for rows in config.rows if rows > int4.FEW_ROWS]
-        order.check(int4.dequantize(stored, torch.bfloat16), None, many, gated=gated, part=part)
+        order.check(int4_weight.dequantize(stored, torch.bfloat16), None, many, gated=gated, part=part)
     return lambda x, gated: int4.int4_linear(x, stored, None, gated, order), kept
 
 
-def random_int4(outputs: int, inputs: int, has_zeros: bool, device: str) -> int4.Int4Weight:
-    units = int4.num_pairs(inputs, GROUP), outputs, 2
-    words = torch.randint(-(2**31), 2**31, (outputs, int4.num_words(inputs)), device=device).int()
+def random_int4(outputs: int, inputs: int, has_zeros: bool, device: str) -> int4_weight.Int4Weight:
+    units = int4_weight.num_pairs(inputs, GROUP), outputs, 2
+    words = torch.randint(-(2**31), 2**31, (outputs, int4_weight.num_words(inputs)), device=device).int()
     scales = torch.rand(units, device=device).mul(0.2 * inputs**-0.5).bfloat16()
     zeros = torch.randint(16, units, device=device).to(torch.int16) if has_zeros else None
-    return int4.Int4Weight(words, scales, zeros, GROUP, inputs)
+    return int4_weight.Int4Weight(words, scales, zeros, GROUP, inputs)
 
 
 @torch.inference_mode()
@@ -246,7 +246,7 @@ def tunable(
 
 
 def tilings(name: str, outputs: int, gated: bool) -> Iterator[Tiling]:
-    depth, is_int4 = (int4.CHUNK, True) if name.startswith("int4") else (fp8.BLOCK, False)
+    depth, is_int4 = (int4_weight.CHUNK, True) if name.startswith("int4") else (fp8.BLOCK, False)
     for split in (1,) if gated else (1, 2, 4) if is_int4 else (1, 2, 4, 8):
         for size, warps in ((64, 4), (128, 8), *([(128, 4)] if is_int4 else [])):
             for stages in (3, 4, 6, 8):

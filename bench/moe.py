@@ -34,7 +34,7 @@ from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.expert_weights import CHUNKS, ExpertMatrix, FP8Weight, format_of, pointers
 from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales
 from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, least_rows, mix_experts_triton
-from slipstream.kernels.gemm.int4 import Int4Weight, num_pairs, num_words
+from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 

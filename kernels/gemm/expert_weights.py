@@ -1,6 +1,6 @@
 """How the weights of a layer's experts are stored, and the product of a tile of one expert with rows of inputs.
 
-16 bits, FP8 (kernels/gemm/fp8.py), MXFP4 (mxfp4.py) and 4-bit integers (int4.py). All experts of a layer have one
+16 bits, FP8 (kernels/gemm/fp8.py), MXFP4 (mxfp4.py) and 4-bit integers (int4_weight.py). All of a layer have one
 format. In every one a product adds inputs in their order, whatever the tile, and weights are the left operand, so that
 a row has the same bits among any others. Inputs of FP8 weights are quantised row by row.
 Letters: E experts, O outputs, I inputs, B = ceil(I / 128) blocks of inputs.
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gemm import fp8, int4, mxfp4
-from slipstream.kernels.gemm.int4 import Int4Weight
+from slipstream.kernels.gemm import fp8, int4, int4_weight, mxfp4
+from slipstream.kernels.gemm.int4_weight import Int4Weight
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight
 
@@ -67,7 +67,7 @@ def pointers(matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None, Tensor | None
     elif isinstance(matrix, MXFP4Weight):
         found = (matrix.words, matrix.scales, None)
     elif isinstance(matrix, Int4Weight):
-        found = (matrix.words, *int4.unit_words(matrix))
+        found = (matrix.words, *int4_weight.unit_words(matrix))
     else:
         found = (matrix, None, None)
     assert all(tensor is None or tensor.is_contiguous() for tensor in found)
@@ -84,12 +84,12 @@ def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:
     if isinstance(matrix, MXFP4Weight):
         is_packed = mxfp4.is_packed(x, matrix)
     elif isinstance(matrix, Int4Weight):
-        unit, is_packed = int4.unit_inputs(matrix.group_size), int4.is_packed(matrix)
+        unit, is_packed = int4_weight.unit_inputs(matrix.group_size), int4_weight.is_packed(matrix)
         assert not is_packed or matrix.scales.dtype == x.dtype
     return {"FORMAT": format, "DEPTH": chunk, "UNIT": unit, "EVEN": size % chunk == 0, "PACKED": is_packed}
 
 
-CHUNKS = {"fp8": fp8.BLOCK, "fp8 blocks": fp8.BLOCK, "mxfp4": mxfp4.CHUNK, "int4": int4.CHUNK}
+CHUNKS = {"fp8": fp8.BLOCK, "fp8 blocks": fp8.BLOCK, "mxfp4": mxfp4.CHUNK, "int4": int4_weight.CHUNK}
 """Inputs of a tile, by format."""
 MOST_CHUNKS: tl.constexpr = tl.constexpr(4)  # of a step in MXFP4; a power of two
 WEIGHT_BITS = {"fp8": 8, "fp8 blocks": 8, "mxfp4": 4, "int4": 4}
@@ -201,12 +201,12 @@ def _multiply_int4(
     chunks, output = tl.cdiv(num_inputs, CHUNK), (expert.to(tl.int64) * num_outputs + feature)[:, None]
     words = words_ptr + output * (chunks * PLANE) + tl.arange(0, PLANE)[None, :]
     pairs = expert.to(tl.int64) * chunks * (CHUNK // (2 * UNIT))
-    scales, zeros = int4.unit_pointers(scale_ptr, pairs, feature[:, None], num_outputs, PACKED), None
+    scales, zeros = int4_weight.unit_pointers(scale_ptr, pairs, feature[:, None], num_outputs, PACKED), None
     if zeros_ptr is not None:
-        zeros = int4.unit_pointers(zeros_ptr, pairs, feature[:, None], num_outputs, PACKED)
+        zeros = int4_weight.unit_pointers(zeros_ptr, pairs, feature[:, None], num_outputs, PACKED)
     for chunk in range(chunks):
         acc = int4.add_products(
             acc, words, scales, zeros, num_outputs, rows, valid[:, None], num_inputs, chunk,
             UNIT, EVEN, PACKED, PRECISION,
         )  # fmt: skip
-    return int4.unscaled(acc, rows.dtype.element_ty, PACKED)
+    return int4_weight.unscaled(acc, rows.dtype.element_ty, PACKED)

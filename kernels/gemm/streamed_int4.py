@@ -1,6 +1,6 @@
-"""Products of few rows with 4-bit weights that are on their way before the rows are there (streamed_linear.py). Bits
-are those of kernels/gemm/int4.py, whose layout and decoding these are.
+"""Products of few rows with 4-bit weights that are on their way before the rows are there (streamed_linear.py).
 
+Their layout and decoding are those of int4_weight.py, the bits those of int4.py.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.gemm.int4 import CHUNK, PLANE, Int4Weight, _plane, is_packed, unit_inputs, unit_words
+from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, plane, unit_inputs, unit_words
 from slipstream.kernels.gemm.streamed import (
     init_ring,
     share_barriers,
@@ -107,7 +107,7 @@ def _bring_inputs(
 
 @gluon.jit
 def _load_units(pointers, step, num_outputs, UNIT: gl.constexpr):
-    """`load_units` of int4.py, as words of two units; of no pointers none."""
+    """`load_units` of int4_weight.py, as words of two units; of no pointers none."""
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
     found = ()
     if pointers is not None:
@@ -119,8 +119,8 @@ def _load_units(pointers, step, num_outputs, UNIT: gl.constexpr):
 @gluon.jit
 def _planes(words, scales, zeros, PLACE: gl.constexpr, UNIT: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights (TILE, 64) of two planes of a step. Threads keep their numbers."""
-    first = _plane(words, scales, zeros, PLACE, UNIT, gl.bfloat16, True)
-    second = _plane(words, scales, zeros, PLACE + 1, UNIT, gl.bfloat16, True)
+    first = plane(words, scales, zeros, PLACE, UNIT, gl.bfloat16, True)
+    second = plane(words, scales, zeros, PLACE + 1, UNIT, gl.bfloat16, True)
     both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
     return gl.convert_layout(both, LAYOUT)
 

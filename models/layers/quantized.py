@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm import fp8, int4, streamed_fp8
+from slipstream.kernels.gemm import fp8, int4, int4_weight, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
 from slipstream.kernels.gemm.small_m import rotates
 from slipstream.kernels.gemm.tiling import choose_tiling
@@ -251,10 +251,11 @@ class Int4Linear(QuantizedLinear):
         for part in self.parts or [None]:
             if self.size_of(part) % 8 or inputs % 8:
                 raise ValueError(f"weights of {self.size_of(part)} x {inputs} do not fill words of 8; int4 needs that")
-        self.group_size = format.group_size if format.group_size > 0 else -(-inputs // int4.CHUNK) * int4.CHUNK
+        whole = -(-inputs // int4_weight.CHUNK) * int4_weight.CHUNK
+        self.group_size = format.group_size if format.group_size > 0 else whole
         self.num_groups = -(-inputs // self.group_size)
-        self.register_buffer("words", torch.empty(outputs, int4.num_words(inputs), dtype=torch.int32))
-        units = int4.num_pairs(inputs, self.group_size), outputs, 2
+        self.register_buffer("words", torch.empty(outputs, int4_weight.num_words(inputs), dtype=torch.int32))
+        units = int4_weight.num_pairs(inputs, self.group_size), outputs, 2
         self.register_buffer("scales", torch.empty(units))  # in the network's dtype
         if not format.symmetric:
             self.register_buffer("zeros", torch.empty(units, dtype=torch.int16))
@@ -289,14 +290,14 @@ class Int4Linear(QuantizedLinear):
         order = self._order(part, tensors.get("g_idx", tensors.get("weight_g_idx")))
         scales = tensors["weight_scale"] if self.format.layout == "packed" else tensors["scales"].t()
         own = self.get_buffer("scales")
-        own[:, rows] = int4.pack_units(scales.to(own.device), self.group_size, self.in_features).to(own.dtype)
+        own[:, rows] = int4_weight.pack_units(scales.to(own.device), self.group_size, self.in_features).to(own.dtype)
         self._load_zeros(rows, tensors)
         words = self.get_buffer("words")[rows]
         step = max(CHUNK // (16 * self.in_features) // 8 * 8, 8)
         for start in range(0, len(words), step):
             stop = min(start + step, len(words))
             codes = self._codes(tensors, slice(start, stop), words.device)
-            words[start:stop] = int4.pack_codes(codes if order is None else codes[:, order.to(codes.device)])
+            words[start:stop] = int4_weight.pack_codes(codes if order is None else codes[:, order.to(codes.device)])
         if self.bias is not None:
             self._load_bias(part, tensors)
         elif "bias" in tensors and bool(tensors["bias"].count_nonzero()):
@@ -323,9 +324,9 @@ class Int4Linear(QuantizedLinear):
             zeros = _nibbles(tensors["qzeros"].to(device)).flatten(1).t()
         zeros = zeros.to(torch.uint8) + self.format.zero_offset
         if not self.format.symmetric:
-            units = int4.pack_units(zeros, self.group_size, self.in_features)
+            units = int4_weight.pack_units(zeros, self.group_size, self.in_features)
             self.get_buffer("zeros")[:, rows] = units.to(torch.int16)
-        elif bool((zeros != int4.SYMMETRIC_ZERO).any()):
+        elif bool((zeros != int4_weight.SYMMETRIC_ZERO).any()):
             raise ValueError(
                 "the config says that weights are symmetric, but zeros of the file are not 8; is sym false?"
             )
@@ -347,9 +348,9 @@ class Int4Linear(QuantizedLinear):
         return order
 
     @property
-    def stored(self) -> int4.Int4Weight:
+    def stored(self) -> int4_weight.Int4Weight:
         zeros = None if self.format.symmetric else self.get_buffer("zeros")
-        return int4.Int4Weight(
+        return int4_weight.Int4Weight(
             self.get_buffer("words"), self.get_buffer("scales"), zeros, self.group_size, self.in_features
         )
 
@@ -383,12 +384,12 @@ class Int4Linear(QuantizedLinear):
         assert self.order is not None
         many = [count for count in rows if count > int4.FEW_ROWS]
         if many:
-            whole = int4.dequantize(self.stored, self.get_buffer("scales").dtype)
+            whole = int4_weight.dequantize(self.stored, self.get_buffer("scales").dtype)
             part = int4.part_of(self.stored, self.is_gated)
             self.order.check(whole, self.bias, many, gated=self.is_gated, part=part)
 
     def dequantized(self) -> Tensor:
-        weight = int4.dequantize(self.stored, torch.float32)
+        weight = int4_weight.dequantize(self.stored, torch.float32)
         return weight[:, self.get_buffer("permutation").argsort()] if "permutation" in self._buffers else weight
 
 

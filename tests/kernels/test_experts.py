@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm import fp8, grouped, int4
+from slipstream.kernels.gemm import fp8, grouped, int4_weight
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
     FUSED_ROWS,
@@ -112,13 +112,13 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
         spread = torch.arange(inputs, device=device) // 32
         value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
         given = given.to(torch.bfloat16 if device == "cuda" else torch.float16)
-        words = torch.stack([int4.pack_codes(own) for own in numbers])
+        words = torch.stack([int4_weight.pack_codes(own) for own in numbers])
         scales_of_units, zeros_of_units = (
-            None if own is None else torch.stack([int4.pack_units(one, 32, inputs) for one in own])
+            None if own is None else torch.stack([int4_weight.pack_units(one, 32, inputs) for one in own])
             for own in (given, None if zeros is None else zeros.to(torch.int16))
         )
         value = (value * given.double()[..., spread]).to(torch.bfloat16 if device == "cuda" else torch.float32).double()
-        return int4.Int4Weight(words, scales_of_units, zeros_of_units, 32, inputs), value
+        return int4_weight.Int4Weight(words, scales_of_units, zeros_of_units, 32, inputs), value
     weight = torch.randn(experts, outputs, inputs, generator=generator, device=device).to(fp8.E4M3)
     static = torch.tensor(0.02, device=device) if kind == "fp8 static" else None
     if kind == "fp8 blocks":

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from slipstream.kernels.gemm import int4
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
-from slipstream.kernels.gemm.int4 import Int4Weight, dequantize, int4_linear, pack_codes, pack_units, unpack_words
+from slipstream.kernels.gemm.int4 import int4_linear
+from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize, pack_codes, pack_units, unpack_words
 from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 

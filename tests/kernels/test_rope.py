@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import fp8, int4, small_m
-from slipstream.kernels.gemm.int4 import Int4Weight, pack_codes, pack_units
+from slipstream.kernels.gemm.int4_weight import Int4Weight, pack_codes, pack_units
 from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
