@@ -211,7 +211,8 @@ def clock_ms(work: Callable[[], object]) -> float:
 
 
 def tune(config: FormatsConfig) -> Iterator[dict[str, Any]]:
-    """Times of a product of all layers, by tiling; the chosen one is None. Other splits have other bits."""
+    """Times of a product of all layers, by tiling; None: as callers get it, perhaps by a kernel that takes no tiling.
+    Other splits have other bits."""
     for name in config.formats:
         if name == "bf16":
             continue

@@ -266,7 +266,8 @@ def moves(rows: int) -> Case:
 
 
 def linear(rows: int, name: str) -> Case:
-    """Our kernel up to its largest number of rows, and cuBLAS."""
+    """Our kernel up to its largest number of rows, as callers get it or, with a tiling, that of small_m.py; and
+    cuBLAS."""
     (outputs, inputs), is_gated = LINEARS[name], name == GATED
     x = random(rows, inputs)
     kernel = gated_linear_few_rows_triton if is_gated else linear_few_rows_triton

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.fixed_order import milliseconds, sum_parts_triton
 from slipstream.kernels.gemm.small_m import inputs_ahead, merge_parts, round_silu_mul, scratch, store_outputs
+from slipstream.kernels.gemm.streamed_linear import streamed_linear, streams_linear
 from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
@@ -243,7 +244,8 @@ def fp8_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """few: by the kernel of few rows; `tiling`: its tiles; `rotation`: see `linear_few_rows_triton`."""
+    """few: as few rows are multiplied; `tiling`: by the kernel here in such tiles, else by that of streamed_linear.py
+    where it is faster; `rotation`: see `linear_few_rows_triton`."""
     rows = len(x.codes)
     is_few = rows <= (FEW_GATED_ROWS if gated else FEW_ROWS) if few is None else few
     if is_few:
@@ -340,7 +342,11 @@ def _few_rows(
     tiling: Tiling | None = None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight) // (2 if gated else 1)
-    tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
+    if tiling is None:
+        tiling = choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
+        is_plain = not gated and scales.dim() == 1
+        if is_plain and streams_linear(x.codes, weight, tiling, rotation):
+            return streamed_linear(x.codes, weight, bias, tiling, x.dtype, (x.scales, scales), rotation)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:

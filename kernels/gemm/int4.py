@@ -25,19 +25,22 @@ from slipstream.kernels.gemm.int4_weight import (
     is_packed,
     load_units,
     num_words,
+    plane,
     unit_inputs,
     unit_pointers,
     unit_words,
     unscaled,
 )
 from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
+from slipstream.kernels.gemm.streamed import is_hopper
+from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear, streams_int4
 from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY, Heads, Tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
 
 FEW_ROWS = 128  # more are multiplied by dequantised weights
 TILE_ROWS = 64  # of a program, at most
-FAST_ROWS = 8  # up to here, without a fixed order, programs of two warps multiply by `mma.sync`
+SMALL_ROWS = 8  # of tiles that two warps multiply by `mma.sync`, which adds as `wgmma` does
 MOST_PARTS = 8  # of the inputs
 PART = 1024  # inputs that are not shared out
 AHEAD_CHUNKS = 2  # of each output's weights that programs read ahead, up to AHEAD_ROWS
@@ -77,15 +80,12 @@ def int4_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`: of few rows; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`.
-
-    Without an order up to FAST_ROWS rows are multiplied by `mma.sync`: it is faster for them, but rounds sums of
-    products otherwise than `wgmma`, so that last bits differ from those of other numbers of rows.
-    """
+    """`tiling`, of few rows: by the kernel here, else by that of streamed_int4.py where it is faster; its depth is
+    CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if len(x) <= FEW_ROWS:
-        return _launch(x, weight, bias, gated, tiling, rotation, fast=order is None)
+        return _launch(x, weight, bias, gated, tiling, rotation)
     assert rotation is None
     whole = dequantize.triton(weight, x.dtype)
     if order is None:
@@ -103,16 +103,15 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
 
 
 def choose_int4_tiling(
-    num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1, *, fast: bool = False
+    num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1, small: bool = True
 ) -> Tiling:
     """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
-    product; fast: without a fixed order. Tiles are the fastest of some on an H200."""
+    product; small: there are tiles of SMALL_ROWS rows. Tiles are the fastest of some on an H200."""
     split, tiles = 1, triton.cdiv(num_outputs, 64)
     while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
-    if fast and num_rows <= FAST_ROWS:
-        outputs, stages = (32, 4) if not gated and tiles * split <= 2 * PROGRAMS else (64, 3)
-        return Tiling(outputs, CHUNK, split, stages, warps=2, least_rows=FAST_ROWS)
+    if small and num_rows <= SMALL_ROWS:
+        return Tiling(outputs=64, depth=CHUNK, split=split, stages=3, warps=2, least_rows=SMALL_ROWS)
     return Tiling(outputs=128 if gated and 16 < num_rows <= 32 else 64, depth=CHUNK, split=split, stages=3)
 
 
@@ -123,12 +122,14 @@ def _launch(
     gated: bool,
     tiling: Tiling | None,
     rotation: Rotation | None = None,
-    *,
-    fast: bool,
 ) -> Tensor:
     num_rows, all_outputs, num_inputs = len(x), len(weight.words), weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
-    tiling = tiling or choose_int4_tiling(all_outputs, num_inputs, gated, num_rows, fast=fast)
+    if tiling is None:
+        small = is_hopper(x.device)  # no other GPU's bits were compared
+        tiling = choose_int4_tiling(all_outputs, num_inputs, gated, num_rows, small)
+        if not gated and rotation is None and streams_int4(x, weight, tiling):
+            return streamed_int4_linear(x, weight, bias, tiling)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -167,10 +168,17 @@ def add_products(
     own_scales, own_zeros = load_units(scales, chunk, num_outputs, CHUNK // UNIT, PACKED), ()
     if zeros is not None:
         own_zeros = load_units(zeros, chunk, num_outputs, CHUNK // UNIT, PACKED)
-    for half in tl.static_range(2):
-        k = chunk * CHUNK + half * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
+    # A plane at a time, for which Triton makes `mma.sync` multiply neighbouring inputs. Of joined ones it takes inputs
+    # from here and there, so that they are added in another order.
+    IS_SMALL: tl.constexpr = x_row.shape[0] < 16
+    DEPTH: tl.constexpr = CHUNK // 8 if IS_SMALL else CHUNK // 2
+    for index in tl.static_range(CHUNK // DEPTH):
+        k = chunk * CHUNK + index * DEPTH + tl.arange(0, DEPTH)[None, :]
         x = tl.load(x_row + k, mask=inside if EVEN else inside & (k < num_inputs), other=0.0)
-        weight = decode_half(word, own_scales, own_zeros, half, UNIT, x.dtype, PACKED)
+        if IS_SMALL:
+            weight = plane(word, own_scales, own_zeros, index, UNIT, x.dtype, PACKED)
+        else:
+            weight = decode_half(word, own_scales, own_zeros, index, UNIT, x.dtype, PACKED)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     if PACKED:
         # ptxas makes each wgmma wait for the one before where sums are on their way into the next round of a loop.

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import Activation, activate
+from slipstream.kernels.gemm.streamed_linear import streamed_linear, streams_linear
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, Heads, Tiling, choose_tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
@@ -45,10 +46,14 @@ def linear_few_rows_triton(
     rotation: Rotation | None = None,
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once. With a
-    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D)."""
-    num_outputs, num_inputs = weight.shape
-    tiling = tiling or choose_tiling(num_outputs, num_inputs, num_rows=len(x))
-    return _launch(x, weight, bias, num_outputs, tiling, gated=False, rotation=rotation)
+    `rotation`, of heads of queries, keys and values: the queries, rotated (M, Q * D). With a `tiling` by the kernel
+    here, else by that of streamed_linear.py where it is faster."""
+    if tiling is None:
+        num_outputs, num_inputs = weight.shape
+        tiling = choose_tiling(num_outputs, num_inputs, num_rows=len(x))
+        if streams_linear(x, weight, tiling, rotation):
+            return streamed_linear(x, weight, bias, tiling, x.dtype, rotation=rotation)
+    return _launch(x, weight, bias, len(weight), tiling, gated=False, rotation=rotation)
 
 
 def gated_linear_few_rows_triton(

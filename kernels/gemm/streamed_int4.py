@@ -13,7 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, plane, unit_inputs, unit_words
 from slipstream.kernels.gemm.streamed import (
+    MOST_REGISTERS,
     init_ring,
+    programs_of,
     share_barriers,
     store_part,
     streams,
@@ -22,73 +24,62 @@ from slipstream.kernels.gemm.streamed import (
     wait_empty,
     wait_full,
 )
-from slipstream.kernels.gemm.streamed_linear import (
-    TILE,
-    add_parts,
-    first_rows,
-    load_head_angles,
-    load_inputs,
-    load_weights,
-    own_parts,
-    store_head_tile,
-)
-from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.streamed_linear import TILE, add_parts, load_inputs, load_weights, own_parts
+from slipstream.kernels.gemm.tiling import Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
-from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
 
 MOST_ROWS = 16
-REGISTERS = 80  # of a thread, on average: three programs are on a multiprocessor
+MOST_PARTS = 4  # that a program adds up
+FEW_REGISTERS = 80  # of a thread, on average, of programs of one part: more of them fit on a multiprocessor
 DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
 SLOTS = gl.constexpr(4)  # of both rings
-PACE = 4
-MOST_PARTS = 4
+PACE = gl.constexpr(2)  # of these are asked for at first
 
 
-def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
-    num_outputs, part = len(weight.words), part_inputs(weight.num_inputs, tiling)
-    fits = weight.num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
+def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling) -> bool:
+    """Whether the kernel takes rows x (M, I), and is faster: where all programs run at a time. Later ones would begin
+    when the rows are there."""
+    num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
+    fits = num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
+    fits &= part * (tiling.split - 1) < num_inputs  # no part is empty
     fits &= x.dtype == weight.scales.dtype == torch.bfloat16 and is_packed(weight)
-    fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
-    return fits and x.is_contiguous() and streams(x, MOST_ROWS)
+    fits &= x.is_contiguous() and x.data_ptr() % 16 == 0
+    if not fits or not streams(x, MOST_ROWS):
+        return False
+    return num_outputs // TILE.value * tiling.split <= 2 * programs_of(x.device)
 
 
-def streamed_int4_linear(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling, rotation: Rotation | None = None
-) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O); with a `rotation` as `linear_few_rows_triton`."""
+def streamed_int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O)."""
     (num_rows, num_inputs), num_outputs, device = x.shape, len(weight.words), x.device
     rows = tile_rows(num_rows)
     parts = own_parts(rows, num_inputs, tiling, MOST_PARTS)
     split, outputs = tiling.split // parts, TILE.value // parts
-    heads = Heads.of(rotation, num_outputs, tiling)
-    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=device)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=device)
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
     streamed_int4_kernel[(num_outputs // outputs, split)](
-        tiles_of(x, [rows, CHUNK]), tiles_of(weight.words, [outputs // 2 if heads.head_dim else outputs, PLANE]),
-        *unit_words(weight), bias, out, partial, done_counters(device),
-        num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
-        *heads.arguments[:6], *heads.arguments[7:], D=heads.head_dim,
-        ROWS=rows, UNIT=unit_inputs(weight.group_size), PARTS=parts, SPLIT=split, PACE=PACE, num_warps=4,
-        maxnreg=REGISTERS if parts == 1 else 104, **pdl_options(device),
+        tiles_of(x, [rows, CHUNK]), tiles_of(weight.words, [outputs, PLANE]), *unit_words(weight), bias, out, partial,
+        done_counters(device), num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling),
+        ROWS=rows, UNIT=unit_inputs(weight.group_size), PARTS=parts, SPLIT=split, num_warps=4,
+        maxnreg=FEW_REGISTERS if parts == 1 else MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
 
 
 @gluon.jit
-def _bring_weights(
-    weights, ring, full, empty, first, part_steps, steps, D: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr
-):  # fmt: skip
-    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
+def _bring_weights(weights, ring, full, empty, first, part_steps, steps, PARTS: gl.constexpr):
+    """As in streamed_linear.py."""
+    row = gl.program_id(0) * (TILE // PARTS)
     for number in range(steps):
-        if PACE < SLOTS and number >= PACE and number < SLOTS:
+        if number >= PACE and number < SLOTS:
             wait_full(full, number - PACE, SLOTS)
         wait_empty(empty, number, SLOTS)
-        slot = number % SLOTS
-        bar = full.index(slot)
+        bar = full.index(number % SLOTS)
         mbarrier.expect(bar, 4 * TILE * WORDS)
-        load_weights(weights, ring.index(slot), row, other, (first + number) * WORDS, part_steps * WORDS, bar, D, PARTS)
+        column = (first + number) * WORDS
+        load_weights(weights, ring.index(number % SLOTS), row, row, column, part_steps * WORDS, bar, 0, PARTS)
 
 
 @gluon.jit
@@ -153,38 +144,30 @@ def _add_products(
 @gluon.jit
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    num_rows, num_outputs, first, part_steps, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr,
-    Q, G, D: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    PDL: gl.constexpr,
+    num_rows, num_outputs, first, part_steps, steps,
+    ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     OUTPUTS: gl.constexpr = TILE // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
     OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # a dim and its other half
-    tile, first_dim = gl.program_id(0), 0
+    tile = gl.program_id(0)
     place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
-    head_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
-    first_row, other_row = first_rows(tile, D, OUTPUTS)
-    outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
+    outputs = tile * OUTPUTS + place
     own = gl.arange(0, TILE, gl.SliceLayout(1, A))
-    own, part = own % OUTPUTS, own // OUTPUTS
-    features = gl.where(own < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + own
-    features += part * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
+    features = tile * OUTPUTS + own % OUTPUTS
+    features += own // OUTPUTS * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
     scale_pointers, zero_pointers, bias = (scales_ptr + features)[:, None], None, None
     if zeros_ptr is not None:
         zero_pointers = (zeros_ptr + features)[:, None]
+    # What no kernel writes is loaded before the wait: after the products it would be waited for.
     scales = _load_units(scale_pointers, first, num_outputs, UNIT)
     zeros = _load_units(zero_pointers, first, num_outputs, UNIT)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
     if PDL:
         gdc_wait()
-    if D > 0:
-        first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
-    dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
     sums = _add_products(
         ring, full, empty, x_ring, x_full, x_empty, scale_pointers, zero_pointers, scales, zeros, first, steps,
         num_outputs, PARTS * ROWS, UNIT, ACC, A,
@@ -192,31 +175,24 @@ def _multiply(
     if PDL:
         gdc_launch_dependents()
     sums = add_parts(sums, ROWS, PARTS, OUT)
-    there, last = (row < num_rows)[None, :] & (place >= 0)[:, None], num_rows > 0
+    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
         sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
+        there &= last
     if bias is not None:
         sums += bias[:, None]
-    rounded = sums.to(out_ptr.dtype.element_ty)
-    if D > 0:
-        inside = (head_row < num_rows) & last
-        store_head_tile(
-            rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
-        )
-    else:
-        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
+    cells = out_ptr + row[None, :] * num_outputs + outputs[:, None]
+    gl.store(cells, sums.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def streamed_int4_kernel(
     x, weights, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     num_rows, num_outputs, num_inputs, part_size,
-    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-    D: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    PACE: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `streamed_linear_kernel`."""
+    """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1)."""
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, TILE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS * ROWS, DEPTH], gl.NVMMASharedLayout(128, 16, 2))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -233,10 +209,9 @@ def streamed_int4_kernel(
         [
             (_multiply, (
                 ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr,
-                counters_ptr, num_rows, num_outputs, first, part_steps, steps, cos_ptr, sin_ptr, positions_ptr,
-                slots_ptr, keys_ptr, values_ptr, Q, G, D, ROWS, UNIT, PARTS, SPLIT, PDL,
+                counters_ptr, num_rows, num_outputs, first, part_steps, steps, ROWS, UNIT, PARTS, SPLIT, PDL,
             )),
-            (_bring_weights, (weights, ring, full, empty, first, part_steps, steps, D, PARTS, PACE)),
+            (_bring_weights, (weights, ring, full, empty, first, part_steps, steps, PARTS)),
             (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_steps, steps, ROWS, PARTS, PDL)),
         ],
         [1, 1],

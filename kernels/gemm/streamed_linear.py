@@ -2,8 +2,13 @@
 
 A kernel of few rows waits for the one before, and memory with it. Here a program asks for the first 128 KB of its
 weights as soon as it has a place, and they lie in shared memory when its rows come: of the output projection of an 8B
-Llama these are all of them. A prefetch to the L2 cache does not do: most of what it brings lies in the half that is far
-from the multiprocessor, from where it comes hardly faster than from memory.
+Llama these are all of them. Kernels that still run wait behind these requests, so they are made little by little. A
+prefetch to the L2 cache does not do: most of what it brings lies in the half that is far from the multiprocessor, from
+where it comes hardly faster than from memory.
+
+Where inputs are cut into parts, a program has fewer outputs and adds up all of their parts itself: nobody waits for the
+last of several programs. A tile then holds the weights of its outputs once for each part, and the inputs of all parts
+lie side by side; of the products those that belong together are added, in the order of the parts.
 
 Weights are of 16 bits, or FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
 fp8.py, so that bits are the same. Heads may be rotated and stored, as by the kernels there.
@@ -36,28 +41,36 @@ from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
 
-MOST_ROWS = 32
+MOST_ROWS = {torch.float8_e4m3fn: 32, torch.bfloat16: 8, torch.float16: 8}  # by the dtype of weights
+MOST_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything
 BYTES = 128  # of a row of a tile
 TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each part that a program adds up
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
-PACE = 3
-MOST_PARTS = 2
-MOST_COLUMNS = 64
+PACE = gl.constexpr(4)  # slots of weights that are asked for at first
+MOST_PARTS = 4  # that a program adds up, rather than programs that wait for the last of them
+MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
 
 
 def streams_linear(x: Tensor, weight: Tensor, tiling: Tiling, rotation: Rotation | None = None) -> bool:
-    """Whether the kernel takes rows x (M, I), or their codes: matrices of whole tiles, parts of whole slots."""
+    """Whether the kernel takes rows x (M, I), or their codes, and is faster: matrices of whole tiles that are not too
+    large, parts of whole slots."""
     num_outputs, num_inputs = weight.shape
     slot, part = 2 * BYTES // weight.element_size(), part_inputs(num_inputs, tiling)
     fits = num_outputs % TILE.value == 0 and (tiling.split == 1 or part % slot == 0)
-    fits &= all(tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 for tensor in (x, weight))
+    fits &= x.dtype == weight.dtype and weight.nbytes <= MOST_BYTES and all(map(_is_aligned, (x, weight)))
     fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
-    return fits and streams(x, MOST_ROWS)
+    return fits and streams(x, MOST_ROWS.get(weight.dtype, 0))
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether the tensor memory accelerator brings tiles of it."""
+    steps = matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and not any(step % 16 for step in steps)
 
 
 def own_parts(rows: int, num_inputs: int, tiling: Tiling, most: int) -> int:
-    """How many parts a program adds up: all, or one of those that a tile has."""
+    """How many parts a program adds up: all, if there are at most `most` and they are alike, else one."""
     fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= most
     return tiling.split if fits and tiling.split * rows <= MOST_COLUMNS else 1
 
@@ -87,14 +100,14 @@ def streamed_linear(
         x_scales, output_scales, bias, out, partial, done_counters(device),
         0 if x_scales is None else x_scales.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
-        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, PACE=PACE, num_warps=4, maxnreg=MOST_REGISTERS,
+        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, num_warps=4, maxnreg=MOST_REGISTERS,
         **pdl_options(device),
     )  # fmt: skip
     return out
 
 
 @gluon.jit
-def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
+def _first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
     """Of both halves of a tile (`head_outputs` of kernels/kv/rope.py)."""
     row, other = tile * OUTPUTS, tile * OUTPUTS + OUTPUTS // 2
     if D > 0:
@@ -120,12 +133,12 @@ def load_weights(weights, tile, row, other, column, part_size, bar, D: gl.conste
 @gluon.jit
 def _bring_weights(
     weights, ring, full, empty, first, part_size, steps,
-    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr,
+    D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The first PACE slots, then one for each that has come, so that kernels that still run wait little for theirs."""
-    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
+    row, other = _first_rows(gl.program_id(0), D, TILE // PARTS)
     for number in range(steps):
-        if PACE < SLOTS and number >= PACE and number < SLOTS:
+        if number >= PACE and number < SLOTS:
             wait_full(full, number - PACE, SLOTS)
         wait_empty(empty, number, SLOTS)
         slot, column = number % SLOTS, first + 2 * number * DEPTH
@@ -201,7 +214,7 @@ def add_parts(sums, ROWS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, inside, D: gl.constexpr):
+def _load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, inside, D: gl.constexpr):
     """cos, sin (dims, ROWS) and slots (ROWS,); of no heads none."""
     angles = ()
     if D > 0:
@@ -212,7 +225,7 @@ def load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, insid
 
 
 @gluon.jit
-def store_head_tile(
+def _store_head_tile(
     rounded, angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """`store_heads` of kernels/kv/rope.py of rounded (OUTPUTS, ROWS) in fp32."""
@@ -251,7 +264,7 @@ def _multiply(
     tile = gl.program_id(0)
     place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0
-    first_row, other_row = first_rows(tile, D, OUTPUTS)
+    first_row, other_row = _first_rows(tile, D, OUTPUTS)
     outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
     scales, bias, row_scales = None, None, None
@@ -266,7 +279,7 @@ def _multiply(
     if D > 0:
         first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
     dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
+    angles = _load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
     sums = _add_products(ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, ACC)
     if PDL:
         gdc_launch_dependents()
@@ -284,7 +297,7 @@ def _multiply(
     rounded = sums.to(out_ptr.dtype.element_ty)
     if D > 0:
         inside = (head_row < num_rows) & last
-        store_head_tile(
+        _store_head_tile(
             rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
         )
     else:
@@ -297,7 +310,7 @@ def streamed_linear_kernel(
     scale_stride, num_rows, num_outputs, num_inputs, part_size,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    PACE: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
     heads of D dims these are rotated and stored."""
@@ -320,7 +333,7 @@ def streamed_linear_kernel(
                 counters_ptr, scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
                 keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, PDL,
             )),
-            (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS, PACE)),
+            (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS)),
             (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),
         ],
         [1, 1],

@@ -101,6 +101,22 @@ def test_products_are_those_of_their_formula(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("inputs", "group", "symmetric"), [(328, 128, False), (2056, 32, True), (2048, 64, False)])
+def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> None:
+    weight, value = layer(72, inputs, group, symmetric, device, torch.float16)
+    x = torch.randn(5, inputs, device=device).half()
+    for gated in (False, True):
+        tiling = int4.choose_int4_tiling(72, inputs, gated)
+        assert tiling.least_rows == int4.SMALL_ROWS
+        with poisoned():
+            out = int4_linear.triton(x, weight, None, gated, tiling=tiling)
+        gate, up = (x.double() @ value.double().t()).chunk(2, dim=-1)
+        expected = F.silu(gate) * up if gated else torch.cat((gate, up), dim=-1)
+        tolerance = 2 * TOLERANCES[torch.float16]
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_few_others(device: str) -> None:
     weight, _ = layer(64, 2048, 128, False, device, torch.float16)
     x = torch.randn(16, 2048, device=device).half()
