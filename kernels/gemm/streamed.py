@@ -3,7 +3,8 @@ explicit layouts and copies (experimental: what later versions call otherwise is
 
 One warp asks the tensor memory accelerator for tiles of weights, as many as a ring of slots in shared memory holds,
 another one for tiles of inputs, and the others multiply. Two barriers of each slot tell them that it is full, or empty.
-All programs run at a time and may wait for each other; so all such launches of a process are on one stream.
+Where programs wait for each other, all run at a time, and all such launches of a process are on one stream. Weights
+are read before the kernel waits for earlier ones: what writes them must have ended.
 """
 
 import functools
