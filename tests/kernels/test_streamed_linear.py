@@ -193,7 +193,7 @@ def test_none_is_taken_elsewhere() -> None:
     assert not takes(torch.zeros(1, 4096).bfloat16(), torch.zeros(256, 4096).bfloat16())
 
 
-def int4_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Int4Weight:
+def empty_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Int4Weight:
     words = torch.empty(outputs, num_words(inputs), dtype=torch.int32, device="meta")
     return Int4Weight(words, torch.empty(num_pairs(inputs, 128), outputs, 2, dtype=dtype), None, 128, inputs)
 
@@ -207,13 +207,13 @@ def test_which_products_of_4_bits_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
         tiling = int4.choose_int4_tiling(len(weight.words), weight.num_inputs, num_rows=rows)
         return streams_int4(torch.zeros(rows, weight.num_inputs, dtype=dtype), weight, tiling)
 
-    projection = int4_weight(4096, 4096)
+    projection = empty_weight(4096, 4096)
     assert all(takes(projection, rows) for rows in (1, 8, 9, 16))
     assert not takes(projection, 17)
-    assert not takes(int4_weight(4096, 4096, torch.float16), dtype=torch.float16)
+    assert not takes(empty_weight(4096, 4096, torch.float16), dtype=torch.float16)
     for shape in ((6144, 4096), (4096, 14336), (4000, 4096), (2880, 2880), (2048, 8448)):
-        assert not takes(int4_weight(*shape)), shape
-    assert takes(int4_weight(2048, 8192)), "eight parts"
+        assert not takes(empty_weight(*shape)), shape
+    assert takes(empty_weight(2048, 8192)), "eight parts"
     monkeypatch.setattr(streamed_int4, "programs_of", lambda _: 66)
     assert not takes(projection)
 
