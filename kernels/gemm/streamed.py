@@ -1,10 +1,10 @@
-"""What kernels are made of that keep memory busy from their first weight to their last, in Gluon, Triton's language for
-explicit layouts and copies (experimental: what later versions call otherwise is named here).
+"""Building blocks of kernels that keep memory busy from their first weight to their last. They are written in Gluon,
+Triton's language for explicit layouts and copies (experimental: names that changed between versions are settled here).
 
 One warp asks the tensor memory accelerator for tiles of weights, as many as a ring of slots in shared memory holds,
-another one for tiles of inputs, and the others multiply. Two barriers of each slot tell them that it is full, or empty.
-Where programs wait for each other, all run at a time, and all such launches of a process are on one stream. Weights
-are read before the kernel waits for earlier ones: what writes them must have ended.
+another one for tiles of inputs, and the others multiply. Each slot has two barriers, which tell that it is full or
+empty. Where programs wait for each other, all of them must be resident, and all such launches of a process must be on
+one stream. Weights are read before the kernel waits for earlier ones, so whatever writes them must have finished.
 """
 
 import functools
@@ -39,7 +39,7 @@ def streams(x: Tensor, most: int) -> bool:
 
 
 def programs_of(device: torch.device) -> int:
-    """As many as run at a time, one on each multiprocessor. They wait for each other, so no more may be launched."""
+    """One on each multiprocessor. Of programs that wait for each other no more may be launched."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -61,10 +61,14 @@ def sync():
 
 
 @gluon.jit
-def init_ring(full, empty, SLOTS: gl.constexpr):
+def ring_barriers(SLOTS: gl.constexpr):
+    """Those of a ring's slots: full and empty. `share_barriers` comes before their first use."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
+    return full, empty
 
 
 @gluon.jit
@@ -78,6 +82,15 @@ def share_barriers():
 def wait_empty(empty, number, SLOTS: gl.constexpr):
     """Waits until what the slot of the `number`-th tile held before has been read."""
     mbarrier.wait(empty.index(number % SLOTS), ((number // SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def wait_paced(full, empty, number, PACE: gl.constexpr, SLOTS: gl.constexpr):
+    """Like `wait_empty`, but while the ring is filled for the first time, only PACE tiles are on their way at once:
+    memory requests of kernels that are still running queue behind them."""
+    if number >= PACE and number < SLOTS:
+        wait_full(full, number - PACE, SLOTS)
+    wait_empty(empty, number, SLOTS)
 
 
 @gluon.jit

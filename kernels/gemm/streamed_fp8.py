@@ -28,9 +28,9 @@ from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     fence_copies,
-    init_ring,
     load_tile,
     programs_of,
+    ring_barriers,
     share_barriers,
     store_part,
     streams,
@@ -291,13 +291,9 @@ def fp8_mlp_kernel(
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * SLOTS, TILE, DEPTH], HELD)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * X_SLOTS, ROWS, DEPTH], HELD)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
+    full, empty = ring_barriers(SLOTS)
+    x_full, x_empty = ring_barriers(X_SLOTS)
     is_hidden = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    init_ring(full, empty, SLOTS)
-    init_ring(x_full, x_empty, X_SLOTS)
     mbarrier.init(is_hidden.index(0), count=1)
     share_barriers()
     program, programs = gl.program_id(0), gl.num_programs(0)

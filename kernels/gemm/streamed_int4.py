@@ -1,6 +1,6 @@
-"""Products of few rows with 4-bit weights that are on their way before the rows are there (streamed_linear.py).
+"""Products of few rows that request their 4-bit weights before their rows are ready: as streamed_linear.py, with the
+layout and decoding of int4_weight.py and the bits of int4.py.
 
-Their layout and decoding are those of int4_weight.py, the bits those of int4.py.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, plane, unit_inputs, unit_words
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
-    init_ring,
     programs_of,
+    ring_barriers,
     share_barriers,
     store_part,
     streams,
@@ -23,6 +23,7 @@ from slipstream.kernels.gemm.streamed import (
     tiles_of,
     wait_empty,
     wait_full,
+    wait_paced,
 )
 from slipstream.kernels.gemm.streamed_linear import TILE, add_parts, load_inputs, load_weights, own_parts
 from slipstream.kernels.gemm.tiling import Tiling, part_inputs
@@ -30,17 +31,16 @@ from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.launch import pdl_options
 
 MOST_ROWS = 16
-MOST_PARTS = 4  # that a program adds up
 FEW_REGISTERS = 80  # of a thread, on average, of programs of one part: more of them fit on a multiprocessor
 DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
 SLOTS = gl.constexpr(4)  # of both rings
-PACE = gl.constexpr(2)  # of these are asked for at first
+PACE = gl.constexpr(2)  # of weights that are on their way at once, at first
 
 
 def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling) -> bool:
-    """Whether the kernel takes rows x (M, I), and is faster: where all programs run at a time. Later ones would begin
-    when the rows are there."""
+    """Whether the kernel takes rows x (M, I), and is faster: where all programs are resident at once. Others would be
+    scheduled only when the rows are ready."""
     num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
     fits = num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
     fits &= part * (tiling.split - 1) < num_inputs  # no part is empty
@@ -55,7 +55,7 @@ def streamed_int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, til
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O)."""
     (num_rows, num_inputs), num_outputs, device = x.shape, len(weight.words), x.device
     rows = tile_rows(num_rows)
-    parts = own_parts(rows, num_inputs, tiling, MOST_PARTS)
+    parts = own_parts(rows, num_inputs, tiling)
     split, outputs = tiling.split // parts, TILE.value // parts
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=device)
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
@@ -70,12 +70,9 @@ def streamed_int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, til
 
 @gluon.jit
 def _bring_weights(weights, ring, full, empty, first, part_steps, steps, PARTS: gl.constexpr):
-    """As in streamed_linear.py."""
     row = gl.program_id(0) * (TILE // PARTS)
     for number in range(steps):
-        if number >= PACE and number < SLOTS:
-            wait_full(full, number - PACE, SLOTS)
-        wait_empty(empty, number, SLOTS)
+        wait_paced(full, empty, number, PACE, SLOTS)
         bar = full.index(number % SLOTS)
         mbarrier.expect(bar, 4 * TILE * WORDS)
         column = (first + number) * WORDS
@@ -195,12 +192,8 @@ def streamed_int4_kernel(
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1)."""
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, TILE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS * ROWS, DEPTH], gl.NVMMASharedLayout(128, 16, 2))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    init_ring(full, empty, SLOTS)
-    init_ring(x_full, x_empty, SLOTS)
+    full, empty = ring_barriers(SLOTS)
+    x_full, x_empty = ring_barriers(SLOTS)
     share_barriers()
     part_steps = part_size // DEPTH
     first = gl.program_id(1) * part_steps

@@ -1,17 +1,17 @@
-"""Products of few rows whose weights are on their way before the rows are there, in Gluon (streamed.py).
+"""Products of few rows that request their weights before their rows are ready, in Gluon (streamed.py).
 
-A kernel of few rows waits for the one before, and memory with it. Here a program asks for the first 128 KB of its
-weights as soon as it has a place, and they lie in shared memory when its rows come: of the output projection of an 8B
-Llama these are all of them. Kernels that still run wait behind these requests, so they are made little by little. A
-prefetch to the L2 cache does not do: most of what it brings lies in the half that is far from the multiprocessor, from
-where it comes hardly faster than from memory.
+Usually a product of few rows waits for the kernel before it, and memory idles meanwhile. Here a program requests the
+first 128 KB of its weights as soon as it is scheduled and finds them in shared memory when its rows are ready; for the
+output projection of an 8B Llama that is all of them. Prefetching them to the L2 cache does not help as much: most of
+what is prefetched lands in the half that is far from the multiprocessor, from where it comes hardly faster than from
+memory.
 
-Where inputs are cut into parts, a program has fewer outputs and adds up all of their parts itself: nobody waits for the
-last of several programs. A tile then holds the weights of its outputs once for each part, and the inputs of all parts
-lie side by side; of the products those that belong together are added, in the order of the parts.
+Where inputs are summed in parts, a program takes fewer outputs and sums all of their parts itself, so that none waits
+for others. A tile then holds the weights of its outputs once for each part, and the inputs of all parts lie side by
+side; of the products, those of matching parts are added in the order of the parts.
 
-Weights are of 16 bits, or FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
-fp8.py, so that bits are the same. Heads may be rotated and stored, as by the kernels there.
+Weights have 16 bits, or are FP8 as in fp8.py. Inputs are cut into the parts, and added in the order, of small_m.py and
+fp8.py, so results have the same bits. Heads may be rotated and stored, as by the kernels there.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -26,8 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
-    init_ring,
     load_tile,
+    ring_barriers,
     share_barriers,
     store_part,
     streams,
@@ -35,6 +35,7 @@ from slipstream.kernels.gemm.streamed import (
     tiles_of,
     wait_empty,
     wait_full,
+    wait_paced,
 )
 from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
@@ -43,12 +44,12 @@ from slipstream.kernels.launch import pdl_options
 
 MOST_ROWS = {torch.float8_e4m3fn: 32, torch.bfloat16: 8, torch.float16: 8}  # by the dtype of weights
 MOST_BYTES = 64 << 20  # of larger weights the first tiles are too small a share to gain anything
-BYTES = 128  # of a row of a tile
+BYTES = gl.constexpr(128)  # of a row of a tile
 TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each part that a program adds up
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
-PACE = gl.constexpr(4)  # slots of weights that are asked for at first
-MOST_PARTS = 4  # that a program adds up, rather than programs that wait for the last of them
+PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
+MOST_PARTS = 4  # that a program sums itself
 MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
 
 
@@ -56,7 +57,7 @@ def streams_linear(x: Tensor, weight: Tensor, tiling: Tiling, rotation: Rotation
     """Whether the kernel takes rows x (M, I), or their codes, and is faster: matrices of whole tiles that are not too
     large, parts of whole slots."""
     num_outputs, num_inputs = weight.shape
-    slot, part = 2 * BYTES // weight.element_size(), part_inputs(num_inputs, tiling)
+    slot, part = 2 * BYTES.value // weight.element_size(), part_inputs(num_inputs, tiling)
     fits = num_outputs % TILE.value == 0 and (tiling.split == 1 or part % slot == 0)
     fits &= x.dtype == weight.dtype and weight.nbytes <= MOST_BYTES and all(map(_is_aligned, (x, weight)))
     fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
@@ -69,9 +70,9 @@ def _is_aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and not any(step % 16 for step in steps)
 
 
-def own_parts(rows: int, num_inputs: int, tiling: Tiling, most: int) -> int:
-    """How many parts a program adds up: all, if there are at most `most` and they are alike, else one."""
-    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= most
+def own_parts(rows: int, num_inputs: int, tiling: Tiling) -> int:
+    """How many parts a program sums itself: all, if there are at most MOST_PARTS of equal size, else one."""
+    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= MOST_PARTS
     return tiling.split if fits and tiling.split * rows <= MOST_COLUMNS else 1
 
 
@@ -87,8 +88,8 @@ def streamed_linear(
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,).
     With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
     (num_rows, num_inputs), num_outputs, device = x.shape, len(weight), weight.device
-    depth, rows = BYTES // weight.element_size(), tile_rows(num_rows)
-    parts = own_parts(rows, num_inputs, tiling, MOST_PARTS)
+    depth, rows = BYTES.value // weight.element_size(), tile_rows(num_rows)
+    parts = own_parts(rows, num_inputs, tiling)
     split, outputs = tiling.split // parts, TILE.value // parts
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=dtype, device=device)
@@ -135,15 +136,12 @@ def _bring_weights(
     weights, ring, full, empty, first, part_size, steps,
     D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The first PACE slots, then one for each that has come, so that kernels that still run wait little for theirs."""
     row, other = _first_rows(gl.program_id(0), D, TILE // PARTS)
     for number in range(steps):
-        if number >= PACE and number < SLOTS:
-            wait_full(full, number - PACE, SLOTS)
-        wait_empty(empty, number, SLOTS)
+        wait_paced(full, empty, number, PACE, SLOTS)
         slot, column = number % SLOTS, first + 2 * number * DEPTH
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * TILE * 128)
+        mbarrier.expect(bar, 2 * TILE * BYTES)
         load_weights(weights, ring.index(2 * slot), row, other, column, part_size, bar, D, PARTS)
         load_weights(weights, ring.index(2 * slot + 1), row, other, column + DEPTH, part_size, bar, D, PARTS)
 
@@ -165,7 +163,7 @@ def _bring_inputs(
         wait_empty(empty, number, X_SLOTS)
         slot, column = number % X_SLOTS, first + 2 * number * DEPTH
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * PARTS * ROWS * 128)
+        mbarrier.expect(bar, 2 * PARTS * ROWS * BYTES)
         load_inputs(x, ring.index(2 * slot), column, part_size, bar, ROWS, PARTS)
         load_inputs(x, ring.index(2 * slot + 1), column + DEPTH, part_size, bar, ROWS, PARTS)
 
@@ -317,12 +315,8 @@ def streamed_linear_kernel(
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, weights.dtype.primitive_bitwidth, 2)
     ring = gl.allocate_shared_memory(weights.dtype, [2 * SLOTS, TILE, DEPTH], HELD)
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * X_SLOTS, PARTS * ROWS, DEPTH], HELD)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
-    init_ring(full, empty, SLOTS)
-    init_ring(x_full, x_empty, X_SLOTS)
+    full, empty = ring_barriers(SLOTS)
+    x_full, x_empty = ring_barriers(X_SLOTS)
     share_barriers()
     first = gl.program_id(1) * part_size
     steps = gl.cdiv(gl.minimum(part_size, num_inputs - first), 2 * DEPTH)
