@@ -31,6 +31,7 @@ from slipstream.kernels.gemm.int4_weight import (
     unit_words,
     unscaled,
 )
+from slipstream.kernels.gemm.pipelined_int4 import pipelined_int4_linear, pipelines_int4
 from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
 from slipstream.kernels.gemm.streamed import is_hopper
 from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear, streams_int4
@@ -80,8 +81,8 @@ def int4_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`, of few rows: by the kernel here, else by that of streamed_int4.py where it is faster; its depth is
-    CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
+    """`tiling`, of few rows: by the kernel here, else by those of streamed_int4.py and pipelined_int4.py where they are
+    faster; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if len(x) <= FEW_ROWS:
@@ -130,6 +131,8 @@ def _launch(
         tiling = choose_int4_tiling(all_outputs, num_inputs, gated, num_rows, small)
         if not gated and rotation is None and streams_int4(x, weight, tiling):
             return streamed_int4_linear(x, weight, bias, tiling)
+        if pipelines_int4(x, weight, tiling, rotation):
+            return pipelined_int4_linear(x, weight, bias, tiling, gated, rotation)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:

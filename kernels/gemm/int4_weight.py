@@ -167,7 +167,7 @@ def _factors(pairs, zeros, INDEX: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.co
     elif IS_BF16:
         add = _scale_pair(scale, 0xB900B900)  # -8 * 2^-16
     else:
-        add = tl.full(scale.shape, SIGN | (0x00800080 if HIGH else 0x00080008), tl.uint32)
+        add = (scale & 0).to(tl.uint32) | (SIGN | (0x00800080 if HIGH else 0x00080008))  # Gluon's `full` wants a layout
     return by, add
 
 

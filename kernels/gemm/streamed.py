@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from slipstream.kernels.grid_sync import is_last_done
 from slipstream.kernels.launch import use_triton
@@ -58,6 +59,13 @@ def tiles_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 def sync():
     """Waits for the threads that run this part of the program."""
     tl.debug_barrier()
+
+
+@gluon.jit
+def launch_next(PDL: gl.constexpr):
+    """Lets the next kernel start, which this one delays less the fewer requests it has left to make."""
+    if PDL:
+        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -118,15 +126,15 @@ def wait_for_all(point_ptr, program, programs):
 
 
 @gluon.jit
-def store_part(partial_ptr, counter_ptr, sums, part, split, outputs, rows, there):
+def store_part(partial_ptr, counter_ptr, sums, part, outputs, rows, there, SPLIT: gl.constexpr):
     """Stores a part's sums (outputs, rows) where they are `there`. Returns the sum of all parts in their order, and
     whether this program is the last of a tile's to store; in others the sum is of zeros."""
     SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     cells = rows[None, :] * sums.shape[0] + outputs[:, None]
     gl.store(partial_ptr + part * SIZE + cells, sums, mask=there)
-    last = is_last_done(counter_ptr, split)
+    last = is_last_done(counter_ptr, SPLIT)
     there &= last
     total = gl.zeros_like(sums)
-    for index in range(split):
+    for index in gl.static_range(SPLIT):  # unrolled, so that no load waits for another
         total += gl.load(partial_ptr + index * SIZE + cells, mask=there, other=0.0, cache_modifier=".cg")
     return total, last

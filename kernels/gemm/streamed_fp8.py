@@ -21,13 +21,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.gemm.fp8 import ALIGNMENT, BLOCK, LARGEST, SMALLEST_SCALE, QuantizedRows
 from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
     fence_copies,
+    launch_next,
     load_tile,
     programs_of,
     ring_barriers,
@@ -92,8 +93,8 @@ def fp8_mlp(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> Tensor:
         tiles_of(x.codes, [rows, BLOCK]), tiles_of(gate_up.codes, [TILE.value, BLOCK]),
         tiles_of(codes, [rows, BLOCK]), tiles_of(down.codes, [TILE.value, BLOCK]),
         x.scales, gate_up.scales, down.scales, hidden, codes, most_words(device), partial, done_counters(device),
-        barriers(device), out, x.scales.stride(0), num_rows, num_inputs, size, num_outputs, split,
-        ROWS=rows, WIDTH=max(triton.next_power_of_2(share), THREADS.value), SHARES=shares,
+        barriers(device), out, x.scales.stride(0), num_rows, num_inputs, size, num_outputs,
+        SPLIT=split, ROWS=rows, WIDTH=max(triton.next_power_of_2(share), THREADS.value), SHARES=shares,
         num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
@@ -109,7 +110,9 @@ def _ask(desc, row, column, other_row, other_column, ring, full, slot, BYTES: gl
 
 
 @gluon.jit
-def _bring_weights(gate_up, down, ring, full, empty, units, down_units, size, steps, down_steps, split):
+def _bring_weights(
+    gate_up, down, ring, full, empty, units, down_units, size, steps, down_steps, SPLIT: gl.constexpr
+):  # fmt: skip
     """For each of the program's tiles of gates and ups DEPTH inputs of both at a time, then for each part of a tile of
     the down projection twice as many."""
     number, program, programs = 0, gl.program_id(0), gl.num_programs(0)
@@ -122,7 +125,7 @@ def _bring_weights(gate_up, down, ring, full, empty, units, down_units, size, st
             number += 1
     for index in range(down_units):
         unit = programs - 1 - program + index * programs
-        row, first = unit // split * TILE, unit % split * (2 * down_steps) * DEPTH
+        row, first = unit // SPLIT * TILE, unit % SPLIT * (2 * down_steps) * DEPTH
         for step in range(down_steps):
             wait_empty(empty, number, SLOTS)
             column = first + 2 * step * DEPTH
@@ -132,8 +135,8 @@ def _bring_weights(gate_up, down, ring, full, empty, units, down_units, size, st
 
 @gluon.jit
 def _bring_inputs(
-    x, hidden, ring, full, empty, is_hidden, units, down_units, steps, down_steps, split,
-    ROWS: gl.constexpr, PDL: gl.constexpr,
+    x, hidden, ring, full, empty, is_hidden, units, down_units, steps, down_steps,
+    SPLIT: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """All rows' inputs, those of the down projection once they are there."""
     if PDL:
@@ -148,7 +151,7 @@ def _bring_inputs(
     mbarrier.wait(is_hidden.index(0), 0)
     fence_copies(gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])))
     for index in range(down_units):
-        first = (programs - 1 - program + index * programs) % split * (2 * down_steps) * DEPTH
+        first = (programs - 1 - program + index * programs) % SPLIT * (2 * down_steps) * DEPTH
         for step in range(down_steps):
             wait_empty(empty, number, X_SLOTS)
             column = first + 2 * step * DEPTH
@@ -227,8 +230,8 @@ def _multiply_gated(
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, is_hidden, x_scales_ptr, gate_up_scales_ptr, down_scales_ptr,
     hidden_ptr, codes_ptr, most_ptr, partial_ptr, counters_ptr, barriers_ptr, out_ptr,
-    scale_stride, units, down_units, steps, down_steps, num_rows, size, num_outputs, split,
-    ROWS: gl.constexpr, WIDTH: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
+    scale_stride, units, down_units, steps, down_steps, num_rows, size, num_outputs,
+    SPLIT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     output, row = gl.arange(0, TILE, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
@@ -254,7 +257,7 @@ def _multiply(
     zeros, there = gl.zeros((TILE, ROWS), gl.float32, ACC), (row < num_rows)[None, :] & (output >= 0)[:, None]
     for index in range(down_units):
         unit = programs - 1 - program + index * programs
-        tile, part = unit // split, unit % split
+        tile, part = unit // SPLIT, unit % SPLIT
         scales, sums = gl.load(down_scales_ptr + tile * TILE + output), zeros
         for _ in range(down_steps):
             slot, x_slot = number % SLOTS, x_number % X_SLOTS
@@ -269,10 +272,9 @@ def _multiply(
             sums = sums + some + more
             number += 1
             x_number += 1
-        if PDL:
-            gdc_launch_dependents()
-        place = partial_ptr + tile * split * (TILE * ROWS)
-        sums, last = store_part(place, counters_ptr + tile, sums, part, split, output, row, there)
+        launch_next(PDL)
+        place = partial_ptr + tile * SPLIT * (TILE * ROWS)
+        sums, last = store_part(place, counters_ptr + tile, sums, part, output, row, there, SPLIT)
         result = sums * scales[:, None] * row_scales[None, :]
         cells = out_ptr + row[None, :].to(gl.int64) * num_outputs + (tile * TILE + output)[:, None]
         gl.store(cells, result.to(out_ptr.dtype.element_ty), mask=there & last)
@@ -282,8 +284,8 @@ def _multiply(
 def fp8_mlp_kernel(
     x, gate_up, codes, down, x_scales_ptr, gate_up_scales_ptr, down_scales_ptr,
     hidden_ptr, codes_ptr, most_ptr, partial_ptr, counters_ptr, barriers_ptr, out_ptr,
-    scale_stride, num_rows, num_inputs, size, num_outputs, split,
-    ROWS: gl.constexpr, WIDTH: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
+    scale_stride, num_rows, num_inputs, size, num_outputs,
+    SPLIT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs have tiles of gates and ups from the first program on, and parts of the down projection from the last
     one on: one that has a tile more of the first has fewer of the second. Until all have arrived at the second wait all
@@ -297,22 +299,22 @@ def fp8_mlp_kernel(
     mbarrier.init(is_hidden.index(0), count=1)
     share_barriers()
     program, programs = gl.program_id(0), gl.num_programs(0)
-    steps, down_steps = num_inputs // (2 * DEPTH), size // (2 * DEPTH) // split
+    steps, down_steps = num_inputs // (2 * DEPTH), size // (2 * DEPTH) // SPLIT
     units = gl.cdiv(size // TILE - program, programs)
-    down_units = gl.cdiv(num_outputs // TILE * split - (programs - 1 - program), programs)
+    down_units = gl.cdiv(num_outputs // TILE * SPLIT - (programs - 1 - program), programs)
     gl.warp_specialize(
         [
             (_multiply, (
                 ring, full, empty, x_ring, x_full, x_empty, is_hidden, x_scales_ptr, gate_up_scales_ptr,
                 down_scales_ptr, hidden_ptr, codes_ptr, most_ptr, partial_ptr, counters_ptr, barriers_ptr, out_ptr,
-                scale_stride, units, down_units, steps, down_steps, num_rows, size, num_outputs, split,
-                ROWS, WIDTH, SHARES, PDL,
+                scale_stride, units, down_units, steps, down_steps, num_rows, size, num_outputs,
+                SPLIT, ROWS, WIDTH, SHARES, PDL,
             )),
             (_bring_weights, (
-                gate_up, down, ring, full, empty, units, down_units, size, steps, down_steps, split,
+                gate_up, down, ring, full, empty, units, down_units, size, steps, down_steps, SPLIT,
             )),
             (_bring_inputs, (
-                x, codes, x_ring, x_full, x_empty, is_hidden, units, down_units, steps, down_steps, split, ROWS, PDL,
+                x, codes, x_ring, x_full, x_empty, is_hidden, units, down_units, steps, down_steps, SPLIT, ROWS, PDL,
             )),
         ],
         [1, 1],

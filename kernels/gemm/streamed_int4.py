@@ -9,11 +9,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, plane, unit_inputs, unit_words
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
+    launch_next,
     programs_of,
     ring_barriers,
     share_barriers,
@@ -169,13 +170,12 @@ def _multiply(
         ring, full, empty, x_ring, x_full, x_empty, scale_pointers, zero_pointers, scales, zeros, first, steps,
         num_outputs, PARTS * ROWS, UNIT, ACC, A,
     )  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     sums = add_parts(sums, ROWS, PARTS, OUT)
     there = (row < num_rows)[None, :] & (place >= 0)[:, None]
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
-        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
         there &= last
     if bias is not None:
         sums += bias[:, None]

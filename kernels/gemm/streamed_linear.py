@@ -22,10 +22,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.gemm.streamed import (
     MOST_REGISTERS,
+    launch_next,
     load_tile,
     ring_barriers,
     share_barriers,
@@ -49,6 +50,7 @@ TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each par
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
+HEADS_LAUNCH = 4  # steps before the end of queries, keys and values at which the attention kernel may start
 MOST_PARTS = 4  # that a program sums itself
 MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
 
@@ -101,14 +103,14 @@ def streamed_linear(
         x_scales, output_scales, bias, out, partial, done_counters(device),
         0 if x_scales is None else x_scales.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling), *arguments, D=heads.head_dim,
-        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, num_warps=4, maxnreg=MOST_REGISTERS,
-        **pdl_options(device),
+        ROWS=rows, DEPTH=depth, PARTS=parts, SPLIT=split, LAUNCH=HEADS_LAUNCH if heads.head_dim else 0,
+        num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
     )  # fmt: skip
     return out
 
 
 @gluon.jit
-def _first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
+def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
     """Of both halves of a tile (`head_outputs` of kernels/kv/rope.py)."""
     row, other = tile * OUTPUTS, tile * OUTPUTS + OUTPUTS // 2
     if D > 0:
@@ -136,7 +138,7 @@ def _bring_weights(
     weights, ring, full, empty, first, part_size, steps,
     D: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    row, other = _first_rows(gl.program_id(0), D, TILE // PARTS)
+    row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
     for number in range(steps):
         wait_paced(full, empty, number, PACE, SLOTS)
         slot, column = number % SLOTS, first + 2 * number * DEPTH
@@ -170,15 +172,19 @@ def _bring_inputs(
 
 @gluon.jit
 def _add_products(
-    ring, full, empty, x_ring, x_full, x_empty, steps, COLUMNS: gl.constexpr, IS_FP8: gl.constexpr, ACC: gl.constexpr
+    ring, full, empty, x_ring, x_full, x_empty, steps,
+    COLUMNS: gl.constexpr, IS_FP8: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Sums (TILE, COLUMNS). In FP8 every DEPTH inputs are added in the tensor cores alone, then to a sum in fp32."""
+    """Sums (TILE, COLUMNS). In FP8 every DEPTH inputs are added in the tensor cores alone, then to a sum in fp32. The
+    next kernel may start LAUNCH steps before the end; 0: after the last."""
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
     for number in range(steps):
         slot, x_slot = number % SLOTS, number % X_SLOTS
         wait_full(full, number, SLOTS)
         wait_full(x_full, number, X_SLOTS)
+        if number == gl.maximum(steps - LAUNCH, 0):
+            launch_next(PDL)
         x, next_x = x_ring.index(2 * x_slot).permute((1, 0)), x_ring.index(2 * x_slot + 1).permute((1, 0))
         if IS_FP8:
             some = warpgroup_mma(ring.index(2 * slot), x, zeros, use_acc=False, is_async=True)
@@ -191,6 +197,8 @@ def _add_products(
             sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index(slot))
         mbarrier.arrive(x_empty.index(x_slot))
+    if LAUNCH == 0:
+        launch_next(PDL)
     return sums
 
 
@@ -212,7 +220,7 @@ def add_parts(sums, ROWS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def _load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, inside, D: gl.constexpr):
+def load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, inside, D: gl.constexpr):
     """cos, sin (dims, ROWS) and slots (ROWS,); of no heads none."""
     angles = ()
     if D > 0:
@@ -223,7 +231,7 @@ def _load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, row, insi
 
 
 @gluon.jit
-def _store_head_tile(
+def store_head_tile(
     rounded, angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """`store_heads` of kernels/kv/rope.py of rounded (OUTPUTS, ROWS) in fp32."""
@@ -251,7 +259,8 @@ def _store_head_tile(
 def _multiply(
     ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
-    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, LAUNCH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     IS_FP8: gl.constexpr = scales_ptr is not None
     OUTPUTS: gl.constexpr = TILE // PARTS
@@ -262,7 +271,7 @@ def _multiply(
     tile = gl.program_id(0)
     place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0
-    first_row, other_row = _first_rows(tile, D, OUTPUTS)
+    first_row, other_row = first_rows(tile, D, OUTPUTS)
     outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
     scales, bias, row_scales = None, None, None
@@ -277,16 +286,16 @@ def _multiply(
     if D > 0:
         first_dim = tile % (D // OUTPUTS) * (OUTPUTS // 2)
     dim = first_dim + gl.arange(0, OUTPUTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-    angles = _load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
-    sums = _add_products(ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, ACC)
-    if PDL:
-        gdc_launch_dependents()
+    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
+    sums = _add_products(
+        ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, LAUNCH, PDL, ACC
+    )  # fmt: skip
     sums = add_parts(sums, ROWS, PARTS, OUT)
     there = (row < num_rows)[None, :] & (place >= 0)[:, None]
     last = num_rows > 0
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
-        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), SPLIT, place, row, there)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
     if IS_FP8:
         # In the order of the library.
         sums = sums * scales[:, None] * row_scales[None, :]  # type: ignore[index]
@@ -295,7 +304,7 @@ def _multiply(
     rounded = sums.to(out_ptr.dtype.element_ty)
     if D > 0:
         inside = (head_row < num_rows) & last
-        _store_head_tile(
+        store_head_tile(
             rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
         )
     else:
@@ -308,7 +317,7 @@ def streamed_linear_kernel(
     scale_stride, num_rows, num_outputs, num_inputs, part_size,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
-    PDL: gl.constexpr,
+    LAUNCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """TILE / PARTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). With
     heads of D dims these are rotated and stored."""
@@ -325,7 +334,7 @@ def streamed_linear_kernel(
             (_multiply, (
                 ring, full, empty, x_ring, x_full, x_empty, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr,
                 counters_ptr, scale_stride, num_rows, num_outputs, steps, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
-                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, PDL,
+                keys_ptr, values_ptr, Q, G, D, ROWS, PARTS, SPLIT, LAUNCH, PDL,
             )),
             (_bring_weights, (weights, ring, full, empty, first, part_size, steps, D, DEPTH, PARTS)),
             (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_size, steps, ROWS, DEPTH, PARTS, PDL)),

@@ -1,0 +1,332 @@
+"""Products of up to 8 rows with 4-bit weights (int4_weight.py) that request their first weights before their rows are
+ready, in Gluon, with the bits of int4.py.
+
+Decoding takes most of the time of few rows: it needs many warps, each with little shared memory, and the tensor memory
+accelerator would need more of it and warps of its own. So the warps that multiply also copy (`cp.async`) weights,
+scales, zeros and inputs into a ring of slots in shared memory, and multiply by `mma.sync`, which adds as `wgmma` does.
+
+How many chunks are requested before the rows are ready, and when the next kernel may start, was measured on an H200 in
+whole passes (docs/benchmarks_gpu.md): requests delay the kernel before; the attention kernel gains by an early start.
+Letters: M rows, I inputs, O outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_wait
+
+from slipstream.kernels.gemm.int4_weight import (
+    CHUNK,
+    PLANE,
+    Int4Weight,
+    is_packed,
+    plane,
+    unit_inputs,
+    unit_words,
+    unscaled,
+)
+from slipstream.kernels.gemm.small_m import round_silu_mul
+from slipstream.kernels.gemm.streamed import launch_next, store_part, streams, sync
+from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, store_head_tile
+from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
+from slipstream.kernels.grid_sync import done_counters
+from slipstream.kernels.kv.rope import Rotation
+from slipstream.kernels.launch import pdl_options
+
+MOST_ROWS = 8
+MOST_PARTS = 4  # that a program sums itself
+ROWS = gl.constexpr(MOST_ROWS)  # of a tile of inputs, as `mma.sync` takes them
+DEPTH = gl.constexpr(CHUNK)  # inputs of a step
+WORDS = gl.constexpr(PLANE)  # of a step and an output
+PLANES = gl.constexpr(CHUNK // PLANE)
+
+
+class Pipeline(NamedTuple):
+    """Of a program."""
+
+    slots: int
+    """Steps that the ring holds."""
+    warps: int
+    outputs: int
+    launch: int
+    """The next kernel may start so many steps before the end; 0: after the last."""
+
+
+def choose_pipeline(gated: bool, parts: int) -> Pipeline:
+    """The fastest of some on an H200. parts: that a program sums itself."""
+    if gated:
+        return Pipeline(slots=4, warps=2, outputs=64, launch=4)
+    if parts > 1:
+        return Pipeline(slots=8 // parts, warps=4, outputs=64, launch=3)
+    return Pipeline(slots=3, warps=1, outputs=32, launch=0)
+
+
+def own_parts(num_inputs: int, tiling: Tiling) -> int:
+    """How many parts a program sums itself: all, if there are at most MOST_PARTS of equal size, else one."""
+    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= MOST_PARTS
+    return tiling.split if fits else 1
+
+
+def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
+    """Whether the kernel takes rows x (M, I): matrices of whole chunks and tiles, no part empty; heads only if no
+    program waits for others."""
+    num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
+    fits = num_inputs % CHUNK == part % CHUNK == num_outputs % 64 == 0
+    fits &= part * (tiling.split - 1) < num_inputs
+    fits &= x.dtype == weight.scales.dtype and is_packed(weight)
+    fits &= x.is_contiguous() and x.data_ptr() % 16 == 0
+    if rotation is not None:
+        fits &= rotation.scales is None and rotation.fits(64) and own_parts(num_inputs, tiling) == tiling.split
+    return fits and streams(x, MOST_ROWS)
+
+
+def pipelined_int4_linear(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    tiling: Tiling,
+    gated: bool = False,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """As `int4_linear_triton`."""
+    (num_rows, num_inputs), all_outputs, device = x.shape, len(weight.words), x.device
+    num_outputs, parts = all_outputs // (1 + gated), own_parts(num_inputs, tiling)
+    split, pipeline = tiling.split // parts, choose_pipeline(gated, parts)
+    heads = Heads.of(rotation, num_outputs, tiling)
+    out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=device)
+    partial = torch.empty(all_outputs * split * MOST_ROWS if split > 1 else 0, dtype=torch.float32, device=device)
+    pipelined_int4_kernel[(all_outputs // pipeline.outputs, split)](
+        x, weight.words, *unit_words(weight), bias, out, partial, done_counters(device),
+        num_rows, num_outputs, all_outputs, num_inputs, part_inputs(num_inputs, tiling),
+        *heads.arguments[:6], *heads.arguments[7:], D=heads.head_dim, GATED=gated, OUTPUTS=pipeline.outputs,
+        UNIT=unit_inputs(weight.group_size), PARTS=parts, SPLIT=split, SLOTS=pipeline.slots, LAUNCH=pipeline.launch,
+        num_warps=pipeline.warps, **pdl_options(device),
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def _allocate(COUNT: gl.constexpr, OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, ZEROS: gl.constexpr, TYPE: gl.constexpr):
+    """Words, scales, zeros and inputs of COUNT steps, swizzled so that no bank is asked for twice."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [COUNT, OUTPUTS, WORDS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [COUNT, PAIRS * OUTPUTS], FLAT)
+    zeros = scales
+    if ZEROS:
+        zeros = gl.allocate_shared_memory(gl.int32, [COUNT, PAIRS * OUTPUTS], FLAT)
+    x = gl.allocate_shared_memory(TYPE, [COUNT, ROWS, DEPTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    return words, scales, zeros, x
+
+
+@gluon.jit
+def _features(place, first_row, other_row, HALF: gl.constexpr):
+    """Rows of the weight at places of a tile, whose halves begin at two of them."""
+    return gl.where(place < HALF, first_row, other_row - HALF) + place
+
+
+@gluon.jit
+def _weight_pointers(
+    words_ptr, scales_ptr, zeros_ptr, first_row, other_row, all_outputs, num_inputs,
+    OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of a tile's words (OUTPUTS, WORDS), scales and zeros (PAIRS * OUTPUTS,) of the first chunk."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
+    COPY_UNITS: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    HALF: gl.constexpr = OUTPUTS // 2
+    row = _features(gl.arange(0, OUTPUTS, gl.SliceLayout(1, COPY)), first_row, other_row, HALF)[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
+    unit = gl.arange(0, PAIRS * OUTPUTS, COPY_UNITS)
+    units = _features(unit % OUTPUTS, first_row, other_row, HALF) + unit // OUTPUTS * all_outputs
+    zeros = scales_ptr + units
+    if zeros_ptr is not None:
+        zeros = zeros_ptr + units
+    # As a multiple of WORDS the stride is known to be one of 16 bytes, which a copy takes at once.
+    return words_ptr + row.to(gl.int64) * (num_inputs // DEPTH * WORDS) + word, scales_ptr + units, zeros
+
+
+@gluon.jit
+def _copy_weights(
+    pointers, rings, slot, chunk, part_steps, all_outputs,
+    PAIRS: gl.constexpr, PARTS: gl.constexpr, ZEROS: gl.constexpr,
+):  # fmt: skip
+    """A chunk of each part."""
+    for part in gl.static_range(PARTS):
+        at, to = chunk + part * part_steps, slot * PARTS + part
+        async_copy.async_copy_global_to_shared(rings[0].index(to), pointers[0] + at * WORDS, cache_modifier=".cg")
+        async_copy.async_copy_global_to_shared(rings[1].index(to), pointers[1] + at * PAIRS * all_outputs)
+        if ZEROS:
+            async_copy.async_copy_global_to_shared(rings[2].index(to), pointers[2] + at * PAIRS * all_outputs)
+
+
+@gluon.jit
+def _copy_inputs(x, inside, rings, slot, chunk, part_steps, PARTS: gl.constexpr):
+    for part in gl.static_range(PARTS):
+        cells, to = x + (chunk + part * part_steps) * DEPTH, slot * PARTS + part
+        async_copy.async_copy_global_to_shared(rings[3].index(to), cells, mask=inside, cache_modifier=".cg")
+
+
+@gluon.jit
+def _fill_ring(
+    pointers, x_ptr, rings, first, steps, part_steps, num_rows, num_inputs, all_outputs,
+    PAIRS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, ZEROS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Requests all but the last slot: inputs, and weights but for the first slot's, which are on their way. Returns
+    pointers of inputs (ROWS, DEPTH) and which of them are rows."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))[:, None]
+    x = x_ptr + row * num_inputs + gl.arange(0, DEPTH, gl.SliceLayout(0, COPY))[None, :]
+    for slot in gl.static_range(SLOTS - 1):
+        if slot < steps:
+            if slot > 0:
+                _copy_weights(pointers, rings, slot, first + slot, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
+            _copy_inputs(x, row < num_rows, rings, slot, first + slot, part_steps, PARTS)
+        async_copy.commit_group()
+    return x, row < num_rows
+
+
+@gluon.jit
+def _load_units(ring, OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
+    found = ()
+    for pair in gl.static_range(PAIRS):
+        units = ring.slice(pair * OUTPUTS, OUTPUTS, 0).load(gl.SliceLayout(1, LAYOUT))
+        found = found + (gl.expand_dims(units, 1),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _add_products(
+    accs, rings, slot, OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, ZEROS: gl.constexpr,
+    TYPE: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Sums (OUTPUTS, ROWS) of each part."""
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    PAIRS: gl.constexpr = DEPTH // UNIT // 2
+    sums = ()
+    for part in gl.static_range(PARTS):
+        at, acc, zeros = slot * PARTS + part, accs[part], ()
+        words, scales = rings[0].index(at).load(A), _load_units(rings[1].index(at), OUTPUTS, PAIRS, A)
+        if ZEROS:
+            zeros = _load_units(rings[2].index(at), OUTPUTS, PAIRS, A)
+        x = rings[3].index(at)
+        for place in gl.static_range(PLANES):
+            weight = plane(words, scales, zeros, place, UNIT, TYPE, True)
+            acc = mma_v2(weight, x.slice(place * WORDS, WORDS, 1).permute((1, 0)).load(B), acc)
+        sums = sums + (acc,)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _sum_steps(
+    pointers, x, inside, rings, first, steps, part_steps, all_outputs,
+    OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, LAUNCH: gl.constexpr,
+    ZEROS: gl.constexpr, PDL: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Sums (OUTPUTS, ROWS), of all PARTS in their order."""
+    PAIRS: gl.constexpr = DEPTH // UNIT // 2
+    TYPE: gl.constexpr = x.dtype.element_ty
+    accs = ()
+    for _ in gl.static_range(PARTS):
+        accs = accs + (gl.zeros((OUTPUTS, ROWS), gl.float32, ACC),)  # type: ignore[assignment]
+    for number in range(steps):
+        async_copy.wait_group(SLOTS - 2)
+        sync()
+        following = number + SLOTS - 1
+        if following < steps:
+            to, chunk = following % SLOTS, first + following
+            _copy_weights(pointers, rings, to, chunk, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
+            _copy_inputs(x, inside, rings, to, chunk, part_steps, PARTS)
+        async_copy.commit_group()
+        if number == gl.maximum(steps - LAUNCH, 0):
+            launch_next(PDL)
+        accs = _add_products(accs, rings, number % SLOTS, OUTPUTS, UNIT, PARTS, ZEROS, TYPE, ACC)
+    if LAUNCH == 0:
+        launch_next(PDL)
+    sums = unscaled(accs[0], TYPE, True)  # type: ignore[misc]
+    for part in gl.static_range(1, PARTS):
+        sums += unscaled(accs[part], TYPE, True)
+    return sums
+
+
+@gluon.jit
+def _store_halves(
+    rounded, angles, dim, row, inside, tile, out_ptr, num_outputs, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Of a tile (OUTPUTS, ROWS) whose halves belong together: of a head, or gates and ups."""
+    HALF: gl.constexpr = rounded.shape[0] // 2
+    if D > 0:
+        store_head_tile(
+            rounded.to(gl.float32), angles, dim, row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, LAYOUT
+        )
+    else:
+        halves = gl.permute(gl.reshape(rounded, [2, HALF, ROWS]), (1, 2, 0))
+        gate, up = gl.split(gl.convert_layout(halves, LAYOUT))
+        cells = out_ptr + row[None, :] * num_outputs + (tile * HALF + dim)[:, None]
+        gl.store(cells, round_silu_mul(gate, up), mask=inside[None, :] & (dim >= 0)[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def pipelined_int4_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    num_rows, num_outputs, all_outputs, num_inputs, part_size,
+    cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, Q, G,
+    D: gl.constexpr, GATED: gl.constexpr, OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr,
+    SPLIT: gl.constexpr, SLOTS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). Gated:
+    half of them gates, half the ups beside them. Heads: dims of one and those that they are rotated with."""
+    HALF: gl.constexpr = OUTPUTS // 2
+    ZEROS: gl.constexpr = zeros_ptr is not None
+    PAIRS: gl.constexpr = DEPTH // UNIT // 2  # of units, in a chunk
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, num_warps, 1], [2, 0, 1])  # one of each half
+    rings = _allocate(SLOTS * PARTS, OUTPUTS, PAIRS, ZEROS, x_ptr.dtype.element_ty)
+    tile, part_steps = gl.program_id(0), part_size // DEPTH
+    first = gl.program_id(1) * part_steps
+    steps = gl.minimum(part_steps, num_inputs // DEPTH - first)
+    first_row, other_row = first_rows(tile, D, OUTPUTS)
+    if GATED:
+        first_row = tile * HALF
+        other_row = num_outputs + first_row
+    pointers = _weight_pointers(
+        words_ptr, scales_ptr, zeros_ptr, first_row, other_row, all_outputs, num_inputs, OUTPUTS, PAIRS, num_warps
+    )
+    _copy_weights(pointers, rings, 0, first, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
+    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    outputs, bias = _features(place, first_row, other_row, HALF), None
+    if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
+        bias = gl.load(bias_ptr + outputs).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    x, is_row = _fill_ring(
+        pointers, x_ptr, rings, first, steps, part_steps, num_rows, num_inputs, all_outputs,
+        PAIRS, PARTS, SLOTS, ZEROS, num_warps,
+    )  # fmt: skip
+    head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT))), 0
+    if D > 0:
+        first_dim = tile % (D // OUTPUTS) * HALF
+    dim = first_dim + gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))
+    angles = load_head_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, dim, head_row, head_row < num_rows, D)
+    sums = _sum_steps(
+        pointers, x, is_row, rings, first, steps, part_steps, all_outputs,
+        OUTPUTS, UNIT, PARTS, SLOTS, LAUNCH, ZEROS, PDL, ACC,
+    )  # fmt: skip
+    there, last = (row < num_rows)[None, :] & (place >= 0)[:, None], num_rows > 0
+    if SPLIT > 1:
+        parts = partial_ptr + tile * SPLIT * (OUTPUTS * ROWS)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
+    if bias is not None:
+        sums += bias[:, None]
+    rounded = sums.to(out_ptr.dtype.element_ty)
+    if GATED or D > 0:
+        _store_halves(
+            rounded, angles, dim, head_row, (head_row < num_rows) & last, tile, out_ptr, num_outputs, keys_ptr,
+            values_ptr, Q, G, D, OUT,
+        )  # fmt: skip
+    else:
+        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
