@@ -31,14 +31,13 @@ from slipstream.kernels.gemm.int4_weight import (
 )
 from slipstream.kernels.gemm.small_m import round_silu_mul
 from slipstream.kernels.gemm.streamed import launch_next, store_part, streams, sync
-from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, store_head_tile
+from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, own_parts, store_head_tile
 from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options
 
 MOST_ROWS = 8
-MOST_PARTS = 4  # that a program sums itself
 ROWS = gl.constexpr(MOST_ROWS)  # of a tile of inputs, as `mma.sync` takes them
 DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
@@ -65,12 +64,6 @@ def choose_pipeline(gated: bool, parts: int) -> Pipeline:
     return Pipeline(slots=3, warps=1, outputs=32, launch=0)
 
 
-def own_parts(num_inputs: int, tiling: Tiling) -> int:
-    """How many parts a program sums itself: all, if there are at most MOST_PARTS of equal size, else one."""
-    fits = part_inputs(num_inputs, tiling) * tiling.split == num_inputs and tiling.split <= MOST_PARTS
-    return tiling.split if fits else 1
-
-
 def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
     """Whether the kernel takes rows x (M, I): matrices of whole chunks and tiles, no part empty; heads only if no
     program waits for others."""
@@ -80,7 +73,8 @@ def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rota
     fits &= x.dtype == weight.scales.dtype and is_packed(weight)
     fits &= x.is_contiguous() and x.data_ptr() % 16 == 0
     if rotation is not None:
-        fits &= rotation.scales is None and rotation.fits(64) and own_parts(num_inputs, tiling) == tiling.split
+        fits &= rotation.scales is None and rotation.fits(64)
+        fits &= own_parts(MOST_ROWS, num_inputs, tiling) == tiling.split
     return fits and streams(x, MOST_ROWS)
 
 
@@ -94,7 +88,7 @@ def pipelined_int4_linear(
 ) -> Tensor:
     """As `int4_linear_triton`."""
     (num_rows, num_inputs), all_outputs, device = x.shape, len(weight.words), x.device
-    num_outputs, parts = all_outputs // (1 + gated), own_parts(num_inputs, tiling)
+    num_outputs, parts = all_outputs // (1 + gated), own_parts(MOST_ROWS, num_inputs, tiling)
     split, pipeline = tiling.split // parts, choose_pipeline(gated, parts)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=device)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import int4, pipelined_int4, streamed
 from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
-from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline, own_parts, pipelines_int4
+from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline, pipelines_int4
+from slipstream.kernels.gemm.streamed_linear import own_parts
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_int4
@@ -171,6 +172,6 @@ def test_none_is_taken_elsewhere() -> None:
 def test_rings_fill_the_same_memory() -> None:
     """Whatever number of parts a program sums."""
     shapes = [shape for *shape, gated in PRODUCTS if not gated]
-    parts = [own_parts(inputs, int4.choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]
+    parts = [own_parts(MOST_ROWS, inputs, int4.choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]
     assert parts == [1, 1, 4, 2, 1]
     assert [choose_pipeline(False, own).slots * own for own in (2, 4)] == [8, 8]
