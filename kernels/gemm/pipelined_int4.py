@@ -1,12 +1,14 @@
 """Products of up to 8 rows with 4-bit weights (int4_weight.py) that request their first weights before their rows are
 ready, in Gluon, with the bits of int4.py.
 
-Decoding takes most of the time of few rows: it needs many warps, each with little shared memory, and the tensor memory
-accelerator would need more of it and warps of its own. So the warps that multiply also copy (`cp.async`) weights,
-scales, zeros and inputs into a ring of slots in shared memory, and multiply by `mma.sync`, which adds as `wgmma` does.
+With so few rows, decoding the weights takes as long as reading them. It needs many warps on each multiprocessor, so
+each gets little shared memory and none is set aside for copying: the warps that multiply also copy weights, scales,
+zeros and inputs into a ring in shared memory (`cp.async`). They multiply with `mma.sync`, whose sums have the bits of
+`wgmma`'s.
 
-How many chunks are requested before the rows are ready, and when the next kernel may start, was measured on an H200 in
-whole passes (docs/benchmarks_gpu.md): requests delay the kernel before; the attention kernel gains by an early start.
+Two choices were measured in whole passes on an H200 (docs/benchmarks_gpu.md). Before the rows are ready, only one chunk
+is requested, since requests slow down the kernel that still runs. And the next kernel may start a few steps early,
+which helps attention most.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -45,18 +47,19 @@ PLANES = gl.constexpr(CHUNK // PLANE)
 
 
 class Pipeline(NamedTuple):
-    """Of a program."""
+    """How a program copies and multiplies."""
 
     slots: int
     """Steps that the ring holds."""
     warps: int
     outputs: int
+    """Rows of the weight; of a gated product half of them are gates, half ups."""
     launch: int
-    """The next kernel may start so many steps before the end; 0: after the last."""
+    """How many steps before the end the next kernel may start; 0: after the last step."""
 
 
 def choose_pipeline(gated: bool, parts: int) -> Pipeline:
-    """The fastest of some on an H200. parts: that a program sums itself."""
+    """The fastest on an H200 of those tried. parts: how many a program sums itself."""
     if gated:
         return Pipeline(slots=4, warps=2, outputs=64, launch=4)
     if parts > 1:
@@ -65,8 +68,8 @@ def choose_pipeline(gated: bool, parts: int) -> Pipeline:
 
 
 def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
-    """Whether the kernel takes rows x (M, I): matrices of whole chunks and tiles, no part empty; heads only if no
-    program waits for others."""
+    """Whether the kernel takes rows x (M, I). It takes matrices of whole chunks and tiles of which no part is empty,
+    and heads if each program sums all parts of its outputs."""
     num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
     fits = num_inputs % CHUNK == part % CHUNK == num_outputs % 64 == 0
     fits &= part * (tiling.split - 1) < num_inputs
@@ -105,7 +108,7 @@ def pipelined_int4_linear(
 
 @gluon.jit
 def _allocate(COUNT: gl.constexpr, OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, ZEROS: gl.constexpr, TYPE: gl.constexpr):
-    """Words, scales, zeros and inputs of COUNT steps, swizzled so that no bank is asked for twice."""
+    """The rings of words, scales, zeros and inputs, COUNT steps each, without bank conflicts."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [COUNT, OUTPUTS, WORDS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     scales = gl.allocate_shared_memory(gl.int32, [COUNT, PAIRS * OUTPUTS], FLAT)
@@ -118,7 +121,7 @@ def _allocate(COUNT: gl.constexpr, OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, Z
 
 @gluon.jit
 def _features(place, first_row, other_row, HALF: gl.constexpr):
-    """Rows of the weight at places of a tile, whose halves begin at two of them."""
+    """Rows of the weight at the given places of a tile whose halves start at `first_row` and `other_row`."""
     return gl.where(place < HALF, first_row, other_row - HALF) + place
 
 
@@ -127,7 +130,7 @@ def _weight_pointers(
     words_ptr, scales_ptr, zeros_ptr, first_row, other_row, all_outputs, num_inputs,
     OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile's words (OUTPUTS, WORDS), scales and zeros (PAIRS * OUTPUTS,) of the first chunk."""
+    """To a tile's words (OUTPUTS, WORDS), scales and zeros (PAIRS * OUTPUTS,) of the first chunk."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
     COPY_UNITS: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     HALF: gl.constexpr = OUTPUTS // 2
@@ -138,7 +141,7 @@ def _weight_pointers(
     zeros = scales_ptr + units
     if zeros_ptr is not None:
         zeros = zeros_ptr + units
-    # As a multiple of WORDS the stride is known to be one of 16 bytes, which a copy takes at once.
+    # The stride is written as a multiple of WORDS, so that the compiler knows that 16 bytes can be copied at once.
     return words_ptr + row.to(gl.int64) * (num_inputs // DEPTH * WORDS) + word, scales_ptr + units, zeros
 
 
@@ -147,7 +150,7 @@ def _copy_weights(
     pointers, rings, slot, chunk, part_steps, all_outputs,
     PAIRS: gl.constexpr, PARTS: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
-    """A chunk of each part."""
+    """Copies a chunk of each part."""
     for part in gl.static_range(PARTS):
         at, to = chunk + part * part_steps, slot * PARTS + part
         async_copy.async_copy_global_to_shared(rings[0].index(to), pointers[0] + at * WORDS, cache_modifier=".cg")
@@ -168,8 +171,8 @@ def _fill_ring(
     pointers, x_ptr, rings, first, steps, part_steps, num_rows, num_inputs, all_outputs,
     PAIRS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, ZEROS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Requests all but the last slot: inputs, and weights but for the first slot's, which are on their way. Returns
-    pointers of inputs (ROWS, DEPTH) and which of them are rows."""
+    """Requests the inputs of all slots but the last, and their weights but for the first slot's, which are already on
+    their way. Returns pointers to the first inputs (ROWS, DEPTH), and a mask (ROWS, 1) of the rows that exist."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))[:, None]
     x = x_ptr + row * num_inputs + gl.arange(0, DEPTH, gl.SliceLayout(0, COPY))[None, :]
@@ -196,7 +199,7 @@ def _add_products(
     accs, rings, slot, OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, ZEROS: gl.constexpr,
     TYPE: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Sums (OUTPUTS, ROWS) of each part."""
+    """The sums (OUTPUTS, ROWS) of each part, with a step added."""
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
@@ -220,7 +223,7 @@ def _sum_steps(
     OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, LAUNCH: gl.constexpr,
     ZEROS: gl.constexpr, PDL: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Sums (OUTPUTS, ROWS), of all PARTS in their order."""
+    """The sums (OUTPUTS, ROWS) over all steps, those of the parts added in order."""
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
     TYPE: gl.constexpr = x.dtype.element_ty
     accs = ()
@@ -251,7 +254,7 @@ def _store_halves(
     rounded, angles, dim, row, inside, tile, out_ptr, num_outputs, keys_ptr, values_ptr, Q, G,
     D: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile (OUTPUTS, ROWS) whose halves belong together: of a head, or gates and ups."""
+    """Stores a tile (OUTPUTS, ROWS) whose halves belong together: dims of a head, or gates and ups."""
     HALF: gl.constexpr = rounded.shape[0] // 2
     if D > 0:
         store_head_tile(
@@ -272,8 +275,8 @@ def pipelined_int4_kernel(
     D: gl.constexpr, GATED: gl.constexpr, OUTPUTS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr,
     SPLIT: gl.constexpr, SLOTS: gl.constexpr, LAUNCH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS features (axis 0) of all rows from PARTS parts of the inputs, or one of SPLIT parts (axis 1). Gated:
-    half of them gates, half the ups beside them. Heads: dims of one and those that they are rotated with."""
+    """OUTPUTS features (axis 0) of all rows from PARTS parts of the inputs, or from one of SPLIT parts (axis 1). The
+    halves of a tile are gates and their ups, or dims of a head and those they are rotated with."""
     HALF: gl.constexpr = OUTPUTS // 2
     ZEROS: gl.constexpr = zeros_ptr is not None
     PAIRS: gl.constexpr = DEPTH // UNIT // 2  # of units, in a chunk
@@ -293,7 +296,7 @@ def pipelined_int4_kernel(
     _copy_weights(pointers, rings, 0, first, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
     place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
     outputs, bias = _features(place, first_row, other_row, HALF), None
-    if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
+    if bias_ptr is not None:  # before the wait, since no kernel writes it
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
     if PDL:
         gdc_wait()

@@ -63,7 +63,7 @@ def sync():
 
 @gluon.jit
 def launch_next(PDL: gl.constexpr):
-    """Lets the next kernel start, which this one delays less the fewer requests it has left to make."""
+    """Lets the next kernel start. It waits for the results of this one, but what it does before that overlaps."""
     if PDL:
         gdc_launch_dependents()
 

@@ -50,7 +50,7 @@ TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each par
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
-HEADS_LAUNCH = 4  # steps before the end of queries, keys and values at which the attention kernel may start
+HEADS_LAUNCH = 4  # steps before the end of queries, keys and values that the attention kernel may start
 MOST_PARTS = 4  # that a program sums itself
 MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
 
