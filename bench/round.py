@@ -8,7 +8,8 @@ Each batch size decodes with `--draft none` and with the draft, in one run. `ms`
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
 and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
-that independent tokens hit. `--profile` lists the kernels of a round.
+that independent tokens hit (`experts`: how many in a layer of the target's pass). `--profile` lists the kernels of a
+round.
 Prints a table, then one JSON line per row.
 """
 
@@ -31,7 +32,7 @@ from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.random_targets import random_pair
 from slipstream.config import run
 from slipstream.models.layers.moe import Experts
-from slipstream.models.targets.config import AttentionSpec
+from slipstream.models.targets.config import AttentionSpec, MoESpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
@@ -48,6 +49,7 @@ COLUMNS = (  # heading, key of a line, format
     ("gap, us", "gap_us", ".0f"),
     ("floor", "floor_ms", ".3f"),
     ("share", "share_of_floor", ".2f"),
+    ("experts", "experts_hit", ".1f"),
     ("tok/s", "tok_s", ".1f"),
     ("accept length", "accept_length", ".2f"),
     ("parts, ms", "parts_ms", ""),
@@ -150,6 +152,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
     floor = 1000 * bytes_read(engine, config, batch) / bandwidth
+    mixture = next((layer.mlp for layer in engine.runner.target.config.layers if isinstance(layer.mlp, MoESpec)), None)
     return {
         **origin("round", "cuda"),
         "target": config.target,
@@ -165,6 +168,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "parts_ms": parts,
         "floor_ms": round(floor, 3),
         "share_of_floor": round(floor / ms, 3),
+        "experts_hit": round(experts_hit(mixture, batch * nodes_of(engine, batch)), 1) if mixture else None,
         "tok_s": round(tokens / seconds, 1),
         "accept_length": round(tokens / rounds / batch, 3),
         "rounds": rounds,
@@ -302,11 +306,16 @@ def nodes_of(engine: Engine, batch: int) -> float:
     return engine.planner.policy.metrics()["nodes_per_step"] / batch
 
 
+def experts_hit(spec: MoESpec, rows: float) -> float:
+    """Of a layer, on average, by `rows` tokens that choose independently; text hits fewer."""
+    return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** rows)
+
+
 def weight_bytes(layers: nn.ModuleList, rows: float) -> float:
-    """Of the target's layers; of `rows` tokens that choose experts independently, those that are hit."""
+    """Of the target's layers; of experts, those that are hit."""
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
-        missed = (1 - experts.spec.top_k / experts.spec.num_experts) ** rows
+        missed = 1 - experts_hit(experts.spec, rows) / experts.spec.num_experts
         total -= missed * sum(x.nbytes for x in experts.state_dict().values())
     return total
 

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
-from slipstream.bench.round import RoundConfig, first_token_ms, weight_bytes
+from slipstream.bench.round import RoundConfig, experts_hit, first_token_ms, weight_bytes
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
@@ -29,6 +30,8 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
     assert weight_bytes(layers, 1) == whole - 4 * 0.75 * experts
     assert whole - weight_bytes(layers, 100) < 1
+    chosen = [{expert for _ in range(5) for expert in torch.randperm(8)[:2].tolist()} for _ in range(3000)]
+    assert experts_hit(layers[0].mlp.experts.spec, 5) == pytest.approx(sum(map(len, chosen)) / 3000, rel=0.02)
 
 
 @pytest.mark.parametrize(

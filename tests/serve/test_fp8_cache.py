@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 from slipstream.kernels.kv.fp8 import E4M3, decode, encode
 from slipstream.models.files.checkpoint import read_tensors
@@ -23,7 +24,7 @@ from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.random_targets import CAPPED, SHAPE, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, save_random_target
 from slipstream.tests.serve.attention_passes import GROUP, LAYER, Pass, Scene
 from slipstream.tests.serve.engine_runs import (
     build_engine,
@@ -39,6 +40,7 @@ from slipstream.tests.serve.engine_runs import (
 
 TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 FP8 = {"kv_cache_dtype": "fp8"}
+SCALE = 0.02
 LAYERS, HEADS = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
 
 
@@ -57,8 +59,13 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
     save_random_target(Qwen3Config(**SHAPE, **windows, head_dim=16), folder)
-    add(folder, {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.02]) for i in range(LAYERS) for x in "kv"})
+    add(folder, scale_tensors())
     return folder
+
+
+def scale_tensors() -> dict[str, Tensor]:
+    """Of all layers SCALE."""
+    return {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in range(LAYERS) for x in "kv"}
 
 
 def add(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
@@ -85,6 +92,35 @@ def test_text_does_not_depend_on_the_draft_the_batch_or_chunks(draft: str, scale
         assert tokens_of(answers) == expected
     assert sum(answer.counts.accepted_tokens for answer in answers.values()) > 0
     assert {cache.dtype for cache in caches_of(engine)} == {E4M3} | ({torch.float32} if draft != "ngram" else set())
+
+
+class RoundingCache(DynamicCache):
+    """transformers' cache of codes times SCALE."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        keys, values = ((x / SCALE).clamp(-448, 448).to(E4M3).float() * SCALE for x in (key_states, value_states))
+        return super().update(keys, values, *args, **options)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen2", "qwen3-tied", "mistral", "llama-rope-linear"}))
+def test_answers_are_those_of_transformers_with_a_rounded_cache(family: str, make_target: Any, tmp_path: Path) -> None:
+    """Of each family, beyond its windows: no token is worse by the logits of transformers than the best one."""
+    shutil.copytree(make_target(family), tmp_path / "target")
+    add(tmp_path / "target", scale_tensors())
+    requests = [make_request(str(length), random_prompt(length, length), max_tokens=16) for length in (5, 40)]
+    answers = tokens_of(run(build_engine(tmp_path / "target", "ngram", prefill_budget=32, **FP8), requests))
+    model = AutoModelForCausalLM.from_pretrained(make_target(family), dtype=torch.float32)
+    for request in requests:
+        answer = torch.tensor(answers[request.id])
+        tokens = torch.tensor([[*request.prompt, *answers[request.id]]])
+        with torch.inference_mode():
+            logits, plain = (
+                model(tokens, past_key_values=cache).logits[0, len(request.prompt) - 1 : -1]
+                for cache in (RoundingCache(), None)
+            )
+        regret = logits.amax(dim=1) - logits.gather(1, answer[:, None])[:, 0]
+        assert regret.max() < 2e-3, "a number halfway between two codes may become either"
+        assert (logits - plain).abs().max() > 1e-2, "the cache is rounded"
 
 
 def test_a_draft_may_have_an_fp8_cache_and_others_scales_do_not_change(tmp_path: Path) -> None:
