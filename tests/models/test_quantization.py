@@ -314,24 +314,3 @@ def test_groups_name_layers(tmp_path: Path) -> None:
         read_quantization(tmp_path).format_of("layers.0.self_attn.q_proj")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     assert read_quantization(tmp_path).groups == []
-
-
-@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])
-def test_compressed_tensors_writes_the_same(name: str) -> None:
-    """Its own compressor of a layer, given the scales and zeros, against the tests' formulas."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    schemes = pytest.importorskip("compressed_tensors.quantization")
-    layout = LAYOUTS[name]
-    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    expected, value = layout.quantize(weight)
-    given = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
-    if "weight_zero_point" in expected:
-        zeros = expected["weight_zero_point"].t()[..., None] >> torch.arange(0, 32, 4) & 15
-        given["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
-    scheme = schemes.QuantizationScheme(**layout.config["config_groups"]["group_0"])
-    kind = "pack-quantized" if name.startswith("packed") else "float-quantized"
-    found = compressors.BaseCompressor.get_value_from_registry(kind).compress(given, scheme)
-    assert found.keys() == expected.keys()
-    for key in expected:
-        assert torch.equal(found[key].float(), expected[key].float()), key
-        assert found[key].dtype == expected[key].dtype or key == "weight_scale"
