@@ -22,6 +22,8 @@ from slipstream.tests.quantized_targets import (
     GPTQ,
     LAYOUTS,
     compressed,
+    dequantized_weights,
+    read_by_transformers,
     reference,
     save_quantized,
     w4,
@@ -76,6 +78,19 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
         assert (found - expected).square().mean() < 0.1 * effect
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-blocks", "compressed-channel", "compressed-blocks", "packed", "packed-asymmetric"]
+)
+def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
+    """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
+    save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    found, read = dequantized_weights(load(tmp_path / name)), read_by_transformers(tmp_path / name)
+    assert len(found) == 4 * 7
+    expected = {name: read.get_parameter(name).detach() for name in found}
+    rounding = 2**-11 if name.startswith("packed") else 0
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
