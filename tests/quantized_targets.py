@@ -1,6 +1,7 @@
 """Tiny targets as libraries write them, quantised here by plain formulas, and what transformers computes of them."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
+from slipstream.models.layers.quantized import QuantizedLinear
+from slipstream.models.layers.quantized_experts import LinearExperts
+from slipstream.models.targets.decoder import Target
 from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
@@ -203,12 +215,41 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
                 del tensors[name]
                 base = name.removesuffix("weight")
                 tensors |= {f"{base}{end}": part.contiguous().clone() for end, part in own.items()}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if layout.file == "config.json":
         change_json(folder / "config.json", quantization_config=dict(layout.config) or None)
     else:
         (folder / layout.file).write_text(json.dumps(layout.config))
     return values
+
+
+def dequantized_weights(target: Target) -> Tensors:
+    """Of the linear layers that are quantised, experts included, by their names in files."""
+    found: Tensors = {}
+
+    def add(parent: str, name: str, linear: QuantizedLinear) -> None:
+        weight = linear.dequantized()
+        for part, rows in (linear.parts or {name: slice(None)}).items():
+            found[f"model.{parent}.{part}.weight"] = weight[rows]
+
+    for path, module in target.named_modules():
+        parent, _, name = path.rpartition(".")
+        if isinstance(module, QuantizedLinear):
+            add(parent, name, module)
+        if isinstance(module, LinearExperts):
+            for expert in range(module.spec.num_experts):
+                for fused in module.layers:
+                    add(f"{path}.{expert}", fused, module.expert(fused, expert))
+    return found
+
+
+def read_by_transformers(folder: Path) -> PreTrainedModel:
+    """The checkpoint in fp32, dequantised by transformers, and by compressed-tensors for it."""
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    read = {"fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}[method](dequantize=True)
+    with warnings.catch_warnings():  # that all else is taken from the folder
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=read)
 
 
 def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:

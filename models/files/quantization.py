@@ -95,15 +95,15 @@ ON_THE_FLY = Quantization("fp8 on the fly", [(["Linear"], FP8Format("channel", o
 def read_quantization(path: Path, asked: str | None = None) -> Quantization | None:
     """Of the checkpoint in folder `path`; None for one that is not quantised. `asked`: "fp8" to quantise it on the fly.
 
-    Raises ValueError for formats that are not known and for quantising what is quantised already.
+    Raises ValueError for formats that are not known, for malformed fields and for quantising what is quantised already.
     """
-    values = _find_config(path)
-    if values is None:
-        return ON_THE_FLY if asked is not None else None
     try:
-        found = _read(values)
+        values = _find_config(path)
+        found = None if values is None else _read(values)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; known formats: {KNOWN}") from None
+    if found is None:
+        return ON_THE_FLY if asked is not None else None
     if asked is not None:
         raise ValueError(
             f"quantization is {asked!r}, but {path} is quantised already ({found.name}); leave the option out"
@@ -114,8 +114,8 @@ def read_quantization(path: Path, asked: str | None = None) -> Quantization | No
 def has_fp8_cache(path: Path) -> bool:
     """Whether scales of the KV cache in the checkpoint, if it has any, are those of e4m3 codes."""
     values = _find_config(path) or {}
-    scheme = values.get("kv_cache_scheme") or {}
-    algorithm = (values.get("quantization") or values).get("kv_cache_quant_algo") or "FP8"
+    scheme = _object(values, "kv_cache_scheme")
+    algorithm = (_object(values, "quantization") or values).get("kv_cache_quant_algo") or "FP8"
     is_float8 = (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
     return is_float8 and str(algorithm).upper() == "FP8"
 
@@ -126,9 +126,9 @@ def _find_config(path: Path) -> Mapping[str, Any] | None:
     config = read_json(file) if file.exists() else {}
     text = config.get("text_config")
     for values in (config, text if isinstance(text, Mapping) else {}):
-        found = values.get("quantization_config") or values.get("compression_config")
-        if found:
-            return found
+        for name in ("quantization_config", "compression_config"):
+            if found := _object(values, name):
+                return found
     for name, method in (
         ("hf_quant_config.json", "modelopt"),
         ("quantize_config.json", "gptq"),
@@ -156,13 +156,10 @@ def _read(values: Mapping[str, Any]) -> Quantization:
 
 
 def _read_ignored(values: Mapping[str, Any]) -> list[str]:
-    inner = values.get("quantization") or values
+    inner = _object(values, "quantization") or values
     names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-    skipped = (pattern[2:] for pattern in inner.get("dynamic") or {} if pattern.startswith("-:"))  # GPTQModel
-    return [
-        *(pattern for name in names for pattern in inner.get(name) or ()),
-        *(f"re:{pattern}" for pattern in skipped),
-    ]
+    skipped = [f"re:{key[2:]}" for key in _object(inner, "dynamic") if key.startswith("-:")]  # GPTQModel
+    return [*(entry for name in names for entry in _modules(inner, name)), *_modules({"dynamic": skipped}, "dynamic")]
 
 
 def _all(name: str, format: Format) -> Quantization:
@@ -178,13 +175,14 @@ def _read_fp8(values: Mapping[str, Any]) -> Quantization:
     block = values.get("weight_block_size")
     if block is None:
         return _all("fp8 per tensor", FP8Format("tensor", static=is_static))
-    if list(block) != [BLOCK, BLOCK] or is_static:
-        raise ValueError(f"weight_block_size is {block} with {'static' if is_static else 'dynamic'} activations")
+    _expect_blocks(values, "weight_block_size")
+    if is_static:
+        raise ValueError(f"weight_block_size is {block} with static activations; activation_scheme must be 'dynamic'")
     return _all("fp8 in blocks", FP8Format("block", "weight_scale_inv"))
 
 
 def _read_modelopt(values: Mapping[str, Any]) -> Quantization:
-    inner = values.get("quantization") or values
+    inner = _object(values, "quantization") or values
     algorithm = str(inner.get("quant_algo") or "").upper()
     if not algorithm and inner.get("kv_cache_quant_algo"):
         return Quantization("modelopt, KV cache alone", [])
@@ -199,35 +197,40 @@ def _read_modelopt(values: Mapping[str, Any]) -> Quantization:
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
-    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _object(values, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise ValueError(f"sparsity_config.format is {sparsity!r}")
-    if (values.get("transform_config") or {}).get("config_groups"):
+    if _object(values, "transform_config").get("config_groups"):
         raise ValueError("transform_config rotates weights")
-    groups = values.get("config_groups") or {}
-    if not groups and values.get("kv_cache_scheme"):
+    groups = _object(values, "config_groups")
+    if not groups and _object(values, "kv_cache_scheme"):
         return Quantization("compressed-tensors, KV cache alone", [])
     if not groups:
         raise ValueError("config_groups is empty")
-    read = [(group.get("targets") or ["Linear"], _read_group(values, group)) for group in groups.values()]
+    read = []
+    for name in groups:
+        if not (group := _object(groups, name)):
+            raise ValueError(f"config_groups.{name} is {groups[name]!r}; it must be an object with targets and weights")
+        read.append((_modules(group, "targets") or ["Linear"], _read_group(values, group)))
     # Names and expressions say more than the name of a class.
-    read.sort(key=lambda pair: list(pair[0]) == ["Linear"])
+    read.sort(key=lambda pair: pair[0] == ["Linear"])
     kinds = dict.fromkeys(_describe(format) for _, format in read)
     return Quantization(f"compressed-tensors {', '.join(kinds)}", read)
 
 
 def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
     name = group.get("format") or values.get("format")
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights = _object(group, "weights")
+    inputs = None if group.get("input_activations") is None else _object(group, "input_activations")
     strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type")
     if name in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8 and inputs is not None:
         _expect(inputs, "num_bits", 8)
         _expect(inputs, "type", "float")
         is_static = not inputs.get("dynamic", False)
         if strategy == "block":
-            blocks = weights.get("block_structure") or ()
-            if list(map(int, blocks.split("x") if isinstance(blocks, str) else blocks)) != [BLOCK, BLOCK] or is_static:
-                raise ValueError(f"block_structure is {weights.get('block_structure')}, with static inputs {is_static}")
+            _expect_blocks(weights, "block_structure")
+            if is_static:
+                raise ValueError(f"dynamic is {inputs.get('dynamic')!r}; inputs of weights in blocks must be dynamic")
             _expect(inputs, "group_size", BLOCK)
             return FP8Format("block")
         if strategy in ("tensor", "channel"):
@@ -235,7 +238,7 @@ def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
             return FP8Format(strategy, static=is_static)
     is_int4 = name == "pack-quantized" and kind == "int" and bits == 4 and inputs is None
     if is_int4 and strategy in ("group", "channel"):
-        size = -1 if strategy == "channel" else _group_size(weights.get("group_size"))
+        size = -1 if strategy == "channel" else _group_size(weights, "group_size")
         is_ordered = weights.get("actorder") in ("group", "dynamic")
         return Int4Format("packed", size, symmetric=bool(weights.get("symmetric", True)), act_order=is_ordered)
     with_inputs = "16-bit inputs" if inputs is None else f"inputs of {inputs.get('num_bits')} bits"
@@ -243,12 +246,14 @@ def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
 
 
 def _read_awq(values: Mapping[str, Any]) -> Quantization:
-    _expect(values, "bits" if "bits" in values else "w_bit", 4)
+    """config.json's names, or AutoAWQ's own ones of quant_config.json."""
+    is_old = "bits" not in values and not values.keys().isdisjoint(("w_bit", "q_group_size"))
+    _expect(values, "w_bit" if is_old else "bits", 4)
     version = str(values.get("version", "gemm")).lower()
     if version != "gemm":
         raise ValueError(f"version is {values['version']!r}")
     _expect(values, "zero_point", None, True)
-    size = _group_size(values.get("group_size", values.get("q_group_size")))
+    size = _group_size(values, "group_size" if "group_size" in values else "q_group_size")
     return _all(f"awq, groups of {size}", Int4Format("awq", size))
 
 
@@ -256,28 +261,61 @@ def _read_gptq(values: Mapping[str, Any]) -> Quantization:
     _expect(values, "bits", 4)
     _expect(values, "checkpoint_format", None, "", "gptq", "gptq_v2")
     _expect(values, "is_marlin_format", None, False)
-    for pattern, change in (values.get("dynamic") or {}).items():
-        own = {name: change[name] for name in ("bits", "group_size", "sym") if name in (change or {})}
+    dynamic = _object(values, "dynamic")
+    for pattern in dynamic:
+        change = _object(dynamic, pattern)
+        own = {name: change[name] for name in ("bits", "group_size", "sym") if name in change}
         if not pattern.startswith("-:") and any(values.get(name) != value for name, value in own.items()):
             raise ValueError(f"dynamic gives {pattern} another format, {own}")
     is_second = values.get("checkpoint_format") == "gptq_v2"
-    size = _group_size(values.get("group_size", -1))
+    size = _group_size(values, "group_size")
     is_symmetric, is_ordered = bool(values.get("sym", True)), bool(values.get("desc_act", False))
     format = Int4Format("gptq", size, is_symmetric, zero_offset=0 if is_second else 1, act_order=is_ordered)
     return _all(f"gptq{'_v2' if is_second else ''}, groups of {size}", format)
 
 
-def _group_size(size: Any) -> int:
+def _group_size(values: Mapping[str, Any], name: str) -> int:
+    size = values.get(name)
     if size in (-1, None):
         return -1
     if not isinstance(size, int) or (size not in GROUP_SIZES and (size <= 0 or size % 256)):
-        raise ValueError(f"group_size is {size!r}; it must be {', '.join(map(str, GROUP_SIZES))}, k * 256 or -1")
+        raise ValueError(f"{name} is {size!r}; it must be {', '.join(map(str, GROUP_SIZES))}, k * 256 or -1")
     return size
 
 
 def _expect(values: Mapping[str, Any], name: str, *allowed: Any) -> None:
+    """`allowed` has None if the field may be left out."""
     if values.get(name) not in allowed:
-        raise ValueError(f"{name} is {values.get(name)!r}")
+        choices = " or ".join(repr(value) for value in allowed if value not in (None, ""))
+        raise ValueError(f"{name} is {values.get(name)!r}; it must be {choices}")
+
+
+def _expect_blocks(values: Mapping[str, Any], name: str) -> None:
+    found = values.get(name)
+    sizes = found.split("x") if isinstance(found, str) else found
+    if not isinstance(sizes, list) or [str(size) for size in sizes] != [str(BLOCK)] * 2:
+        raise ValueError(f"{name} is {found!r}; it must be [{BLOCK}, {BLOCK}]")
+
+
+def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that holds an object; an empty one if it is left out, null or empty."""
+    found = values.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} is {found!r}; it must be an object, as the tool that quantised the weights wrote it")
+    return found
+
+
+def _modules(values: Mapping[str, Any], name: str) -> list[str]:
+    """A field that names modules; empty if it is left out. Entries that begin with "re:" are regular expressions."""
+    found = values.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise ValueError(f"{name} is {found!r}; it must be a list of strings: names of modules, or re:EXPRESSION")
+    for entry in found:
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{name} has {entry!r}, which is no regular expression ({error}); correct it") from None
+    return found
 
 
 def _describe(format: Format) -> str:

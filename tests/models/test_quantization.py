@@ -22,6 +22,8 @@ from slipstream.tests.quantized_targets import (
     GPTQ,
     LAYOUTS,
     compressed,
+    dequantized_weights,
+    read_by_transformers,
     reference,
     save_quantized,
     w4,
@@ -30,6 +32,11 @@ from slipstream.tests.quantized_targets import (
 from slipstream.tests.random_targets import change_json, save_random_target
 
 HEAD = "lm_head"
+
+
+def group(values: Any) -> dict[str, Any]:
+    """A config of compressed-tensors with this group alone."""
+    return compressed("pack-quantized", {}) | {"config_groups": {"group_0": values}}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +78,19 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
         assert (found - expected).square().mean() < 0.1 * effect
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-blocks", "compressed-channel", "compressed-blocks", "packed", "packed-asymmetric"]
+)
+def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
+    """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
+    save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    found, read = dequantized_weights(load(tmp_path / name)), read_by_transformers(tmp_path / name)
+    assert len(found) == 4 * 7
+    expected = {name: read.get_parameter(name).detach() for name in found}
+    rounding = 2**-11 if name.startswith("packed") else 0
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
@@ -217,6 +237,54 @@ def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], m
         read_quantization(tmp_path)
 
 
+FP8_BLOCKS = {"quant_method": "fp8", **BLOCKS}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("fp8", "quantization_config is 'fp8'; it must be an object"),
+        (["fp8"], r"quantization_config is \['fp8'\]; it must be an object"),
+        (FP8_BLOCKS | {"weight_block_size": 128}, r"weight_block_size is 128; it must be \[128, 128\]"),
+        (FP8_BLOCKS | {"weight_block_size": [128, None]}, r"weight_block_size is \[128, None\]; it must be"),
+        (FP8_BLOCKS | {"modules_to_not_convert": 5}, "modules_to_not_convert is 5; it must be a list of strings"),
+        (FP8_BLOCKS | {"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head'; it must be a list of strings"),
+        (FP8_BLOCKS | {"ignore": ["lm_head", "re:("]}, r"ignore has 're:\(', which is no regular expression .*; corr"),
+        ({"quant_method": "modelopt", "quantization": "FP8"}, "quantization is 'FP8'; it must be an object"),
+        (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:.*'\]; it must be an object"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic has 're:\(', which is no regular expression"),
+        (GPTQ | {"dynamic": {"+:.*down.*": 8}}, r"\+:\.\*down\.\* is 8; it must be an object"),
+        (GPTQ | {"is_marlin_format": 1}, "is_marlin_format is 1; it must be False"),
+        ({"quant_method": "awq"}, "bits is None; it must be 4"),
+        ({"quant_method": "awq", "q_group_size": 128}, "w_bit is None; it must be 4"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 48}, "q_group_size is 48; it must be 32"),
+        (AWQ | {"zero_point": False}, "zero_point is False; it must be True"),
+        (group(None), "config_groups.group_0 is None; it must be an object with targets and weights"),
+        (group("Linear"), "group_0 is 'Linear'; it must be an object"),
+        (group({"targets": "Linear"}), "targets is 'Linear'; it must be a list of strings"),
+        (group({"targets": ["re:*"]}), r"targets has 're:\*', which is no regular expression"),
+        (group({"weights": 8}), "weights is 8; it must be an object"),
+        (group({"weights": w4(32, True), "input_activations": "int8"}), "input_activations is 'int8'; it must be"),
+        (
+            compressed("float-quantized", w8("block", block_structure="128 by 128"), w8("group", dynamic=True)),
+            r"block_structure is '128 by 128'; it must be \[128, 128\]",
+        ),
+        (
+            compressed("float-quantized", w8("block", block_structure="128x128"), w8("group", dynamic=False)),
+            "dynamic is False; inputs of weights in blocks must be dynamic",
+        ),
+        (group({}) | {"sparsity_config": "dense"}, "sparsity_config is 'dense'; it must be an object"),
+        (group({}) | {"transform_config": "none"}, "transform_config is 'none'; it must be an object"),
+        (group({}) | {"config_groups": ["group_0"]}, r"config_groups is \['group_0'\]; it must be an object"),
+    ],
+)  # fmt: skip
+def test_malformed_fields_are_named_with_their_value_and_the_remedy(values: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: {message}"):
+        read_quantization(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "format"),
     [
@@ -261,24 +329,3 @@ def test_groups_name_layers(tmp_path: Path) -> None:
         read_quantization(tmp_path).format_of("layers.0.self_attn.q_proj")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     assert read_quantization(tmp_path).groups == []
-
-
-@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])
-def test_compressed_tensors_writes_the_same(name: str) -> None:
-    """Its own compressor of a layer, given the scales and zeros, against the tests' formulas."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    schemes = pytest.importorskip("compressed_tensors.quantization")
-    layout = LAYOUTS[name]
-    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    expected, value = layout.quantize(weight)
-    given = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
-    if "weight_zero_point" in expected:
-        zeros = expected["weight_zero_point"].t()[..., None] >> torch.arange(0, 32, 4) & 15
-        given["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
-    scheme = schemes.QuantizationScheme(**layout.config["config_groups"]["group_0"])
-    kind = "pack-quantized" if name.startswith("packed") else "float-quantized"
-    found = compressors.BaseCompressor.get_value_from_registry(kind).compress(given, scheme)
-    assert found.keys() == expected.keys()
-    for key in expected:
-        assert torch.equal(found[key].float(), expected[key].float()), key
-        assert found[key].dtype == expected[key].dtype or key == "weight_scale"

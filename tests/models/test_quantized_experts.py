@@ -17,7 +17,16 @@ from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, 
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.quantized_targets import FP8, LAYOUTS, MOE_CONFIG, reference, save_gpt_oss, save_quantized
+from slipstream.tests.quantized_targets import (
+    FP8,
+    LAYOUTS,
+    MOE_CONFIG,
+    dequantized_weights,
+    read_by_transformers,
+    reference,
+    save_gpt_oss,
+    save_quantized,
+)
 from slipstream.tests.random_targets import change_json, save_random_target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
@@ -59,6 +68,23 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
         assert (found - expected).square().mean() < 0.1 * effect
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-channel", "packed"])
+def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
+    """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
+    save_quantized(LAYOUTS[name], plain, tmp_path / name)
+    found, read = dequantized_weights(load(tmp_path / name)), read_by_transformers(tmp_path / name)
+    assert len(found) == 2 * (4 + 3 * 3)
+    expected = {name: tensor.float() for name, tensor in read.state_dict().items()}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gates_ups, downs = (expected.pop(f"{experts}.{part}_proj") for part in ("gate_up", "down"))
+        for index, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
+            for part, weight in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
+                expected[f"{experts}.{index}.{part}_proj.weight"] = weight
+    rounding = 2**-11 if name == "packed" else 0
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "modelopt", "modelopt-blocks", "compressed-blocks", "gptq-v2",
