@@ -110,7 +110,10 @@ class EngineConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, allowed))}")
+                remedy = f"choose one of {', '.join(map(str, allowed))}"
+                if None in allowed:
+                    remedy = f"choose {' or '.join(str(one) for one in allowed if one is not None)}, or leave it out"
+                raise ValueError(f"{name} is {getattr(self, name)!r}; {remedy}")
         for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -21,6 +21,7 @@ from slipstream.models.files.checkpoint import read_draft_tensors, read_json, wr
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.linear import Embedding
+from slipstream.models.layers.quantized import FLOATS, QUANTIZED
 from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
@@ -372,6 +373,7 @@ def build_draft(
 ) -> Network:
     """`load_draft` of files that are read already; `path` names them in errors."""
     choices = choices or Choices()
+    check_unquantized(files.tensors, path)
     tensors = {_public_name(network, key): tensor for key, tensor in files.tensors.items()}
     values: Mapping[str, Any] = from_speculators(dict(files.values))
     values = network.Config.settle(values, target, choices, Evidence(tensors, files.tensors.keys()))
@@ -396,6 +398,17 @@ def build_draft(
     load_weights(module, tensors, dtype, device, path)
     check_finite(module.state_dict(), path)
     return module
+
+
+def check_unquantized(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises ValueError for a draft whose weights are quantised, in whatever format."""
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] in QUANTIZED and tensor.dtype not in (*FLOATS, torch.float64):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{path} is quantised ({name} is {dtype}), but drafts are loaded in 16 bits (or fp32) only; take the "
+                "draft as it was before, or dequantise its weights and leave quantization_config out of its config.json"
+            )
 
 
 def _public_name(network: type[DraftNetwork], key: str) -> str:

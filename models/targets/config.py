@@ -17,7 +17,7 @@ DENSE_ARCHITECTURES = {
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": True,
-    **dict.fromkeys(families.FAMILIES.keys() - families.MIXTURES, False),  # they say themselves
+    **dict.fromkeys(sorted(families.FAMILIES.keys() - families.MIXTURES), False),  # they say themselves
 }
 # Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
 NEEDED = frozenset(
@@ -46,6 +46,7 @@ EXPERT_ARCHITECTURES = {
     "MixtralForCausalLM": False,
     "GptOssForCausalLM": False,
 }
+ARCHITECTURES = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -250,13 +251,12 @@ class TargetSpec(DecoderShape):
         Raises ValueError for another architecture or activation.
         """
         architecture = families.architecture_of(values)
-        supported = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
-        check_supported(values, tuple(supported))
+        check_supported(values)
         values = families.text_part(values)
         traits = families.traits_of(values)
         bias = bool(values.get("attention_bias", False))
         attention = {
-            "qk_norm": supported[architecture],
+            "qk_norm": ARCHITECTURES[architecture],
             # Fixed by the architecture, not by a field, in Qwen2ForCausalLM.
             "qkv_bias": bias or architecture == "Qwen2ForCausalLM" or bool(values.get("qkv_bias", False)),
             "output_bias": bias,
@@ -281,12 +281,13 @@ class TargetSpec(DecoderShape):
         )
 
 
-def check_supported(values: Mapping[str, Any], supported: tuple[str, ...]) -> None:
-    """Raises ValueError for architectures other than `supported`, and for variants of them that are refused."""
+def check_supported(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for architectures that are not supported, and for variants of others that are refused."""
     name, reason = (values.get("architectures") or ["(none)"])[0], families.refusal(values)
-    if reason or families.architecture_of(values) not in supported:
-        why = f"; {reason}" if reason else ""
-        raise ValueError(f"architecture {name} cannot be a target; supported: {', '.join(supported)}{why}")
+    if reason or families.architecture_of(values) not in ARCHITECTURES:
+        why = f": {reason}" if reason else ""
+        known = ", ".join(sorted(ARCHITECTURES.keys() | families.TEXT_PARTS.keys()))
+        raise ValueError(f"architecture {name} cannot be a target{why}; supported: {known}")
 
 
 def windows_of(values: Mapping[str, Any]) -> list[int | None]:

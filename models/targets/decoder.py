@@ -22,7 +22,7 @@ from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, qu
 from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
 from slipstream.models.targets.cache_scales import read_cache_scales
-from slipstream.models.targets.config import TargetSpec, is_complete
+from slipstream.models.targets.config import TargetSpec, check_supported, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -127,7 +127,12 @@ class Target(nn.Module):
 
 def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
-    values = read_json(path / "config.json")
+    file, adapter = path / "config.json", path / "adapter_config.json"
+    if adapter.exists() and not file.exists():
+        raise ValueError(f"{path} {families.adapter_refusal(read_json(adapter))}")
+    values = read_json(file)
+    if "auto_map" in values:  # do not ask for trust in code that runs nothing here
+        check_supported(values)
     if not is_complete(values) and not families.refusal(values):
         values = read_config(path, trust_remote_code).to_dict()
     return TargetSpec.from_json(values)

@@ -16,7 +16,13 @@ Norms = Literal["pre", "post", "sandwich"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# What `refusal` appends to its reason; README's table and docs/serving.md list the same.
+NOT_SERVED = (
+    "Slipstream does not serve hybrid and recurrent targets (gated delta nets, Mamba, RWKV), multi-head latent "
+    "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
+)
 # Fields that only such models have.
+IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
 MAMBA_FIELDS = ("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads")
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"}
 
@@ -116,18 +122,36 @@ def activation_of(values: Mapping[str, Any], traits: Traits) -> "Activation":
 
 
 def refusal(values: Mapping[str, Any]) -> str:
-    """Why targets with such a config are not served by design; empty where they may be."""
+    """Why targets with such a config are not served by design, and what else is not; empty where they may be."""
+    reason = _reason(values)
+    return f"{reason}. {NOT_SERVED}" if reason else ""
+
+
+def adapter_refusal(values: Mapping[str, Any]) -> str:
+    """What to do with a folder that holds an adapter in place of a model, by its adapter_config.json."""
+    kind, base = str(values.get("peft_type") or "LORA"), values.get("base_model_name_or_path") or "its base model"
+    kind = "a LoRA adapter" if kind.upper() == "LORA" else f"an adapter ({kind})"
+    return (
+        f"holds {kind} for {base} (adapter_config.json) and no config.json; merge it into {base}, e.g. with peft's "
+        f"merge_and_unload, save the result together with the tokenizer and name that folder. {NOT_SERVED}"
+    )
+
+
+def _reason(values: Mapping[str, Any]) -> str:
     name = (values.get("architectures") or [""])[0]
     inside = values.get("text_config")
     both = {**(inside if isinstance(inside, Mapping) else {}), **values}
     if values.get("is_encoder_decoder"):
-        return "it is an encoder-decoder, and only decoders are served"
+        return "it is an encoder-decoder"
     if both.get("kv_lora_rank"):
-        return "it has multi-head latent attention (MLA), which is not served"
-    kinds = {*(both.get("layer_types") or ()), *(both.get("layers_block_type") or ())}
+        return "it has multi-head latent attention (MLA)"
+    kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in both.get(key) or ()}
     if kinds & RECURRENT_KINDS or any(both.get(key) for key in MAMBA_FIELDS):
-        return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba), which are not served"
-    if "vision_config" in values and name not in TEXT_PARTS:
+        return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
+    if name.lower().startswith("rwkv"):  # its configs have no field that tells
+        return "its layers are recurrent (RWKV)"
+    reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
+    if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
     if both.get("use_bidirectional_attention"):
         return "its attention is bidirectional (use_bidirectional_attention), so it does not continue text"

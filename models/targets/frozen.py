@@ -24,7 +24,7 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.quantized import QuantizedLinear
 from slipstream.models.targets import families
-from slipstream.models.targets.config import DENSE_ARCHITECTURES, EXPERT_ARCHITECTURES, check_aux_layers
+from slipstream.models.targets.config import ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
@@ -300,7 +300,7 @@ def load_frozen_target(
 
 def is_served(values: Mapping[str, Any]) -> bool:
     """Whether the decoder runs targets with such a config.json."""
-    is_known = families.architecture_of(values) in DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
+    is_known = families.architecture_of(values) in ARCHITECTURES
     return is_known and not families.refusal(values)
 
 

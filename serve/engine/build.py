@@ -69,6 +69,8 @@ class Builder:
     """Tests change single steps of `build`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        file = config.kv_cache_calibration
+        self.calibration_text = None if file is None else read_text(file)
         _, path = find_target(config)
         self.path = path
         self.model = model = load_config(path, config.trust_remote_code)
@@ -244,7 +246,7 @@ class Builder:
 
     def calibrate(self) -> tuple[Sequence[Sequence[Tensor | None]], str]:
         """The scales of all layers by network, and on what they were calibrated."""
-        config, text = self.config, read_text(self.config.kv_cache_calibration)
+        config, text = self.config, self.calibration_text or read_text(None)
         tokens = tokens_of(text, self.path, self.longest, config.trust_remote_code)
         num_pages = -(-(len(tokens) + self.reserve) // config.page_size)
         passes = self.build_passes([1 + num_pages] * len(self.windows), num_pages)

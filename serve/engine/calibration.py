@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 def read_text(file: str | None) -> str:
     """The text to calibrate on: the user's file, or bundled questions and answers. Raises ValueError if there is
-    none."""
+    none. A user's file is read before weights are loaded, so that a mistake is said at once."""
     if file is None:
         if not BUNDLED.exists():
             raise ValueError(f"kv_cache_calibration is None, and {BUNDLED} is missing; name a file of text")
@@ -42,11 +42,14 @@ def read_text(file: str | None) -> str:
             return "\n\n".join(_messages(lines))[:MOST_CHARACTERS]
     try:
         with open(file, encoding="utf-8") as stream:
-            return stream.read(MOST_CHARACTERS)
+            text = stream.read(MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"kv_cache_calibration is {file!r}, which cannot be read ({error}); name a file of text"
         ) from None
+    if not text.strip():
+        raise ValueError(f"kv_cache_calibration is {file!r}, a file without text; name another, or leave it out")
+    return text
 
 
 def _messages(lines: Iterator[str]) -> Iterator[str]:

@@ -59,6 +59,39 @@ NO_NUMBER = r"draft: fc\.weight holds NaN or infinite values; fetch the draft ag
 OTHER_WIDTH = r"fc\.weight has 100 columns, not a multiple of .* hidden size 32; serve the"
 
 
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    ("ending", "dtype", "beside"),
+    [
+        ("weight", torch.float8_e4m3fn, {"weight_scale": torch.ones(1)}),
+        ("weight", torch.int8, {"weight_scale": torch.ones(1)}),
+        ("weight_packed", torch.int32, {"weight_scale": torch.ones(1), "weight_shape": torch.ones(2)}),
+        ("qweight", torch.int32, {"scales": torch.ones(1), "qzeros": torch.ones(1)}),
+    ],
+)
+def test_a_quantised_draft_is_refused_with_the_remedy(
+    ending: str,
+    dtype: torch.dtype,
+    beside: dict[str, Tensor],
+    kind: str,
+    make_target: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    save, network = DRAFTS[kind]
+    target, folder = make_target("qwen3"), tmp_path / "draft"
+    save(target, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    stem = name.removesuffix("weight")
+    tensors[stem + ending] = tensors.pop(name).to(dtype)
+    save_file(tensors | {stem + key: tensor for key, tensor in beside.items()}, file)
+    written = str(dtype).removeprefix("torch.")
+    message = rf"draft is quantised \(\S*down_proj.{ending} is {written}\), but drafts are loaded in 16 bits .* dequan"
+    with pytest.raises(ValueError, match=message):
+        load_draft(network, folder, load_config(target), torch.float32, CPU)
+
+
 @pytest.mark.parametrize(
     ("kind", "weight", "message"),
     [

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +31,21 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3Text
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import NEEDED, RopeConfig, TargetSpec, check_aux_layers, default_aux_layers
+from slipstream.models.targets.config import (
+    ARCHITECTURES,
+    NEEDED,
+    RopeConfig,
+    TargetSpec,
+    check_aux_layers,
+    default_aux_layers,
+)
 from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.models.targets.families import NOT_SERVED
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.random_targets import CAPPED, FAMILIES, LONGROPE, SHAPE, change_json, roughen
 
+ROOT = Path(__file__).parents[2]
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
 
@@ -138,8 +148,12 @@ def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | N
 
 
 def test_foreign_architecture_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be a target; supported: LlamaForCausalLM"):
+    """In one order, with all that are read."""
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be a target; supported: \w+(, \w+)*$") as error:
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
+    named = str(error.value).partition("supported: ")[2].split(", ")
+    assert named == sorted(named)
+    assert set(named) == {*ARCHITECTURES, "Gemma3ForConditionalGeneration"}
 
 
 @pytest.mark.parametrize(
@@ -161,8 +175,76 @@ def test_what_is_not_served_by_design_is_refused_with_the_reason(
     config: PretrainedConfig, reason: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=reason) as error:
         load_config(tmp_path)
+    is_family = "hidden_activation" not in reason
+    assert (NOT_SERVED in str(error.value)) == is_family
+
+
+CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
+HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"image_embd_layer": {}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
+        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: Gemma2ForCausal"),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, r": its layers are recurrent \(RWKV\)"),
+        ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", **CODE}, ": its layers are recurrent"),
+        (
+            {"architectures": ["RecurrentGemmaForCausalLM"], "block_types": ["recurrent", "recurrent", "attention"]},
+            ": it has recurrent layers",
+        ),
+    ],
+)
+def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
+    values: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for trust in (False, True):
+        with pytest.raises(ValueError, match=f"^architecture {values['architectures'][0]} cannot be a target{reason}"):
+            load_config(tmp_path, trust)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_pages_list_what_is_not_served(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    for name in (
+        "hybrid",
+        "gated delta nets",
+        "Mamba",
+        "RWKV",
+        "MLA",
+        "encoder-decoders",
+        "image",
+        "LoRA",
+        "several GPUs",
+    ):
+        assert name in NOT_SERVED
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"},
+            "holds a LoRA adapter for Qwen/Qwen3-8B .* merge it into Qwen/Qwen3-8B, e.g. with peft's merge_and_unload",
+        ),
+        ({}, "holds a LoRA adapter for its base model .* merge it into its base model"),
+        ({"peft_type": "IA3", "base_model_name_or_path": "a/b"}, r"holds an adapter \(IA3\) for a/b"),
+    ],
+)
+def test_an_adapter_is_refused_with_its_base_model(
+    values: dict[str, Any], message: str, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message) as error:
+        load_config(tmp_path)
+    assert NOT_SERVED in str(error.value)
+    (tmp_path / "config.json").write_text((make_target("qwen3") / "config.json").read_text())
+    assert load_config(tmp_path) == load_config(make_target("qwen3")), "a merged model's folder may keep the file"
 
 
 def test_feature_layer_rule() -> None:

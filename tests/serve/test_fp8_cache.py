@@ -17,7 +17,7 @@ from slipstream.models.files.checkpoint import read_tensors
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.dry_run import DryRun
-from slipstream.serve.engine import calibration
+from slipstream.serve.engine import build, calibration
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig, ServeConfig
@@ -150,12 +150,22 @@ def test_scales_leave_room_above_what_the_text_holds(tmp_path: Path, caplog: pyt
     largest = cache[:, :, 16:].abs().amax(dim=(2, 4))  # all but the dump page
     torch.testing.assert_close(torch.tensor(scales_of(engine)), calibration.MARGIN * largest / 448)
     assert scales_of(build_engine(TINY_TARGET, **FP8)) != scales_of(engine), "bundled text by default"
-    for content, message in (("", "without text"), (None, "cannot be read")):
-        if content is not None:
-            (tmp_path / "bad.txt").write_text(content)
-        file = str(tmp_path / ("bad.txt" if content is not None else "missing.txt"))
-        with pytest.raises(ValueError, match=f"kv_cache_calibration .*{message}"):
-            build_engine(TINY_TARGET, kv_cache_calibration=file, **FP8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b" \n", "a file without text"), (None, "which cannot be read"), (b"\x1f\x8b\xff", "which cannot be read")],
+)
+def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
+    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file.txt"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setattr(build, "load_target", lambda *_: pytest.fail("read the weights"))
+    for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
+        with pytest.raises(ValueError, match=f"kv_cache_calibration is '{file}', {message}"):
+            refused(TINY_TARGET, kv_cache_calibration=str(file), **FP8)
 
 
 @pytest.mark.parametrize(
