@@ -30,7 +30,7 @@ from slipstream.serve.engine.build import (
     pick_max_model_len,
     pick_prompt_tokens,
 )
-from slipstream.serve.engine.calibration import read_text
+from slipstream.serve.engine.calibration import given_text
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.memory import GRAPH_BYTES
 from slipstream.serve.options import ServeConfig, find_target
@@ -65,8 +65,7 @@ class DryRun:
     """Raises ValueError, as the server would, for options that do not fit one another or the target."""
 
     def __init__(self, config: ServeConfig) -> None:
-        if config.kv_cache_calibration is not None:
-            read_text(config.kv_cache_calibration)
+        given_text(config)
         name, path = find_target(config, weights=False)
         self.model = load_config(path, config.trust_remote_code)
         self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, self.model, config.device))

@@ -25,7 +25,7 @@ from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
 from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
-from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, scales_of, tokens_of
+from slipstream.serve.engine.calibration import fill_scales, given_text, prefill, read_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import Engine
@@ -69,8 +69,7 @@ class Builder:
     """Tests change single steps of `build`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        file = config.kv_cache_calibration
-        self.calibration_text = None if file is None else read_text(file)
+        self.calibration_text = given_text(config)
         _, path = find_target(config)
         self.path = path
         self.model = model = load_config(path, config.trust_remote_code)

@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.kernels.kv.fp8 import LARGEST
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.plan import Admission, PromptChunk, StepPlan
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
@@ -32,9 +33,20 @@ BUNDLED = Path(__file__).parents[2] / "assets" / "gsm8k.jsonl.gz"
 logger = logging.getLogger(__name__)
 
 
+def given_text(config: EngineConfig) -> str | None:
+    """The user's text, if one is named; read before weights are loaded, so that a mistake is said at once. Raises
+    ValueError if it cannot be read, or if no KV cache is in FP8."""
+    file = config.kv_cache_calibration
+    if file is not None and "fp8" not in (config.kv_cache_dtype, config.drafter.get("kv_cache_dtype")):
+        raise ValueError(
+            f"kv_cache_calibration is {file!r}, but no KV cache is in FP8; add --kv-cache-dtype fp8, or leave it out"
+        )
+    return None if file is None else read_text(file)
+
+
 def read_text(file: str | None) -> str:
     """The text to calibrate on: the user's file, or bundled questions and answers. Raises ValueError if there is
-    none. A user's file is read before weights are loaded, so that a mistake is said at once."""
+    none."""
     if file is None:
         if not BUNDLED.exists():
             raise ValueError(f"kv_cache_calibration is None, and {BUNDLED} is missing; name a file of text")

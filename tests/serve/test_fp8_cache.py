@@ -166,6 +166,8 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
         with pytest.raises(ValueError, match=f"kv_cache_calibration is '{file}', {message}"):
             refused(TINY_TARGET, kv_cache_calibration=str(file), **FP8)
+        with pytest.raises(ValueError, match=f"kv_cache_calibration is '{file}', but no KV cache is in FP8; add --kv-"):
+            refused(TINY_TARGET, kv_cache_calibration=str(file))
 
 
 @pytest.mark.parametrize(
