@@ -50,7 +50,7 @@ TILE = gl.constexpr(64)  # rows of weights of a tile: outputs, once for each par
 SLOTS = gl.constexpr(8)  # of the ring of weights, of two tiles each
 X_SLOTS = gl.constexpr(4)  # likewise of inputs
 PACE = gl.constexpr(4)  # slots of weights that are on their way at once, at first
-HEADS_LAUNCH = 4  # steps before the end of queries, keys and values that the attention kernel may start
+HEADS_LAUNCH = 4  # steps before queries, keys and values are complete: the attention kernel may start
 MOST_PARTS = 4  # that a program sums itself
 MOST_COLUMNS = 64  # of products: the inputs of all parts lie side by side, and sums take registers
 
@@ -111,7 +111,7 @@ def streamed_linear(
 
 @gluon.jit
 def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Of both halves of a tile (`head_outputs` of kernels/kv/rope.py)."""
+    """The first rows of both halves of a tile: with heads of D dims those of `head_outputs` (kernels/kv/rope.py)."""
     row, other = tile * OUTPUTS, tile * OUTPUTS + OUTPUTS // 2
     if D > 0:
         TILES: gl.constexpr = D // OUTPUTS

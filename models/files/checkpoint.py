@@ -127,10 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
-        remedy = f"is {path.parent} a complete checkpoint?"
-        if (path.parent / "adapter_config.json").exists():
-            remedy = "the folder holds an adapter (adapter_config.json): merge it into its base model first"
-        raise ValueError(f"{path} is missing; {remedy}") from None
+        raise ValueError(f"{path} is missing; is {path.parent} a complete checkpoint?") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

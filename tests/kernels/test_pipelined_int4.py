@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import int4, pipelined_int4, streamed
-from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
+from slipstream.kernels.gemm.int4_weight import Int4Weight
 from slipstream.kernels.gemm.pipelined_int4 import MOST_ROWS, choose_pipeline, pipelines_int4
 from slipstream.kernels.gemm.streamed_linear import own_parts
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_int4
+from slipstream.tests.kernels.test_streamed_linear import Both, check_heads, empty_weight, heads
 from slipstream.tests.kernels.triton_runs import replayed
 
 ROWS = [1, 2, 5, 8]
@@ -83,22 +84,11 @@ def test_bits_are_those_of_the_usual_products(
 def test_heads_are_rotated_and_stored(
     shape: tuple[int, int, int, int], group: int, symmetric: bool, dtype: torch.dtype
 ) -> None:
-    outputs, inputs, heads, dim = shape
-    kv_heads = (outputs // dim - heads) // 2
+    outputs, inputs = shape[:2]
     weight, _ = test_int4.layer(outputs, inputs, group, symmetric, "cuda", dtype)
     x, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((MOST_ROWS, inputs), (outputs,)))
-    angles = torch.rand(500, dim // 2, device="cuda").repeat(1, 2) * 6
-    positions, slots = (torch.randperm(size, device="cuda")[:MOST_ROWS] for size in (500, 90))
-    for rows in ROWS:
-        found = []
-        for run in (usual, pipelined, pipelined):
-            keys, values = (torch.zeros(90, kv_heads, dim, device="cuda", dtype=dtype) for _ in range(2))
-            where = positions[:rows].contiguous(), slots[:rows].contiguous(), keys, values
-            out = run(x[:rows], weight, bias, False, Rotation(angles.cos(), angles.sin(), *where))
-            found.append((out, keys, values))
-        for other in found[1:]:
-            for one, two in zip(found[0], other, strict=True):
-                assert torch.equal(one, two), rows
+    runs = (lambda x, rotation, run=run: run(x, weight, bias, False, rotation) for run in (pipelined, usual))
+    check_heads(Both(*runs, MOST_ROWS, dtype), shape, x)
 
 
 @pytest.mark.gpu
@@ -131,16 +121,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed, "is_hopper", lambda _: True)
     monkeypatch.setattr(streamed, "programs_of", lambda _: 132)
     monkeypatch.setattr(pipelined_int4, "is_packed", lambda _: True)
-
-
-def empty_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Int4Weight:
-    words = torch.empty(outputs, num_words(inputs), dtype=torch.int32, device="meta")
-    return Int4Weight(words, torch.empty(num_pairs(inputs, 128), outputs, 2, dtype=dtype), None, 128, inputs)
-
-
-def heads(dim: int, scales: Tensor | None = None) -> Rotation:
-    table, index, cache = torch.zeros(8, dim), torch.zeros(1, dtype=torch.int64), torch.zeros(4, 1, dim)
-    return Rotation(table, table, index, index, cache, cache, scales)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -113,16 +113,20 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
 @pytest.mark.parametrize("shape", HEADS)
 @torch.inference_mode()
 def test_heads_are_rotated_and_stored(shape: tuple[int, int, int, int], name: str) -> None:
-    outputs, inputs, heads, dim = shape
+    both = FORMATS[name](shape[:2], torch.randn(shape[0], device="cuda").bfloat16())
+    check_heads(both, shape, torch.randn(both.most_rows, shape[1], device="cuda").to(both.dtype))
+
+
+def check_heads(both: Both, shape: tuple[int, int, int, int], x: Tensor) -> None:
+    """Of rows x (most_rows, I): queries, keys and values are those of the usual product."""
+    outputs, _, heads, dim = shape
     kv_heads = (outputs // dim - heads) // 2
-    both = FORMATS[name]((outputs, inputs), torch.randn(outputs, device="cuda").bfloat16())
-    x = torch.randn(both.most_rows, inputs, device="cuda").to(both.dtype)
-    angles = torch.rand(500, dim // 2, device="cuda").repeat(1, 2) * 6
-    positions, slots = (torch.randperm(size, device="cuda")[: both.most_rows] for size in (500, 90))
+    angles = torch.rand(500, dim // 2, device=x.device).repeat(1, 2) * 6
+    positions, slots = (torch.randperm(size, device=x.device)[: both.most_rows] for size in (500, 90))
     for rows in (rows for rows in ROWS if rows <= both.most_rows):
         found = []
         for run in (both.usual, both.streamed, both.streamed):
-            keys, values = (torch.zeros(90, kv_heads, dim, device="cuda", dtype=x.dtype) for _ in range(2))
+            keys, values = (torch.zeros(90, kv_heads, dim, device=x.device, dtype=x.dtype) for _ in range(2))
             where = positions[:rows].contiguous(), slots[:rows].contiguous(), keys, values
             found.append((run(x[:rows], Rotation(angles.cos(), angles.sin(), *where)), keys, values))
         for other in found[1:]:

@@ -59,6 +59,14 @@ NO_NUMBER = r"draft: fc\.weight holds NaN or infinite values; fetch the draft ag
 OTHER_WIDTH = r"fc\.weight has 100 columns, not a multiple of .* hidden size 32; serve the"
 
 
+def saved_draft(kind: str, make_target: Callable[[str], Path], folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
+    """The target, the file of a random draft for it, and its tensors."""
+    target, draft = make_target("qwen3"), folder / "draft"
+    DRAFTS[kind][0](target, draft)
+    file = draft / "model.safetensors"
+    return target, file, load_file(file)
+
+
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize(
     ("ending", "dtype", "beside"),
@@ -77,11 +85,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
     make_target: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    save, network = DRAFTS[kind]
-    target, folder = make_target("qwen3"), tmp_path / "draft"
-    save(target, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+    target, file, tensors = saved_draft(kind, make_target, tmp_path)
     name = next(name for name in tensors if name.endswith("down_proj.weight"))
     stem = name.removesuffix("weight")
     tensors[stem + ending] = tensors.pop(name).to(dtype)
@@ -89,7 +93,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
     written = str(dtype).removeprefix("torch.")
     message = rf"draft is quantised \(\S*down_proj.{ending} is {written}\), but drafts are loaded in 16 bits .* dequan"
     with pytest.raises(ValueError, match=message):
-        load_draft(network, folder, load_config(target), torch.float32, CPU)
+        load_draft(DRAFTS[kind][1], file.parent, load_config(target), torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +107,7 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
 def test_weights_that_are_not_finite_or_of_another_width_are_said_plainly(
     kind: str, weight: Callable[[Tensor], Tensor], message: str, make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    save, network = DRAFTS[kind]
-    target, folder = make_target("qwen3"), tmp_path / "draft"
-    save(target, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+    target, file, tensors = saved_draft(kind, make_target, tmp_path)
     save_file(tensors | {"fc.weight": weight(tensors["fc.weight"])}, file)
     with pytest.raises(ValueError, match=message):
-        load_draft(network, folder, load_config(target), torch.float32, CPU)
+        load_draft(DRAFTS[kind][1], file.parent, load_config(target), torch.float32, CPU)
