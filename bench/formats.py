@@ -135,7 +135,7 @@ def product_of(
     kept = sum(tensor.nbytes for tensor in stored[:3] if tensor is not None)
     part = int4.part_of(stored, gated)
     if device == "cuda" and (outputs, inputs, False, gated, part) not in order.by_library:
-        many = [rows for rows in config.rows if rows > int4.FEW_ROWS]
+        many = [rows for rows in config.rows if int4.dequantizes(stored, rows, gated)]
         order.check(int4_weight.dequantize(stored, torch.bfloat16), None, many, gated=gated, part=part)
     return lambda x, gated: int4.int4_linear(x, stored, None, gated, order), kept
 

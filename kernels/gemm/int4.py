@@ -2,8 +2,8 @@
 
 A weight is (code - zero) * scale, rounded to the inputs' 16-bit type once, by at most 2^-8 of itself in bf16: the layer
 computes what its dequantised one would, bit by bit, with inputs added in their order and cut into the parts of
-`part_of`. For few rows weights are decoded on their way to the tensor cores. For many the layer is dequantised into
-memory first, which takes the time of reading and writing it, and multiplied as one of 16 bits.
+`part_of`. Weights are decoded on their way to the tensor cores; for very many rows the layer is dequantised into memory
+first, which takes the time of reading and writing it, and multiplied as one of 16 bits.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -36,10 +36,11 @@ from slipstream.kernels.gemm.small_m import merge_parts, round_silu_mul, scratch
 from slipstream.kernels.gemm.streamed import is_hopper
 from slipstream.kernels.gemm.streamed_int4 import streamed_int4_linear, streams_int4
 from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY, Heads, Tiling, part_inputs
+from slipstream.kernels.gemm.wide_int4 import find_wide, wide_int4_linear
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
 
-FEW_ROWS = 128  # more are multiplied by dequantised weights
+FEW_ROWS = 128  # more are multiplied by wide_int4.py, or by dequantised weights
 TILE_ROWS = 64  # of a program, at most
 SMALL_ROWS = 8  # of tiles that two warps multiply by `mma.sync`, which adds as `wgmma` does
 MOST_PARTS = 8  # of the inputs
@@ -81,10 +82,15 @@ def int4_linear_triton(
     tiling: Tiling | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """`tiling`, of few rows: by the kernel here, else by those of streamed_int4.py and pipelined_int4.py where they are
-    faster; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
+    """`tiling`, of few rows: by the kernel here, else by those of streamed_int4.py, pipelined_int4.py and wide_int4.py
+    where they are faster; its depth is CHUNK. `rotation`, of few rows: see `linear_few_rows_triton`."""
     assert bias is None or not gated
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
+    if tiling is None and rotation is None and x.data_ptr() % 16 == 0:
+        usual = choose_int4_tiling(len(weight.words), weight.num_inputs, gated)
+        wide = find_wide(len(x), weight, usual, gated, order is not None)
+        if wide is not None:
+            return wide_int4_linear(x, weight, bias, usual, gated, wide)
     if len(x) <= FEW_ROWS:
         return _launch(x, weight, bias, gated, tiling, rotation)
     assert rotation is None
@@ -101,6 +107,12 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
     """Inputs that are added up in one part."""
     num_outputs, num_inputs = len(weight.words), weight.num_inputs
     return min(part_inputs(num_inputs, choose_int4_tiling(num_outputs, num_inputs, gated)), num_inputs)
+
+
+def dequantizes(weight: Int4Weight, num_rows: int, gated: bool = False) -> bool:
+    """Whether so many rows are multiplied, in a fixed order, by dequantised weights."""
+    tiling = choose_int4_tiling(len(weight.words), weight.num_inputs, gated)
+    return num_rows > FEW_ROWS and find_wide(num_rows, weight, tiling, gated, True) is None
 
 
 def choose_int4_tiling(

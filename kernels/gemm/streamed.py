@@ -69,13 +69,14 @@ def launch_next(PDL: gl.constexpr):
 
 
 @gluon.jit
-def ring_barriers(SLOTS: gl.constexpr):
-    """Those of a ring's slots: full and empty. `share_barriers` comes before their first use."""
+def ring_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr = 1):
+    """Those of a ring's slots: full, and empty when all READERS have arrived. `share_barriers` comes before their first
+    use."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
 
 

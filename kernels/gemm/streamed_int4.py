@@ -95,7 +95,7 @@ def _bring_inputs(
 
 
 @gluon.jit
-def _load_units(pointers, step, num_outputs, UNIT: gl.constexpr):
+def load_unit_words(pointers, step, num_outputs, UNIT: gl.constexpr):
     """`load_units` of int4_weight.py, as words of two units; of no pointers none."""
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
     found = ()
@@ -106,10 +106,10 @@ def _load_units(pointers, step, num_outputs, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _planes(words, scales, zeros, PLACE: gl.constexpr, UNIT: gl.constexpr, LAYOUT: gl.constexpr):
+def two_planes(words, scales, zeros, PLACE: gl.constexpr, UNIT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights (TILE, 64) of two planes of a step. Threads keep their numbers."""
-    first = plane(words, scales, zeros, PLACE, UNIT, gl.bfloat16, True)
-    second = plane(words, scales, zeros, PLACE + 1, UNIT, gl.bfloat16, True)
+    first = plane(words, scales, zeros, PLACE, UNIT, TYPE, True)
+    second = plane(words, scales, zeros, PLACE + 1, UNIT, TYPE, True)
     both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
     return gl.convert_layout(both, LAYOUT)
 
@@ -123,15 +123,15 @@ def _add_products(
     acc = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     for number in range(steps):
         following = first + gl.minimum(number + 1, steps - 1)
-        next_scales = _load_units(scale_pointers, following, num_outputs, UNIT)
-        next_zeros = _load_units(zero_pointers, following, num_outputs, UNIT)
+        next_scales = load_unit_words(scale_pointers, following, num_outputs, UNIT)
+        next_zeros = load_unit_words(zero_pointers, following, num_outputs, UNIT)
         wait_full(full, number, SLOTS)
         words = ring.index(number % SLOTS).load(A)
         mbarrier.arrive(empty.index(number % SLOTS))
         wait_full(x_full, number, SLOTS)
         x = x_ring.index(number % SLOTS)
         for quarter in gl.static_range(4):
-            weight = _planes(words, scales, zeros, 2 * quarter, UNIT, A)
+            weight = two_planes(words, scales, zeros, 2 * quarter, UNIT, gl.bfloat16, A)
             acc = warpgroup_mma(weight, x.slice(quarter * 64, 64, 1).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(x_empty.index(number % SLOTS))
@@ -160,8 +160,8 @@ def _multiply(
     if zeros_ptr is not None:
         zero_pointers = (zeros_ptr + features)[:, None]
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
-    scales = _load_units(scale_pointers, first, num_outputs, UNIT)
-    zeros = _load_units(zero_pointers, first, num_outputs, UNIT)
+    scales = load_unit_words(scale_pointers, first, num_outputs, UNIT)
+    zeros = load_unit_words(zero_pointers, first, num_outputs, UNIT)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
     if PDL:

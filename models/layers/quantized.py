@@ -382,7 +382,7 @@ class Int4Linear(QuantizedLinear):
     def check_order(self, rows: Iterable[int]) -> None:
         """Of rows that dequantised weights multiply."""
         assert self.order is not None
-        many = [count for count in rows if count > int4.FEW_ROWS]
+        many = [count for count in rows if int4.dequantizes(self.stored, count, self.is_gated)]
         if many:
             whole = int4_weight.dequantize(self.stored, self.get_buffer("scales").dtype)
             part = int4.part_of(self.stored, self.is_gated)

@@ -1,6 +1,7 @@
 """Products of few rows with 4-bit weights that copy them into a ring, against the usual kernel, bit by bit; and which
 are taken."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -91,6 +92,14 @@ def test_heads_are_rotated_and_stored(
     check_heads(Both(*runs, MOST_ROWS, dtype), shape, x)
 
 
+def chain(run: Callable[..., Tensor], gate_up: Int4Weight, down: Int4Weight, x: Tensor) -> Tensor:
+    """Eight gated MLPs after each other, by `run`."""
+    for _ in range(8):
+        hidden = run(x, gate_up, None, True)
+        x = torch.nn.functional.rms_norm(x + run(hidden, down, None, False), (down.words.shape[0],))
+    return x
+
+
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_graph_replays_a_chain() -> None:
@@ -98,18 +107,11 @@ def test_a_graph_replays_a_chain() -> None:
     (gate_up, _), (down, _) = (
         test_int4.layer(*shape, 128, True, "cuda", torch.bfloat16) for shape in ((8192, 2048), (2048, 4096))
     )
-
-    def chain(run: partial[Tensor], x: Tensor) -> Tensor:
-        for _ in range(8):
-            hidden = run(x, gate_up, None, True)
-            x = torch.nn.functional.rms_norm(x + run(hidden, down, None, False), (2048,))
-        return x
-
     for rows in (1, MOST_ROWS):
         x = torch.randn(rows, 2048, device="cuda").bfloat16()
-        expected = chain(partial(usual), x)
+        expected = chain(usual, gate_up, down, x)
         assert expected.isfinite().all()
-        assert torch.equal(replayed(partial(chain, partial(pipelined), x)), expected)
+        assert torch.equal(replayed(partial(chain, pipelined, gate_up, down, x)), expected)
     torch.cuda.synchronize()
     assert not done_counters(x.device).any()
 

@@ -1,0 +1,274 @@
+"""Products of many rows with 4-bit weights (int4_weight.py) that are decoded on their way to the tensor cores, in
+Gluon, with the bits of int4.py.
+
+The usual kernel of few rows has 64 outputs a program. Beyond 32 rows it takes longer to read its inputs again for each
+tile of outputs than to read the weights, and beyond 64 it decodes weights twice. So a program here has up to 256
+outputs of up to 128 rows. Two warpgroups share its inputs: while one decodes, the tensor cores multiply for the other.
+Two more warps copy weights and inputs into rings in shared memory.
+Letters: M rows, I inputs, O outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
+
+from slipstream.kernels.gemm.fixed_order import sum_parts_triton
+from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, unit_inputs, unit_words, unscaled
+from slipstream.kernels.gemm.small_m import round_silu_mul
+from slipstream.kernels.gemm.streamed import (
+    is_hopper,
+    launch_next,
+    load_tile,
+    programs_of,
+    ring_barriers,
+    share_barriers,
+    tiles_of,
+    wait_empty,
+    wait_full,
+)
+from slipstream.kernels.gemm.streamed_int4 import load_unit_words, two_planes
+from slipstream.kernels.gemm.tiling import Tiling, part_inputs
+from slipstream.kernels.launch import pdl_options, use_triton
+
+DEPTH = gl.constexpr(CHUNK)  # inputs of a step
+WORDS = gl.constexpr(PLANE)  # of a step and an output
+TILE = gl.constexpr(64)  # outputs, as `wgmma` takes them
+GROUPS = gl.constexpr(2)  # warpgroups that multiply
+FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+PENDING = gl.constexpr(2)  # products that a warpgroup has on their way while it decodes
+RING = 192 << 10  # bytes
+REGISTERS = gl.constexpr(240)  # of a thread that multiplies
+MOST_REGISTERS = 168  # of a thread, on average: all twelve warps fill a multiprocessor
+MOST_ROWS = 1024
+MOST_FREE_ROWS = 256  # of a product whose parts the library need not add
+UNITS = 256  # outputs and inputs of matrices that are taken are multiples
+
+
+class Wide(NamedTuple):
+    """How a program multiplies."""
+
+    rows: int
+    tiles: int
+    """Of outputs, for each warpgroup: 2 (two neighbours, or gates and their ups) or 1."""
+
+    @property
+    def outputs(self) -> int:
+        return GROUPS.value * self.tiles * TILE.value
+
+    @property
+    def slots(self) -> int:
+        """Steps that the rings hold."""
+        return min(4, RING // (4 * self.outputs * WORDS.value + 2 * self.rows * DEPTH.value))
+
+
+def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, programs: int) -> Wide | None:
+    """The faster of both numbers of tiles, by how often all multiprocessors have a program; None where too many of them
+    would have none in the end, so that the usual kernel, or dequantising, is faster (H200). num_outputs: gates and ups,
+    of a gated product; programs: that run at a time."""
+    rows = min(max(triton.next_power_of_2(num_rows), 32), 128)
+
+    def share_and_time(wide: Wide) -> tuple[float, float]:
+        count = triton.cdiv(num_rows, rows) * split * triton.cdiv(num_outputs, wide.outputs)
+        waves = triton.cdiv(count, programs)
+        return count / (waves * programs), waves * (wide.tiles + 0.5)
+
+    wide = min((Wide(rows, tiles) for tiles in ((2,) if gated else (2, 1))), key=lambda wide: share_and_time(wide)[1])
+    least = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
+    return wide if share_and_time(wide)[0] >= least else None
+
+
+def find_wide(num_rows: int, weight: Int4Weight, tiling: Tiling, gated: bool, fixed: bool) -> Wide | None:
+    """How the kernel multiplies M rows; None: it does not, or not faster. It takes matrices of whole chunks and tiles,
+    of which no part is empty. fixed: inputs are added in a fixed order."""
+    (num_outputs, _), num_inputs, device = weight.words.shape, weight.num_inputs, weight.words.device
+    part, split = part_inputs(num_inputs, tiling), tiling.split
+    fits = num_inputs % UNITS == part % UNITS == num_outputs % UNITS == 0 and part * (split - 1) < num_inputs
+    fits &= (33 if gated else 17) <= num_rows <= (MOST_ROWS if gated or fixed else MOST_FREE_ROWS)
+    if not fits or not is_packed(weight) or not use_triton(weight.words) or not is_hopper(device):
+        return None
+    return choose_wide(num_rows, num_outputs, split, gated, programs_of(device))
+
+
+def wide_int4_linear(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling, gated: bool, wide: Wide
+) -> Tensor:
+    """As `int4_linear_triton`, of rows that begin at multiples of 16 bytes."""
+    (num_rows, num_inputs), all_outputs, device = x.shape, len(weight.words), x.device
+    split, num_outputs, row_tiles = tiling.split, all_outputs // (1 + gated), triton.cdiv(num_rows, wide.rows)
+    size = (num_rows, num_outputs) if split == 1 else (split, num_rows, num_outputs)
+    out = torch.empty(size, dtype=x.dtype if split == 1 else torch.float32, device=device)
+    wide_int4_kernel[(all_outputs // wide.outputs * row_tiles, split)](
+        tiles_of(x, [wide.rows, CHUNK]), tiles_of(weight.words, [TILE.value, PLANE]), *unit_words(weight),
+        bias if split == 1 else None, out, num_rows, num_outputs, all_outputs, num_inputs,
+        part_inputs(num_inputs, tiling), row_tiles,
+        GATED=gated, ROWS=wide.rows, TILES=wide.tiles, SLOTS=wide.slots, UNIT=unit_inputs(weight.group_size),
+        num_warps=4, maxnreg=MOST_REGISTERS, **pdl_options(device),
+    )  # fmt: skip
+    return out if split == 1 else sum_parts_triton(out, bias, x.dtype)
+
+
+@gluon.jit
+def _first_rows(tile, num_outputs, GATED: gl.constexpr, TILES: gl.constexpr):
+    """The first rows of a warpgroup's tiles: two neighbours, or gates and their ups."""
+    first = tile * TILES * TILE
+    other = first + TILE
+    if GATED:
+        first = tile * TILE
+        other = num_outputs + first
+    return first, other
+
+
+@gluon.jit
+def _bring_weights(
+    weights, ring, full, empty, program, num_outputs, first, steps,
+    GATED: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    COUNT: gl.constexpr = GROUPS * TILES
+    for number in range(steps):
+        wait_empty(empty, number, SLOTS)
+        bar, at = full.index(number % SLOTS), number % SLOTS * COUNT
+        mbarrier.expect(bar, 4 * COUNT * TILE * WORDS)
+        for group in gl.static_range(GROUPS):
+            rows = _first_rows(program * GROUPS + group, num_outputs, GATED, TILES)
+            for index in gl.static_range(TILES):
+                load_tile(weights, [rows[index], (first + number) * WORDS], bar, ring.index(at + group * TILES + index))
+
+
+@gluon.jit
+def _bring_inputs(
+    x, ring, full, empty, row, first, steps, ROWS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    for number in range(steps):
+        wait_empty(empty, number, SLOTS)
+        bar = full.index(number % SLOTS)
+        mbarrier.expect(bar, 2 * ROWS * DEPTH)
+        load_tile(x, [row, (first + number) * DEPTH], bar, ring.index(number % SLOTS))
+
+
+@gluon.jit
+def _load_units(pointers, step, all_outputs, UNIT: gl.constexpr, TILES: gl.constexpr):
+    """Of each tile."""
+    found = ()
+    for index in gl.static_range(TILES):
+        found = found + (load_unit_words(pointers[index], step, all_outputs, UNIT),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _add_products(
+    accs, ring, x, at, scales, zeros, UNIT: gl.constexpr, TILES: gl.constexpr, TYPE: gl.constexpr, A: gl.constexpr
+):
+    """The sums (TILE, ROWS) of each tile, with a step added."""
+    sums = ()
+    for index in gl.static_range(TILES):
+        words, acc = ring.index(at + index).load(A), accs[index]
+        for quarter in gl.static_range(4):
+            weight = two_planes(words, scales[index], zeros[index], 2 * quarter, UNIT, TYPE, A)
+            acc = warpgroup_mma(weight, x.slice(quarter * 64, 64, 1).permute((1, 0)), acc, is_async=True)
+            if index < TILES - 1 or quarter < 3:
+                acc = warpgroup_mma_wait(PENDING, deps=[acc])
+        sums = sums + (acc,)  # type: ignore[assignment]
+    return warpgroup_mma_wait(0, deps=sums) if TILES > 1 else (warpgroup_mma_wait(0, deps=sums),)
+
+
+@gluon.jit
+def _multiply(
+    ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
+    num_rows, num_outputs, all_outputs, program, row, first, steps,
+    GROUP: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+    UNIT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The tiles of a warpgroup."""
+    TYPE: gl.constexpr = x_ring.dtype
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    rows = _first_rows(program * GROUPS + GROUP, num_outputs, GATED, TILES)
+    own = gl.arange(0, TILE, gl.SliceLayout(1, A))
+    features = (rows[0] + own)[:, None], (rows[1] + own)[:, None]
+    scale_pointers, zero_pointers = (scales_ptr + features[0], scales_ptr + features[1]), (None, None)
+    if zeros_ptr is not None:
+        zero_pointers = zeros_ptr + features[0], zeros_ptr + features[1]
+    scales = _load_units(scale_pointers, first, all_outputs, UNIT, TILES)
+    zeros = _load_units(zero_pointers, first, all_outputs, UNIT, TILES)
+    accs = ()
+    for _ in gl.static_range(TILES):
+        accs = accs + (gl.zeros((TILE, ROWS), gl.float32, ACC),)  # type: ignore[assignment]
+    for number in range(steps):
+        following = first + gl.minimum(number + 1, steps - 1)
+        next_scales = _load_units(scale_pointers, following, all_outputs, UNIT, TILES)
+        next_zeros = _load_units(zero_pointers, following, all_outputs, UNIT, TILES)
+        slot = number % SLOTS
+        wait_full(full, number, SLOTS)
+        wait_full(x_full, number, SLOTS)
+        at = slot * (GROUPS * TILES) + GROUP * TILES
+        sums = _add_products(accs, ring, x_ring.index(slot), at, scales, zeros, UNIT, TILES, TYPE, A)
+        accs = sums
+        mbarrier.arrive(empty.index(slot))
+        mbarrier.arrive(x_empty.index(slot))
+        scales, zeros = next_scales, next_zeros
+    launch_next(PDL)
+    _store(accs, rows, bias_ptr, out_ptr, row, num_rows, num_outputs, GATED, ROWS, TILES, TYPE, ACC)
+
+
+@gluon.jit
+def _store(
+    accs, rows, bias_ptr, out_ptr, first_row, num_rows, num_outputs,
+    GATED: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, TYPE: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    place, row = gl.arange(0, TILE, gl.SliceLayout(1, ACC)), first_row + gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    out_ptr += gl.program_id(1).to(gl.int64) * num_rows * num_outputs
+    cells = out_ptr + (row.to(gl.int64) * num_outputs)[None, :] + place[:, None]
+    inside = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    if GATED:
+        gate, up = unscaled(accs[0], TYPE, True).to(TYPE), unscaled(accs[1], TYPE, True).to(TYPE)
+        gl.store(cells + rows[0], round_silu_mul(gate, up), mask=inside)
+    else:
+        for index in gl.static_range(TILES):
+            sums = unscaled(accs[index], TYPE, True)
+            if bias_ptr is not None:
+                sums += gl.load(bias_ptr + rows[index] + place).to(gl.float32)[:, None]
+            gl.store(cells + rows[index], sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "row_tiles"])
+def wide_int4_kernel(
+    x, weights, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_outputs, all_outputs, num_inputs, part_size,
+    row_tiles, GATED: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, UNIT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """GROUPS * TILES tiles of features of ROWS rows (axis 0) from one part of the inputs (axis 1); of several parts the
+    sums are stored."""
+    COUNT: gl.constexpr = SLOTS * GROUPS * TILES
+    ring = gl.allocate_shared_memory(gl.int32, [COUNT, TILE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
+    x_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, ROWS, DEPTH], gl.NVMMASharedLayout(128, 16, 2))
+    full, empty = ring_barriers(SLOTS, GROUPS)
+    x_full, x_empty = ring_barriers(SLOTS, GROUPS)
+    share_barriers()
+    program, row = gl.program_id(0) // row_tiles, gl.program_id(0) % row_tiles * ROWS
+    part_steps = part_size // DEPTH
+    first = gl.program_id(1) * part_steps
+    steps = gl.minimum(part_steps, num_inputs // DEPTH - first)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows,
+                num_outputs, all_outputs, program, row, first, steps, FIRST, GATED, ROWS, TILES, SLOTS, UNIT, PDL,
+            )),
+            (_multiply, (
+                ring, full, empty, x_ring, x_full, x_empty, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows,
+                num_outputs, all_outputs, program, row, first, steps, SECOND, GATED, ROWS, TILES, SLOTS, UNIT, PDL,
+            )),
+            (_bring_weights, (weights, ring, full, empty, program, num_outputs, first, steps, GATED, TILES, SLOTS)),
+            (_bring_inputs, (x, x_ring, x_full, x_empty, row, first, steps, ROWS, SLOTS, PDL)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )  # fmt: skip
