@@ -21,8 +21,10 @@ test: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "not gpu"
 
+# Most of the time kernels are compiled, on the CPU. A process takes up to some GB of the GPU.
+PROCESSES ?= 8
 gpu-test: .venv/.installed
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -n $(PROCESSES) --dist worksteal
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
