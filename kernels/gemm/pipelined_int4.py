@@ -32,7 +32,7 @@ from slipstream.kernels.gemm.int4_weight import (
     unscaled,
 )
 from slipstream.kernels.gemm.small_m import round_silu_mul
-from slipstream.kernels.gemm.streamed import launch_next, store_part, streams, sync
+from slipstream.kernels.gemm.streamed import launch_next, load_async, store_part, streams, sync
 from slipstream.kernels.gemm.streamed_linear import first_rows, load_head_angles, own_parts, store_head_tile
 from slipstream.kernels.gemm.tiling import Heads, Tiling, part_inputs
 from slipstream.kernels.grid_sync import done_counters
@@ -153,17 +153,17 @@ def _copy_weights(
     """Copies a chunk of each part."""
     for part in gl.static_range(PARTS):
         at, to = chunk + part * part_steps, slot * PARTS + part
-        async_copy.async_copy_global_to_shared(rings[0].index(to), pointers[0] + at * WORDS, cache_modifier=".cg")
-        async_copy.async_copy_global_to_shared(rings[1].index(to), pointers[1] + at * PAIRS * all_outputs)
+        load_async(rings[0].index(to), pointers[0] + at * WORDS, cache_modifier=".cg")
+        load_async(rings[1].index(to), pointers[1] + at * PAIRS * all_outputs)
         if ZEROS:
-            async_copy.async_copy_global_to_shared(rings[2].index(to), pointers[2] + at * PAIRS * all_outputs)
+            load_async(rings[2].index(to), pointers[2] + at * PAIRS * all_outputs)
 
 
 @gluon.jit
 def _copy_inputs(x, inside, rings, slot, chunk, part_steps, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
         cells, to = x + (chunk + part * part_steps) * DEPTH, slot * PARTS + part
-        async_copy.async_copy_global_to_shared(rings[3].index(to), cells, mask=inside, cache_modifier=".cg")
+        load_async(rings[3].index(to), cells, mask=inside, cache_modifier=".cg")
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -23,7 +24,9 @@ from slipstream.kernels.grid_sync import is_last_done
 from slipstream.kernels.launch import use_triton
 
 MOST_REGISTERS = 104  # of a thread, on average: a program is to fit beside those of the kernels before
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
+# Their names before Triton 3.8.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 ACQUIRE = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 FENCE = gl.constexpr("fence.proxy.async; mov.b32 $0, $1;")
 

@@ -1,8 +1,8 @@
 """Products of many rows with 4-bit weights (int4_weight.py) that are decoded on their way to the tensor cores, in
 Gluon, with the bits of int4.py.
 
-The usual kernel of few rows has 64 outputs a program. Beyond 32 rows it takes longer to read its inputs again for each
-tile of outputs than to read the weights, and beyond 64 it decodes weights twice. So a program here has up to 256
+A program of the usual kernel computes 64 outputs. Beyond 32 rows, reading the inputs again for every 64 outputs takes
+longer than reading the weights, and beyond 64 rows all weights are decoded twice. Here a program computes up to 256
 outputs of up to 128 rows. Two warpgroups share its inputs: while one decodes, the tensor cores multiply for the other.
 Two more warps copy weights and inputs into rings in shared memory.
 Letters: M rows, I inputs, O outputs.
@@ -45,9 +45,9 @@ PENDING = gl.constexpr(2)  # products that a warpgroup has on their way while it
 RING = 192 << 10  # bytes
 REGISTERS = gl.constexpr(240)  # of a thread that multiplies
 MOST_REGISTERS = 168  # of a thread, on average: all twelve warps fill a multiprocessor
-MOST_ROWS = 1024
-MOST_FREE_ROWS = 256  # of a product whose parts the library need not add
-UNITS = 256  # outputs and inputs of matrices that are taken are multiples
+MOST_ROWS = 1024  # beyond, dequantising takes a small share of the time
+MOST_UNORDERED_ROWS = 256  # likewise without a fixed order: the library then computes whole products, not parts
+MULTIPLE = 256  # that outputs and inputs must be of
 
 
 class Wide(NamedTuple):
@@ -68,15 +68,15 @@ class Wide(NamedTuple):
 
 
 def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, programs: int) -> Wide | None:
-    """The faster of both numbers of tiles, by how often all multiprocessors have a program; None where too many of them
-    would have none in the end, so that the usual kernel, or dequantising, is faster (H200). num_outputs: gates and ups,
-    of a gated product; programs: that run at a time."""
+    """The faster number of tiles, by how many times the multiprocessors are filled with programs. None if too few of
+    them have a program in the last round: then the usual kernel, or dequantising, is faster (measured on an H200).
+    num_outputs: gates and ups, of a gated product; programs: that run at a time."""
     rows = min(max(triton.next_power_of_2(num_rows), 32), 128)
 
     def share_and_time(wide: Wide) -> tuple[float, float]:
         count = triton.cdiv(num_rows, rows) * split * triton.cdiv(num_outputs, wide.outputs)
-        waves = triton.cdiv(count, programs)
-        return count / (waves * programs), waves * (wide.tiles + 0.5)
+        rounds = triton.cdiv(count, programs)
+        return count / (rounds * programs), rounds * (wide.tiles + 0.5)
 
     wide = min((Wide(rows, tiles) for tiles in ((2,) if gated else (2, 1))), key=lambda wide: share_and_time(wide)[1])
     least = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
@@ -84,12 +84,12 @@ def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, progra
 
 
 def find_wide(num_rows: int, weight: Int4Weight, tiling: Tiling, gated: bool, fixed: bool) -> Wide | None:
-    """How the kernel multiplies M rows; None: it does not, or not faster. It takes matrices of whole chunks and tiles,
-    of which no part is empty. fixed: inputs are added in a fixed order."""
+    """How the kernel multiplies M rows; None if it cannot, or not faster. It takes matrices of whole chunks and tiles
+    without an empty part. fixed: inputs are added in a fixed order."""
     (num_outputs, _), num_inputs, device = weight.words.shape, weight.num_inputs, weight.words.device
     part, split = part_inputs(num_inputs, tiling), tiling.split
-    fits = num_inputs % UNITS == part % UNITS == num_outputs % UNITS == 0 and part * (split - 1) < num_inputs
-    fits &= (33 if gated else 17) <= num_rows <= (MOST_ROWS if gated or fixed else MOST_FREE_ROWS)
+    fits = num_inputs % MULTIPLE == part % MULTIPLE == num_outputs % MULTIPLE == 0 and part * (split - 1) < num_inputs
+    fits &= (33 if gated else 17) <= num_rows <= (MOST_ROWS if gated or fixed else MOST_UNORDERED_ROWS)
     if not fits or not is_packed(weight) or not use_triton(weight.words) or not is_hopper(device):
         return None
     return choose_wide(num_rows, num_outputs, split, gated, programs_of(device))

@@ -1,0 +1,121 @@
+"""Compiles kernels that are written in Gluon for a Hopper GPU that need not be there, and prints the bytes of shared
+memory that each takes, by name, as JSON. A process of its own, since tests on the CPU interpret kernels."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from slipstream.kernels.gemm import int4, int4_weight, pipelined_int4, streamed_fp8, streamed_int4, streamed_linear
+from slipstream.kernels.gemm import wide_int4 as wide
+from slipstream.kernels.gemm.fp8 import E4M3, QuantizedRows, choose_fp8_tiling
+from slipstream.kernels.gemm.int4_weight import Int4Weight
+from slipstream.kernels.gemm.streamed_fp8 import FP8Matrix
+from slipstream.kernels.gemm.tiling import choose_tiling
+from slipstream.kernels.kv.rope import Rotation
+from slipstream.tests.kernels.compile_ahead_run import Hopper
+
+MODULES = (int4_weight, pipelined_int4, streamed_fp8, streamed_int4, streamed_linear, wide)
+REPLACED: dict[str, Callable[..., Any]] = {
+    "is_packed": lambda _: True,
+    "programs_of": lambda _: 132,
+    "pdl_options": lambda _: {"PDL": True, "launch_pdl": True},
+}
+ROWS = 8
+
+
+def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+def rotation() -> Rotation:
+    """Of heads of 128 dims, 4 of keys."""
+    angles, indices, cache = zeros(16, 128).float(), zeros(ROWS, dtype=torch.int64), zeros(16, 4, 128)
+    return Rotation(angles, angles, indices, indices, cache, cache)
+
+
+def matrix_of_8_bits(outputs: int, inputs: int) -> FP8Matrix:
+    return FP8Matrix(zeros(outputs, inputs, dtype=E4M3), zeros(outputs).float())
+
+
+def matrix_of_4_bits(outputs: int, inputs: int, has_zeros: bool) -> Int4Weight:
+    words = zeros(outputs, int4_weight.num_words(inputs), dtype=torch.int32)
+    units = int4_weight.num_pairs(inputs, 128), outputs, 2
+    return Int4Weight(words, zeros(*units), zeros(*units, dtype=torch.int16) if has_zeros else None, 128, inputs)
+
+
+def linear_16_bits() -> None:
+    x, weight = zeros(ROWS, 1024), zeros(1024, 1024)
+    streamed_linear.streamed_linear(x, weight, None, choose_tiling(1024, 1024), x.dtype)
+
+
+def heads_fp8() -> None:
+    x, weight = matrix_of_8_bits(ROWS, 4096), matrix_of_8_bits(2048, 4096)
+    tiling = choose_fp8_tiling(2048, 4096, False, ROWS)
+    scales = x.scales, weight.scales
+    streamed_linear.streamed_linear(x.codes, weight.codes, None, tiling, torch.bfloat16, scales, rotation())
+
+
+def mlp_fp8() -> None:
+    x = QuantizedRows(*matrix_of_8_bits(ROWS, 512), torch.bfloat16)
+    streamed_fp8.fp8_mlp(x, matrix_of_8_bits(2048, 512), matrix_of_8_bits(512, 1024))
+
+
+def linear_4_bits() -> None:
+    x, weight = zeros(ROWS, 4096), matrix_of_4_bits(512, 4096, False)
+    streamed_int4.streamed_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096))
+
+
+def heads_4_bits_ring() -> None:
+    x, weight = zeros(ROWS, 4096), matrix_of_4_bits(2048, 4096, True)
+    tiling = int4.choose_int4_tiling(2048, 4096)
+    pipelined_int4.pipelined_int4_linear(x, weight, None, tiling, rotation=rotation())
+
+
+def gated_4_bits_ring() -> None:
+    x, weight = zeros(ROWS, 1024), matrix_of_4_bits(512, 1024, False)
+    pipelined_int4.pipelined_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), gated=True)
+
+
+def linear_4_bits_wide() -> None:
+    x, weight = zeros(128, 4096), matrix_of_4_bits(512, 4096, True)
+    wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096), False, wide.Wide(128, 1))
+
+
+def gated_4_bits_wide() -> None:
+    x, weight = zeros(128, 1024), matrix_of_4_bits(512, 1024, False)
+    wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), True, wide.Wide(128, 2))
+
+
+PRODUCTS = (
+    linear_16_bits, heads_fp8, mlp_fp8, linear_4_bits, heads_4_bits_ring, gated_4_bits_ring, linear_4_bits_wide,
+    gated_4_bits_wide,
+)  # fmt: skip
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    for module in MODULES:
+        for name, replacement in REPLACED.items():
+            if hasattr(module, name):
+                setattr(module, name, replacement)
+    run, compiled = JITFunction.run, list[Any]()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
+        compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    taken: dict[str, int] = {}
+    for product in PRODUCTS:
+        product()
+        taken[product.__name__] = compiled[0].metadata.shared
+        compiled.clear()
+    print(json.dumps(taken))
+
+
+if __name__ == "__main__":
+    main()
