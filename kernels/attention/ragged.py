@@ -453,7 +453,7 @@ def _plan_tiles(
     if not CHUNKS:
         num_tiles = tl.sum(tiles)
         longest = tl.max(quanta // tl.maximum(tiles, 1))
-        if (least_own <= num_tiles) & (num_tiles <= most_own) & (100 * longest * num_tiles <= EVEN * total):
+        if (least_own <= num_tiles) & (num_tiles <= most_own) & (100 * longest * num_tiles <= total * EVEN):
             per, total, step, first_quantum = longest, longest * num_tiles, longest, longest * first_tile
             most_shared = 0
     if is_end:
