@@ -21,7 +21,7 @@ test: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "not gpu"
 
-# Most of the time kernels are compiled, on the CPU. A process takes up to some GB of the GPU.
+# Most of the time goes to compiling kernels, on the CPU; processes share the GPU.
 PROCESSES ?= 8
 gpu-test: .venv/.installed
 	$(BIN)/python -m pytest -m gpu -n $(PROCESSES) --dist worksteal

@@ -111,8 +111,10 @@ def part_of(weight: Int4Weight, gated: bool = False) -> int:
 
 def dequantizes(weight: Int4Weight, num_rows: int, gated: bool = False) -> bool:
     """Whether so many rows are multiplied, in a fixed order, by dequantised weights."""
+    if num_rows <= FEW_ROWS:
+        return False
     tiling = choose_int4_tiling(len(weight.words), weight.num_inputs, gated)
-    return num_rows > FEW_ROWS and find_wide(num_rows, weight, tiling, gated, True) is None
+    return find_wide(num_rows, weight, tiling, gated, True) is None
 
 
 def choose_int4_tiling(

@@ -81,9 +81,11 @@ def _bring_weights(weights, ring, full, empty, first, part_steps, steps, PARTS: 
 
 
 @gluon.jit
-def _bring_inputs(
-    x, ring, full, empty, first, part_steps, steps, ROWS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr
+def bring_inputs(
+    x, ring, full, empty, row, first, part_steps, steps,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """ROWS rows from `row` on, of each part DEPTH inputs at a time."""
     if PDL:
         gdc_wait()
     for number in range(steps):
@@ -91,7 +93,7 @@ def _bring_inputs(
         bar = full.index(number % SLOTS)
         mbarrier.expect(bar, 2 * PARTS * ROWS * DEPTH)
         column = (first + number) * DEPTH
-        load_inputs(x, ring.index(number % SLOTS), column, part_steps * DEPTH, bar, ROWS, PARTS)
+        load_inputs(x, ring.index(number % SLOTS), row, column, part_steps * DEPTH, bar, ROWS, PARTS)
 
 
 @gluon.jit
@@ -205,7 +207,7 @@ def streamed_int4_kernel(
                 counters_ptr, num_rows, num_outputs, first, part_steps, steps, ROWS, UNIT, PARTS, SPLIT, PDL,
             )),
             (_bring_weights, (weights, ring, full, empty, first, part_steps, steps, PARTS)),
-            (_bring_inputs, (x, x_ring, x_full, x_empty, first, part_steps, steps, ROWS, PARTS, PDL)),
+            (bring_inputs, (x, x_ring, x_full, x_empty, 0, first, part_steps, steps, ROWS, PARTS, SLOTS, PDL)),
         ],
         [1, 1],
         [32, 32],

@@ -149,9 +149,9 @@ def _bring_weights(
 
 
 @gluon.jit
-def load_inputs(x, tile, column, part_size, bar, ROWS: gl.constexpr, PARTS: gl.constexpr):
+def load_inputs(x, tile, row, column, part_size, bar, ROWS: gl.constexpr, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
-        load_tile(x, [0, column + part * part_size], bar, tile.slice(part * ROWS, ROWS, 0))
+        load_tile(x, [row, column + part * part_size], bar, tile.slice(part * ROWS, ROWS, 0))
 
 
 @gluon.jit
@@ -166,8 +166,8 @@ def _bring_inputs(
         slot, column = number % X_SLOTS, first + 2 * number * DEPTH
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * ROWS * BYTES)
-        load_inputs(x, ring.index(2 * slot), column, part_size, bar, ROWS, PARTS)
-        load_inputs(x, ring.index(2 * slot + 1), column + DEPTH, part_size, bar, ROWS, PARTS)
+        load_inputs(x, ring.index(2 * slot), 0, column, part_size, bar, ROWS, PARTS)
+        load_inputs(x, ring.index(2 * slot + 1), 0, column + DEPTH, part_size, bar, ROWS, PARTS)
 
 
 @gluon.jit

@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.gemm.fixed_order import sum_parts_triton
 from slipstream.kernels.gemm.int4_weight import CHUNK, PLANE, Int4Weight, is_packed, unit_inputs, unit_words, unscaled
@@ -32,7 +31,7 @@ from slipstream.kernels.gemm.streamed import (
     wait_empty,
     wait_full,
 )
-from slipstream.kernels.gemm.streamed_int4 import load_unit_words, two_planes
+from slipstream.kernels.gemm.streamed_int4 import bring_inputs, load_unit_words, two_planes
 from slipstream.kernels.gemm.tiling import Tiling, part_inputs
 from slipstream.kernels.launch import pdl_options, use_triton
 
@@ -41,12 +40,13 @@ WORDS = gl.constexpr(PLANE)  # of a step and an output
 TILE = gl.constexpr(64)  # outputs, as `wgmma` takes them
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+PARTS = gl.constexpr(1)  # that a program sums itself
 PENDING = gl.constexpr(2)  # products that a warpgroup has on their way while it decodes
 RING = 192 << 10  # bytes
 REGISTERS = gl.constexpr(240)  # of a thread that multiplies
 MOST_REGISTERS = 168  # of a thread, on average: all twelve warps fill a multiprocessor
-MOST_ROWS = 1024  # beyond, dequantising takes a small share of the time
-MOST_UNORDERED_ROWS = 256  # likewise without a fixed order: the library then computes whole products, not parts
+MOST_ROWS = 1024  # more were not tried; dequantising takes less of their time
+MOST_UNORDERED_ROWS = 256  # of other than gated products without a fixed order, which the library computes whole
 MULTIPLE = 256  # that outputs and inputs must be of
 
 
@@ -69,8 +69,8 @@ class Wide(NamedTuple):
 
 def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, programs: int) -> Wide | None:
     """The faster number of tiles, by how many times the multiprocessors are filled with programs. None if too few of
-    them have a program in the last round: then the usual kernel, or dequantising, is faster (measured on an H200).
-    num_outputs: gates and ups, of a gated product; programs: that run at a time."""
+    them have a program in the last round: then the usual kernel, or dequantising, is faster, by the times of an 8B
+    Llama's products on an H200. num_outputs: gates and ups, of a gated product; programs: that run at a time."""
     rows = min(max(triton.next_power_of_2(num_rows), 32), 128)
 
     def share_and_time(wide: Wide) -> tuple[float, float]:
@@ -138,19 +138,6 @@ def _bring_weights(
             rows = _first_rows(program * GROUPS + group, num_outputs, GATED, TILES)
             for index in gl.static_range(TILES):
                 load_tile(weights, [rows[index], (first + number) * WORDS], bar, ring.index(at + group * TILES + index))
-
-
-@gluon.jit
-def _bring_inputs(
-    x, ring, full, empty, row, first, steps, ROWS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr
-):  # fmt: skip
-    if PDL:
-        gdc_wait()
-    for number in range(steps):
-        wait_empty(empty, number, SLOTS)
-        bar = full.index(number % SLOTS)
-        mbarrier.expect(bar, 2 * ROWS * DEPTH)
-        load_tile(x, [row, (first + number) * DEPTH], bar, ring.index(number % SLOTS))
 
 
 @gluon.jit
@@ -267,7 +254,7 @@ def wide_int4_kernel(
                 num_outputs, all_outputs, program, row, first, steps, SECOND, GATED, ROWS, TILES, SLOTS, UNIT, PDL,
             )),
             (_bring_weights, (weights, ring, full, empty, program, num_outputs, first, steps, GATED, TILES, SLOTS)),
-            (_bring_inputs, (x, x_ring, x_full, x_empty, row, first, steps, ROWS, SLOTS, PDL)),
+            (bring_inputs, (x, x_ring, x_full, x_empty, row, first, part_steps, steps, ROWS, PARTS, SLOTS, PDL)),
         ],
         [4, 1, 1],
         [REGISTERS, 24, 24],
