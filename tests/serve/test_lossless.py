@@ -95,6 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"nodes": 9},
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
+BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at random, at a temperature among few tokens
 BY_NETWORK = ("dflash", "dflash2 tree", "dspark", "eagle", "eagle tree", "eagle3")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
@@ -113,9 +114,9 @@ def with_blocks(*factors: Collection[Any], kept: Collection[tuple[Any, ...]] = (
 
 
 def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
-    """Else the test would prove little. Random selectors and scorers choose at random, at a temperature among few
-    tokens; some accepted tokens in all of their answers are enough."""
-    if drafter.startswith(("dflash2", "lilicorr")):
+    """Else the test would prove little. Of drafts that choose by chance some accepted tokens in all answers are
+    enough."""
+    if drafter.startswith(BY_CHANCE):
         return sum(answer.counts.accepted_tokens for answer in answers.values()) >= 3
     return acceptance(answers) > 0.1
 
@@ -218,6 +219,8 @@ def test_captured_steps_change_no_token(
 ) -> None:
     requests, attention = uneven_requests(SAMPLINGS[sampling]), "prefill=sdpa,verify=triton,draft=triton"
     engine = build("qwen3", drafter, device="cuda", dtype="float32", attention=attention, **options)
+    if drafter.startswith(BY_CHANCE):  # by measured times it does not pay to verify what is hardly ever right
+        engine.planner.policy = WidestDrafts(engine.planner, random.Random(0))
     for _ in range(2 if drafter in LEARNING else 1):
         answers = run(engine, requests)
         assert tokens_of(answers) == reference("qwen3", requests)
@@ -491,7 +494,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
     assert seen["cached"] > 0
     if drafter != "none":
         assert seen["ragged"] > 3, "requests of one step verify different numbers of nodes"
-        assert seen["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see is_right_now_and_then
+        assert seen["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see BY_CHANCE
 
 
 Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text: tokens and parents
