@@ -537,22 +537,12 @@ def _add_products(acc, weight, x, scales, INDEX: tl.constexpr, DEPTH: tl.constex
 
 
 @triton.jit
-def _load_row_scales(x_scales, rows, num_rows, BLOCKS: tl.constexpr):
-    """Of x, (ROWS,), where a row has one."""
+def _load_own_scales(scales_ptr, index, count, BLOCKS: tl.constexpr):
+    """Of rows or of outputs `index`, of which there are `count`, where each has a scale of its own."""
     if BLOCKS:
         scales = ()
     else:
-        scales = (tl.load(x_scales, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
-    return scales
-
-
-@triton.jit
-def _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS: tl.constexpr):
-    """Of the weights, (OUTPUTS,), where an output has one."""
-    if BLOCKS:
-        scales = ()
-    else:
-        scales = (tl.load(weight_scale_ptr + outputs, mask=outputs < num_outputs, other=0.0),)  # type: ignore[assignment]
+        scales = (tl.load(scales_ptr, mask=index < count, other=0.0),)  # type: ignore[assignment]
     return scales
 
 
@@ -618,9 +608,9 @@ def fp8_few_kernel(
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
-    scales, up_scales, bias = _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS), (), None
+    scales, up_scales, bias = _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS), (), None
     if GATED:
-        up_scales = _load_output_scales(weight_scale_ptr + num_outputs, outputs, num_outputs, BLOCKS)
+        up_scales = _load_own_scales(weight_scale_ptr + num_outputs + outputs, outputs, num_outputs, BLOCKS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
@@ -630,7 +620,7 @@ def fp8_few_kernel(
             prefetch(weights + num_outputs.to(tl.int64) * num_inputs, start, AHEAD)
         tl.extra.cuda.gdc_wait()
     x_scales = x_scale_ptr + row.to(tl.int64) * row_stride
-    row_scales = _load_row_scales(x_scales, row, num_rows, BLOCKS)
+    row_scales = _load_own_scales(x_scales, row, num_rows, BLOCKS)
     angles = load_angles(cos_ptr, sin_ptr, positions_ptr, slots_ptr, row, num_rows, tl.program_id(0), OUTPUTS, D)
     acc, up = _few_products(
         x_ptr, x_scales, block_stride, weights, weight_scale_ptr, outputs, row, first, last,
@@ -691,8 +681,8 @@ def fp8_many_kernel(
         sums += acc
     result = _scale_sums(
         tl.trans(sums),
-        _load_output_scales(weight_scale_ptr, outputs, num_outputs, BLOCKS),
-        _load_row_scales(x_scales, rows, num_rows, BLOCKS),
+        _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS),
+        _load_own_scales(x_scales, rows, num_rows, BLOCKS),
     )
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
