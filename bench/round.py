@@ -8,8 +8,8 @@ Each batch size decodes with `--draft none` and with the draft, in one run. `ms`
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
 and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
-that independent tokens hit (`experts`: how many in a layer of the target's pass). `--profile` lists the kernels of a
-round.
+that independent tokens hit (`experts`: how many in a layer of the target's pass). A random draft's tokens are alike and
+hit fewer; for mixtures, independent ones take their place. `--profile` lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any
 
@@ -35,7 +35,7 @@ from slipstream.models.layers.moe import Experts
 from slipstream.models.targets.config import AttentionSpec, MoESpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.engine.plan import SamplingMode, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
@@ -106,16 +106,19 @@ def measured(config: RoundConfig) -> None:
     kind, _, name = config.draft.partition(":")
     with random_pair(config.shape, name or "eagle3") as pair:
         draft = pair.draft if kind == "random" else config.draft
-        rounds(replace(config, target=pair.target, shape="", draft=draft))
+        rounds(replace(config, target=pair.target, shape="", draft=draft), random=kind == "random")
 
 
-def rounds(config: RoundConfig) -> None:
+def rounds(config: RoundConfig, random: bool = False) -> None:
+    """`random`: the draft has random weights."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
+        if random and draft != "none" and mixture_of(engine) is not None:
+            propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)
             print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
@@ -152,7 +155,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
     floor = 1000 * bytes_read(engine, config, batch) / bandwidth
-    mixture = next((layer.mlp for layer in engine.runner.target.config.layers if isinstance(layer.mlp, MoESpec)), None)
+    mixture = mixture_of(engine)
     return {
         **origin("round", "cuda"),
         "target": config.target,
@@ -174,6 +177,20 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "rounds": rounds,
         "memory_growth_mb": round(growth / 2**20, 2),
     }
+
+
+def propose_independent_tokens(engine: Engine) -> None:
+    """Replaces the tokens of each proposal on the device: two small kernels a round."""
+    drafts, tokens = engine.runner.drafts, engine.runner.state.stored.tokens
+    assert drafts is not None, "passes of a GPU are captured"
+    run, noises = drafts.run, cycle(torch.randint_like(tokens.expand(64, *tokens.shape), engine.info.vocab_size))
+
+    def run_and_replace(slots: Sequence[int], mode: SamplingMode, width: int) -> bool:
+        ran = run(slots, mode, width)
+        torch.where(tokens < 0, tokens, next(noises), out=tokens)  # unused nodes stay
+        return ran
+
+    drafts.run = run_and_replace  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -304,6 +321,10 @@ def nodes_of(engine: Engine, batch: int) -> float:
     if engine.config.draft == "none" or engine.config.width is not None:
         return engine.planner.limits.most_nodes
     return engine.planner.policy.metrics()["nodes_per_step"] / batch
+
+
+def mixture_of(engine: Engine) -> MoESpec | None:
+    return next((layer.mlp for layer in engine.runner.target.config.layers if isinstance(layer.mlp, MoESpec)), None)
 
 
 def experts_hit(spec: MoESpec, rows: float) -> float:
