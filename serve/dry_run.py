@@ -1,5 +1,5 @@
-"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights. Layers are
-counted as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
+"""`serve --dry-run`: what a server of these options would need, from config files; loads no weights. Layers of a target
+are counted as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
 
 Bytes of weights, of KV and of request state are counted. What passes and graphs take is estimated, since the engine
 measures it when it starts.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from slipstream.kernels.kv.fp8 import E4M3
-from slipstream.models.drafts.base import Choices, DraftConfig
+from slipstream.models.drafts.base import Choices, DraftConfig, check_unquantized, quantized_draft
 from slipstream.models.drafts.speculators_layout import from_speculators
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.files.checkpoint import is_checkpoint, read_json, read_tensors, resolve
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.sizes import target_size, weight_bytes
@@ -170,7 +170,12 @@ def read_draft(
     draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, choices: Choices, window: int | None
 ) -> Network:
     path = resolve(draft, weights=False)
-    values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
+    own = read_json(path / "config.json")
+    if any(path.glob("*.safetensors")):
+        check_unquantized(read_tensors(path), path)
+    elif own.get("quantization_config"):  # of a hub's draft, whose weights are not fetched
+        raise quantized_draft(path, "its config.json has quantization_config")
+    values: Mapping[str, Any] = from_speculators(own)
     network: Any = getattr(find_drafter(draft), "Network", None)
     values = network.Config.settle(values, target, choices, None)
     config: DraftConfig = network.Config.from_json(values, target, None)

@@ -404,11 +404,14 @@ def check_unquantized(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raises ValueError for a draft whose weights are quantised, in whatever format."""
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] in QUANTIZED and tensor.dtype not in (*FLOATS, torch.float64):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{path} is quantised ({name} is {dtype}), but drafts are loaded in 16 bits (or fp32) only; take the "
-                "draft as it was before, or dequantise its weights and leave quantization_config out of its config.json"
-            )
+            raise quantized_draft(path, f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def quantized_draft(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} is quantised ({reason}), but drafts are loaded in 16 bits (or fp32) only; take the draft as it was "
+        "before, or dequantise its weights and leave quantization_config out of its config.json"
+    )
 
 
 def _public_name(network: type[DraftNetwork], key: str) -> str:

@@ -1,12 +1,14 @@
 """`serve --dry-run` counts what loading then takes."""
 
 import copy
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.models.files.quantization import read_quantization
 from slipstream.models.layers.linear import Linear
@@ -47,6 +49,27 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     builder = Builder(config)
     networks = [(layers, torch.bfloat16) for layers in builder.networks]
     assert [16 * size for size in run.kv_bytes()] == page_bytes(networks, builder.windows, 16)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_quantised_draft_is_refused_as_the_server_would(
+    has_weights: bool, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantised"
+    shutil.copytree(draft, folder)
+    change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    config = ServeConfig(target=str(target), draft=str(folder), dtype="bfloat16", device="cpu")
+    file, reason = folder / "model.safetensors", "its config.json has quantization_config"
+    if has_weights:
+        assert DryRun(config).networks[1].name == str(folder), "the tensors decide"
+        tensors = load_file(file)
+        name = next(name for name in tensors if name.endswith("down_proj.weight"))
+        save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file)
+        reason = f"{name} is float8_e4m3fn"
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match=rf"quantised \({reason}\), but drafts are loaded in 16 bits"):
+        DryRun(config)
 
 
 def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
