@@ -8,8 +8,8 @@ Each batch size decodes with `--draft none` and with the draft, in one run. `ms`
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
 and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
-that independent tokens hit (`experts`: how many in a layer of the target's pass). A random draft's tokens are alike and
-hit fewer; for mixtures, independent ones take their place. `--profile` lists the kernels of a round.
+that are hit (`experts`: how many in a layer of the target's pass, counted in a few rounds without graphs; independent
+tokens hit more than the tokens of one request do). `--profile` lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -31,11 +31,12 @@ from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, pr
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.random_targets import random_pair
 from slipstream.config import run
-from slipstream.models.layers.moe import Experts
-from slipstream.models.targets.config import AttentionSpec, MoESpec
+from slipstream.kernels.gemm.router import Routing
+from slipstream.models.layers.moe import Experts, Router
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import SamplingMode, StepPlan
+from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
@@ -54,6 +55,7 @@ COLUMNS = (  # heading, key of a line, format
     ("accept length", "accept_length", ".2f"),
     ("parts, ms", "parts_ms", ""),
 )
+COUNTED = 4  # rounds, of a mixture's experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +108,16 @@ def measured(config: RoundConfig) -> None:
     kind, _, name = config.draft.partition(":")
     with random_pair(config.shape, name or "eagle3") as pair:
         draft = pair.draft if kind == "random" else config.draft
-        rounds(replace(config, target=pair.target, shape="", draft=draft), random=kind == "random")
+        rounds(replace(config, target=pair.target, shape="", draft=draft))
 
 
-def rounds(config: RoundConfig, random: bool = False) -> None:
-    """`random`: the draft has random weights."""
+def rounds(config: RoundConfig) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
-        if random and draft != "none" and mixture_of(engine) is not None:
-            propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)
             print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
@@ -153,9 +152,9 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         seconds, rounds, tokens = decode(engine, config, batch)
     growth = torch.cuda.memory_allocated() - before
     graph_ms, parts = replay(engine, config, batch)
+    hit = count_experts(engine, config, batch)
     ms = 1000 * seconds / rounds
-    floor = 1000 * bytes_read(engine, config, batch) / bandwidth
-    mixture = mixture_of(engine)
+    floor = 1000 * bytes_read(engine, config, batch, hit) / bandwidth
     return {
         **origin("round", "cuda"),
         "target": config.target,
@@ -171,26 +170,12 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "parts_ms": parts,
         "floor_ms": round(floor, 3),
         "share_of_floor": round(floor / ms, 3),
-        "experts_hit": round(experts_hit(mixture, batch * nodes_of(engine, batch)), 1) if mixture else None,
+        "experts_hit": None if hit is None else round(hit, 1),
         "tok_s": round(tokens / seconds, 1),
         "accept_length": round(tokens / rounds / batch, 3),
         "rounds": rounds,
         "memory_growth_mb": round(growth / 2**20, 2),
     }
-
-
-def propose_independent_tokens(engine: Engine) -> None:
-    """Replaces the tokens of each proposal on the device: two small kernels a round."""
-    drafts, tokens = engine.runner.drafts, engine.runner.state.stored.tokens
-    assert drafts is not None, "passes of a GPU are captured"
-    run, noises = drafts.run, cycle(torch.randint_like(tokens.expand(64, *tokens.shape), engine.info.vocab_size))
-
-    def run_and_replace(slots: Sequence[int], mode: SamplingMode, width: int) -> bool:
-        ran = run(slots, mode, width)
-        torch.where(tokens < 0, tokens, next(noises), out=tokens)  # unused nodes stay
-        return ran
-
-    drafts.run = run_and_replace  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -310,10 +295,38 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     return round(times[0], 3), {"target": round(times[1], 3), "draft": round(times[2], 3)}
 
 
-def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
-    """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's."""
+def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | None:
+    """That a round hits in a layer of a mixture, on average of its layers and COUNTED rounds after the prompts."""
+    routers = [module for module in engine.runner.target.modules() if isinstance(module, Router)]
+    if not routers:
+        return None
+    counts: list[int] = []
+
+    def count(*called: Any) -> None:
+        routing: Routing = called[-1]
+        counts.append(len(routing.experts.unique()))
+
+    start_requests(engine, config, batch)
+    hooks, runner = [router.register_forward_hook(count) for router in routers], engine.runner
+    steps, drafts, runner.steps, runner.drafts = runner.steps, runner.drafts, None, None
+    try:
+        for _ in range(COUNTED):
+            engine.step()
+        engine.drain()
+    finally:
+        runner.steps, runner.drafts = steps, drafts
+        for hook in hooks:
+            hook.remove()
+    for index in range(batch):
+        engine.abort(str(index))
+    return sum(counts) / len(counts)
+
+
+def bytes_read(engine: Engine, config: RoundConfig, batch: int, hit: float | None) -> float:
+    """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's.
+    `hit`: experts of a layer, for mixtures."""
     length, nodes = config.prompt_len + config.new_tokens / 2, nodes_of(engine, batch)
-    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, batch, nodes))
+    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length, nodes, hit))
 
 
 def nodes_of(engine: Engine, batch: int) -> float:
@@ -323,25 +336,16 @@ def nodes_of(engine: Engine, batch: int) -> float:
     return engine.planner.policy.metrics()["nodes_per_step"] / batch
 
 
-def mixture_of(engine: Engine) -> MoESpec | None:
-    return next((layer.mlp for layer in engine.runner.target.config.layers if isinstance(layer.mlp, MoESpec)), None)
-
-
-def experts_hit(spec: MoESpec, rows: float) -> float:
-    """Of a layer, on average, by `rows` tokens that choose independently; text hits fewer."""
-    return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** rows)
-
-
-def weight_bytes(layers: nn.ModuleList, rows: float) -> float:
+def weight_bytes(layers: nn.ModuleList, hit: float | None) -> float:
     """Of the target's layers; of experts, those that are hit."""
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
-        missed = 1 - experts_hit(experts.spec, rows) / experts.spec.num_experts
-        total -= missed * sum(x.nbytes for x in experts.state_dict().values())
+        assert hit is not None, "layers with experts were counted"
+        total -= (1 - hit / experts.spec.num_experts) * sum(x.nbytes for x in experts.state_dict().values())
     return total
 
 
-def passes(engine: Engine, length: float, batch: int, nodes: float) -> Iterator[tuple[float, float]]:
+def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> Iterator[tuple[float, float]]:
     """(bytes of a request's KV at that length, bytes of weights) of the target's pass over `nodes` of each request, and
     of each of the draft's; embeddings are not read.
 
@@ -351,7 +355,7 @@ def passes(engine: Engine, length: float, batch: int, nodes: float) -> Iterator[
     target, drafter = engine.runner.target, engine.runner.drafter
     item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
     layers = [layer.attention for layer in target.config.layers]
-    yield kv_bytes(layers, length, item), weight_bytes(target.layers, batch * nodes) + head
+    yield kv_bytes(layers, length, item), weight_bytes(target.layers, hit) + head
     module, drafted = getattr(drafter, "module", None), round(nodes) - 1
     if module is None or drafted < 1:
         return

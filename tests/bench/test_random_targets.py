@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
-from slipstream.bench.round import RoundConfig, experts_hit, first_token_ms, weight_bytes
+from slipstream.bench.round import RoundConfig, count_experts, first_token_ms, weight_bytes
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
@@ -28,10 +27,25 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(answers["1"].tokens) == 9
     layers = engine.runner.target.layers
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
-    assert weight_bytes(layers, 1) == whole - 4 * 0.75 * experts
-    assert whole - weight_bytes(layers, 100) < 1
-    chosen = [{expert for _ in range(5) for expert in torch.randperm(8)[:2].tolist()} for _ in range(3000)]
-    assert experts_hit(layers[0].mlp.experts.spec, 5) == pytest.approx(sum(map(len, chosen)) / 3000, rel=0.02)
+    assert weight_bytes(layers, 2) == whole - 4 * 0.75 * experts
+    assert weight_bytes(layers, 8) == whole
+
+
+def test_experts_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | SMALL | {"num_experts_per_tok": 2})
+    monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
+    with random_pair("small") as pair:
+        engine = build_engine(pair.target, "none")
+        drafted = build_engine(pair.target, pair.draft, width=4, simulate_accept_length=2.0)
+    config = RoundConfig(target=pair.target, prompt_len=20, new_tokens=40)
+    assert count_experts(engine, config, 1) == 2, "a token's"
+    assert 2 < count_experts(engine, config, 3) <= 6
+    assert 2 < count_experts(drafted, config, 1) <= 8
+    for router in (layer.mlp.gate for layer in engine.runner.target.layers):
+        router.weight.data.zero_()  # all tokens take the same experts
+    assert count_experts(engine, config, 3) == 2
+    assert not engine.has_work
+    assert not any(module._forward_hooks for module in engine.runner.target.modules())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +72,7 @@ def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPat
         answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
     assert len(answers["1"].tokens) == 9
     target = engine.runner.target
-    bits = 8 * weight_bytes(target.layers, 100) / sum(x.numel() for x in Target(target.config).layers.parameters())
+    bits = 8 * weight_bytes(target.layers, 8) / sum(x.numel() for x in Target(target.config).layers.parameters())
     assert bits < (14 if name == "gpt-oss-20b" else 9), "of a weight, scales and biases included"
 
 
