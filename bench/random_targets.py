@@ -165,8 +165,9 @@ def make_target(
     quantize_by_config(target, formats)
     allocate(target, dtype, device)
     torch.manual_seed(0)
-    for parameter in target.parameters():
-        fill(parameter.data)
+    for name, parameter in target.named_parameters():
+        fill(parameter.data, vector=0.0 if name.endswith("bias") else 1.0)
+    target.embed_tokens.weight.data.normal_()  # large, or what tokens have in common would choose their experts
     for name, buffer in target.named_buffers():
         fill_codes(name, buffer)
     target.quantization = formats
@@ -191,9 +192,9 @@ def fill_codes(name: str, buffer: torch.Tensor) -> None:
         buffer.fill_(SPREAD / values[values.isfinite()].square().mean().sqrt().item())
 
 
-def fill(tensor: torch.Tensor) -> None:
+def fill(tensor: torch.Tensor, vector: float = 1.0) -> None:
     """Norms scale by one."""
     if tensor.dim() == 1:
-        tensor.fill_(1.0)
+        tensor.fill_(vector)
     else:
         tensor.normal_(std=SPREAD)

@@ -8,8 +8,9 @@ Each batch size decodes with `--draft none` and with the draft, in one run. `ms`
 requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
 round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
 and the KV once per pass at the copy bandwidth measured in the same run; of a mixture's weights those of the experts
-that are hit (`experts`: how many in a layer of the target's pass, counted in a few rounds without graphs; independent
-tokens hit more than the tokens of one request do). `--profile` lists the kernels of a round.
+that are hit (`experts`: how many in a layer of the target's pass, counted in a few rounds without graphs). A random
+draft repeats itself, and equal tokens hit the same experts; for mixtures independent tokens take the place of its own.
+`--profile` lists the kernels of a round.
 Prints a table, then one JSON line per row.
 """
 
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any
 
@@ -108,16 +109,19 @@ def measured(config: RoundConfig) -> None:
     kind, _, name = config.draft.partition(":")
     with random_pair(config.shape, name or "eagle3") as pair:
         draft = pair.draft if kind == "random" else config.draft
-        rounds(replace(config, target=pair.target, shape="", draft=draft))
+        rounds(replace(config, target=pair.target, shape="", draft=draft), random=kind == "random")
 
 
-def rounds(config: RoundConfig) -> None:
+def rounds(config: RoundConfig, random: bool = False) -> None:
+    """`random`: the draft has random weights."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
+        if random and draft != "none" and routers_of(engine):
+            propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)
             print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
@@ -176,6 +180,20 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "rounds": rounds,
         "memory_growth_mb": round(growth / 2**20, 2),
     }
+
+
+def propose_independent_tokens(engine: Engine) -> None:
+    """Replaces the tokens of each proposal on the device, by two small kernels a round."""
+    runner = engine.runner
+    execute, tokens = runner.execute, runner.state.stored.tokens[:, 1:]  # the first one is the request's own last token
+    noises = cycle(torch.randint_like(tokens.expand(64, *tokens.shape), engine.info.vocab_size))
+
+    def execute_and_replace(plan: StepPlan) -> InFlight:
+        flight = execute(plan)
+        tokens.copy_(torch.where(tokens < 0, tokens, next(noises)))  # unused nodes stay
+        return flight
+
+    runner.execute = execute_and_replace  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -295,9 +313,13 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     return round(times[0], 3), {"target": round(times[1], 3), "draft": round(times[2], 3)}
 
 
+def routers_of(engine: Engine) -> list[Router]:
+    return [module for module in engine.runner.target.modules() if isinstance(module, Router)]
+
+
 def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | None:
     """That a round hits in a layer of a mixture, on average of its layers and COUNTED rounds after the prompts."""
-    routers = [module for module in engine.runner.target.modules() if isinstance(module, Router)]
+    routers = routers_of(engine)
     if not routers:
         return None
     counts: list[int] = []

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
-from slipstream.bench.round import RoundConfig, count_experts, first_token_ms, weight_bytes
+from slipstream.bench.round import RoundConfig, count_experts, first_token_ms, propose_independent_tokens, weight_bytes
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
@@ -46,6 +46,22 @@ def test_experts_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_experts(engine, config, 3) == 2
     assert not engine.has_work
     assert not any(module._forward_hooks for module in engine.runner.target.modules())
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_rounds_hit_the_experts_of_independent_tokens(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 32}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "quantization_config": None}
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS[shape] | SMALL | {"hidden_size": 256} | layers | experts)
+    monkeypatch.setattr(random_targets, "DRAFT_VOCABULARY", 50)
+    with random_pair("small") as pair:
+        plain = build_engine(pair.target, "none")
+        drafted = build_engine(pair.target, pair.draft, width=4, simulate_accept_length=3.0)
+    propose_independent_tokens(drafted)
+    config = RoundConfig(target=pair.target, prompt_len=50, new_tokens=90)
+    for engine, batch, rows in ((plain, 4, 4), (plain, 8, 8), (drafted, 1, 4), (drafted, 2, 8)):
+        independent = 16 * (1 - (1 - 2 / 16) ** rows)
+        assert count_experts(engine, config, batch) == pytest.approx(independent, rel=0.2)
 
 
 @pytest.mark.parametrize(
