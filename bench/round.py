@@ -18,7 +18,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
@@ -109,25 +109,28 @@ def measured(config: RoundConfig) -> None:
     kind, _, name = config.draft.partition(":")
     with random_pair(config.shape, name or "eagle3") as pair:
         draft = pair.draft if kind == "random" else config.draft
-        rounds(replace(config, target=pair.target, shape="", draft=draft), random=kind == "random")
+        names = {pair.target: config.shape, pair.draft: f"random {name or 'eagle3'}"}
+        rounds(replace(config, target=pair.target, shape="", draft=draft), names)
 
 
-def rounds(config: RoundConfig, random: bool = False) -> None:
-    """`random`: the draft has random weights."""
+def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
+    """`names`: of targets and drafts with random weights, by their folders."""
+    names = names or {}
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
-        if random and draft != "none" and routers_of(engine):
+        if draft in names and routers_of(engine):
             propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)
             print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
             lines.add({**origin("round", "cuda"), "draft": draft, "long_prompt": config.long_prompt, "prompt_ms": ms})
         for batch in config.batch:
-            lines.add(measure(engine, config, batch, bandwidth))
+            line = measure(engine, config, batch, bandwidth)
+            lines.add(line | {key: names.get(line[key], line[key]) for key in ("target", "draft")})
             print(table(COLUMNS, lines.all[-1:], heading=batch == config.batch[0]), flush=True)
         del engine
         gc.collect()
