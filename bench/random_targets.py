@@ -1,7 +1,7 @@
 """Targets of published sizes with random weights that are made on the device, and drafts for them.
 
 On the disk are a config.json and the draft. Nothing is learnt about acceptance: simulate it (`simulate_accept_length`).
-The experts of random weights are hit independently, real text hits fewer.
+Tokens choose their experts almost independently; those of real text hit fewer.
 """
 
 import json
@@ -193,7 +193,7 @@ def fill_codes(name: str, buffer: torch.Tensor) -> None:
 
 
 def fill(tensor: torch.Tensor, vector: float = 1.0) -> None:
-    """Norms scale by one."""
+    """Matrices at random, the elements of a vector, such as a norm's scales, with one number."""
     if tensor.dim() == 1:
         tensor.fill_(vector)
     else:
