@@ -17,7 +17,7 @@ import torch
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.drafts.base import Choices, DraftConfig, check_unquantized, quantized_draft
 from slipstream.models.drafts.speculators_layout import from_speculators
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, read_tensors, resolve
+from slipstream.models.files.checkpoint import is_checkpoint, read_draft_tensors, read_json, resolve
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.sizes import target_size, weight_bytes
@@ -170,12 +170,12 @@ def read_draft(
     draft: str, target: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, choices: Choices, window: int | None
 ) -> Network:
     path = resolve(draft, weights=False)
-    own = read_json(path / "config.json")
-    if any(path.glob("*.safetensors")):
-        check_unquantized(read_tensors(path), path)
-    elif own.get("quantization_config"):  # of a hub's draft, whose weights are not fetched
+    stored = read_json(path / "config.json")
+    if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model.bin")):
+        check_unquantized(read_draft_tensors(path), path)
+    elif stored.get("quantization_config"):  # of a hub's draft, whose weights are not fetched
         raise quantized_draft(path, "its config.json has quantization_config")
-    values: Mapping[str, Any] = from_speculators(own)
+    values: Mapping[str, Any] = from_speculators(stored)
     network: Any = getattr(find_drafter(draft), "Network", None)
     values = network.Config.settle(values, target, choices, None)
     config: DraftConfig = network.Config.from_json(values, target, None)

@@ -408,6 +408,7 @@ def check_unquantized(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def quantized_draft(path: Path, reason: str) -> ValueError:
+    """The error for a draft with quantised weights; `reason` says by what they are known."""
     return ValueError(
         f"{path} is quantised ({reason}), but drafts are loaded in 16 bits (or fp32) only; take the draft as it was "
         "before, or dequantise its weights and leave quantization_config out of its config.json"

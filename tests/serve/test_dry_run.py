@@ -51,23 +51,23 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     assert [16 * size for size in run.kv_bytes()] == page_bytes(networks, builder.windows, 16)
 
 
-@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
 def test_a_quantised_draft_is_refused_as_the_server_would(
-    has_weights: bool, target: Path, draft: Path, tmp_path: Path
+    weights: str | None, target: Path, draft: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "quantised"
     shutil.copytree(draft, folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
     config = ServeConfig(target=str(target), draft=str(folder), dtype="bfloat16", device="cpu")
-    file, reason = folder / "model.safetensors", "its config.json has quantization_config"
-    if has_weights:
+    tensors, reason = load_file(folder / "model.safetensors"), "its config.json has quantization_config"
+    (folder / "model.safetensors").unlink()
+    if weights is not None:
+        save: Any = save_file if weights.endswith("safetensors") else torch.save
+        save(tensors, folder / weights)
         assert DryRun(config).networks[1].name == str(folder), "the tensors decide"
-        tensors = load_file(file)
         name = next(name for name in tensors if name.endswith("down_proj.weight"))
-        save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file)
+        save(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / weights)
         reason = f"{name} is float8_e4m3fn"
-    else:
-        file.unlink()
     with pytest.raises(ValueError, match=rf"quantised \({reason}\), but drafts are loaded in 16 bits"):
         DryRun(config)
 
