@@ -27,6 +27,7 @@ from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.engine import build
 
 SPREAD = 0.02  # standard deviation of the weights
+EMBEDDING_SPREAD = 50.0  # so much that layers hardly change it: attention would make a prompt's tokens alike
 DRAFT_VOCABULARY = 32_000
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -167,7 +168,7 @@ def make_target(
     torch.manual_seed(0)
     for name, parameter in target.named_parameters():
         fill(parameter.data, vector=0.0 if name.endswith("bias") else 1.0)
-    target.embed_tokens.weight.data.normal_()  # large, or what tokens have in common would choose their experts
+    target.embed_tokens.weight.data.normal_(std=EMBEDDING_SPREAD)
     for name, buffer in target.named_buffers():
         fill_codes(name, buffer)
     target.quantization = formats

@@ -7,10 +7,17 @@ import pytest
 
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
-from slipstream.bench.round import RoundConfig, count_experts, first_token_ms, propose_independent_tokens, weight_bytes
+from slipstream.bench.round import (
+    RoundConfig,
+    count_experts,
+    first_token_ms,
+    propose_independent_tokens,
+    routers_of,
+    weight_bytes,
+)
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target
-from slipstream.tests.serve.engine_runs import build_engine, make_request, run
+from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
@@ -62,6 +69,24 @@ def test_rounds_hit_the_experts_of_independent_tokens(shape: str, monkeypatch: p
     for engine, batch, rows in ((plain, 4, 4), (plain, 8, 8), (drafted, 1, 4), (drafted, 2, 8)):
         independent = 16 * (1 - (1 - 2 / 16) ** rows)
         assert count_experts(engine, config, batch) == pytest.approx(independent, rel=0.2)
+
+
+def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = SMALL | {"hidden_size": 256, "num_hidden_layers": 32, "num_experts": 16, "num_experts_per_tok": 2}
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["qwen3-30b-a3b"] | deep)
+    with random_pair("small") as pair:
+        engine = build_engine(pair.target)
+    shares: list[float] = []
+
+    def share(*called: Any) -> None:
+        experts = called[-1].experts
+        shares.append(experts.flatten().bincount().max().item() / len(experts))
+
+    for router in routers_of(engine):
+        router.register_forward_hook(share)
+    run(engine, [make_request("1", random_prompt(128, 0), max_tokens=1)])
+    assert len(shares) == 32, "a pass"
+    assert max(shares) < 0.35, "of tokens that take the same expert; independent ones 2 of 16 on average"
 
 
 @pytest.mark.parametrize(
