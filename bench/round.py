@@ -126,16 +126,21 @@ def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
             propose_independent_tokens(engine)
         if config.long_prompt:
             ms = first_token_ms(engine, config.long_prompt)
-            print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
-            lines.add({**origin("round", "cuda"), "draft": draft, "long_prompt": config.long_prompt, "prompt_ms": ms})
+            print(f"{names.get(draft, draft)}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
+            line = {"target": config.target, "draft": draft, "long_prompt": config.long_prompt, "prompt_ms": ms}
+            lines.add(origin("round", "cuda") | with_names(line, names))
         for batch in config.batch:
             line = measure(engine, config, batch, bandwidth)
-            lines.add(line | {key: names.get(line[key], line[key]) for key in ("target", "draft")})
+            lines.add(with_names(line, names))
             print(table(COLUMNS, lines.all[-1:], heading=batch == config.batch[0]), flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
     lines.print()
+
+
+def with_names(line: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return line | {key: names.get(line[key], line[key]) for key in ("target", "draft")}
 
 
 def build(config: RoundConfig, draft: str, width: int) -> Engine:
@@ -255,11 +260,14 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     while len(started) < batch:
         outputs = engine.step()
         started |= {output.request_id for output in outputs if output.tokens}
-        if any(output.finish_reason for output in outputs):
-            raise ValueError(
-                f"new_tokens is {config.new_tokens}: a request ended before all {batch} prompts were computed; "
-                "raise it, or lower batch or prompt_len"
-            )
+        for output in outputs:
+            if output.error:
+                raise ValueError(f"request {output.request_id} of {batch} failed: {output.error}")
+            if output.finish_reason:
+                raise ValueError(
+                    f"new_tokens is {config.new_tokens}: a request ended before all {batch} prompts were computed; "
+                    "raise it, or lower batch or prompt_len"
+                )
     engine.drain()  # these rounds would be counted although they end before the clock starts
 
 
@@ -333,14 +341,17 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
         counts.append(len(routing.experts.unique()))
 
     start_requests(engine, config, batch)
-    hooks, runner = [router.register_forward_hook(count) for router in routers], engine.runner
+    runner, policy, hooks = engine.runner, engine.planner.policy, [one.register_forward_hook(count) for one in routers]
     steps, drafts, runner.steps, runner.drafts = runner.steps, runner.drafts, None, None
+    observe = policy.observe
+    policy.observe = lambda **_: None  # type: ignore[method-assign]  # rounds without graphs are slow
     try:
         for _ in range(COUNTED):
             engine.step()
         engine.drain()
     finally:
         runner.steps, runner.drafts = steps, drafts
+        policy.observe = observe  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
     for index in range(batch):

@@ -29,8 +29,9 @@ PARALLEL_ROWS = 512  # up to here programs share the inputs
 LOW_ROWS = 2048  # up to here more programs, of low tiles, pay more than reading weights less often
 GROUP = 16  # rows whose experts are chosen at a time; without normalising, weights are added in an order of it
 FEW_ROWS = 4  # a warp for each
-# Up to so many pairs, of at most a quarter of the experts, these are mostly hit once: each pair is a block of its own.
-UNSORTED_PAIRS = 32
+# Up to so many pairs, of at most a quarter of the experts, each pair is a block of its own. Of more pairs some share an
+# expert: tokens of one request, which a round verifies, have many experts in common.
+UNSORTED_PAIRS = 16
 # Mean pairs of an expert, up to which a block has so many rows.
 BLOCK_ROWS = ((4, 8), (8, 16), (24, 32), (96, 64))
 LEAST_ROWS = 16  # of a block, for products that take as long with fewer

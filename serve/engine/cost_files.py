@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.models.files.atomic import atomic_file
 
 FOLDER_VARIABLE = "SLIPSTREAM_CACHE"
-FORMAT = 1  # of the files; others are measured again
+FORMAT = 2  # of the files, or of how their times are measured; others are measured again
 logger = logging.getLogger(__name__)
 
 

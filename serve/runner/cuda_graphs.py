@@ -202,10 +202,10 @@ class Graphs(ABC, Generic[Key]):
         proposals = state.proposals.clone()
         for start, end in pairs:
             state.lengths.zero_()
-            state.proposals.copy_(proposals)  # a target's pass leaves roots
             start.record()
             run()
             end.record()
+            state.proposals.copy_(proposals)  # a target's pass leaves roots, all of them alike
         torch.cuda.synchronize()  # sync
         return min(start.elapsed_time(end) for start, end in pairs[1:])  # the first is slower
 

@@ -244,8 +244,8 @@ class RequestState:
         generator = torch.Generator().manual_seed(0)
         self.lengths.zero_()
         self.pages.zero_()
-        stored.roots.zero_()
         stored.tokens.copy_(torch.randint(vocab_size, stored.tokens.shape, generator=generator, dtype=torch.int32))
+        stored.roots.copy_(stored.tokens[:, 0])
         stored.parents.copy_(torch.arange(-1, stored.parents.shape[1] - 1, dtype=torch.int32))
         stored.survivals.fill_(1.0)
         stored.survivals[self.padding] = 0.0

@@ -46,12 +46,12 @@ def test_names_do_not_depend_on_the_order_of_options() -> None:
     "content",
     [
         b"",
-        b'{"format": 1, "tab',
+        b'{"format": 2, "tab',
         b"\xff\xfe",
         b"[]",
         b"3",
-        b'{"format": 0, "tables": {}}',
-        b'{"format": 1, "tables": 3}',
+        b'{"format": 1, "tables": {}}',
+        b'{"format": 2, "tables": 3}',
     ],
 )
 def test_a_damaged_file_is_named_and_replaced(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:

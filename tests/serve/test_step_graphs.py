@@ -430,11 +430,22 @@ def check_untouched(state: RequestState) -> None:
     assert not state.stored.survivals.any()
 
 
+class FakeEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, _: "FakeEvent") -> float:
+        return 1.0
+
+
 @pytest.mark.parametrize("sizes", [(64, None), (200, 48)], ids=["requests fill a pass", "no request fills a pass"])
 def test_the_largest_passes_are_timed(
     sizes: tuple[int, int | None], configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All the sizes that costs are asked for, on requests with random proposals that leave nothing behind."""
+    """All the sizes that costs are asked for, each time on as many random nodes, which leave nothing behind."""
     captured, longest = sizes
     options = {"prefill_graph_tokens": captured, "max_model_len": longest}
     engine = PlayingBuilder(configure("qwen3", "eagle3 tree", **options)).build()
@@ -442,21 +453,33 @@ def test_the_largest_passes_are_timed(
     assert steps is not None
     assert drafts is not None
     before = state.proposals.clone()
-    seen: list[tuple[Any, int]] = []
+    embedded: list[Tensor] = []
+    timed: dict[Any, list[tuple[int, Tensor]]] = {}  # by key: nodes that were verified, and the tokens of the rows
+    replay = steps._replay
 
-    def time_pass(key: Any) -> float:
-        steps.pass_of(key)
+    def replay_and_look(key: Any) -> None:
+        embedded.clear()
+        replay(key)
         num_decoding, turns = min(key[0], steps.max_running), steps.results.tokens
-        seen.append((key, int(turns[int(steps.passes) % len(turns), :num_decoding, 1].sum())))
-        return 1.0
+        verified = int(turns[int(steps.passes) % len(turns), :num_decoding, 1].sum())
+        timed.setdefault(key, []).append((verified, embedded[0]))
 
-    monkeypatch.setattr(steps, "_time", time_pass)
-    tables = steps.time_all()
+    monkeypatch.setattr(steps, "_replay", replay_and_look)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    embed = engine.runner.target.embed_tokens
+    with embed.register_forward_pre_hook(lambda _, given: embedded.append(given[0].clone())):
+        tables = steps.time_all()
     assert {mode: set(table) for mode, table in tables.items()} == {
         mode: {*steps.sizes, *(rows for rows in steps.prompt_sizes if rows > steps.sizes[-1])} for mode in tables
     }
-    for (rows, *_), verified in seen:
-        assert verified <= min(rows, steps.sizes[-1])
+    assert len(timed) == sum(map(len, tables.values()))
+    for (rows, *_), passes in timed.items():
+        num_nodes = min(rows, steps.sizes[-1])
+        assert {verified for verified, _ in passes} == {num_nodes}
+        (_, first), *others = passes
+        assert all(torch.equal(tokens, first) for _, tokens in others)
+        assert len(first[:num_nodes].unique()) > num_nodes / 2  # of a small vocabulary
     assert torch.equal(state.proposals, before)
     check_untouched(state)
 
