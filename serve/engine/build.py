@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 FORCED_NODES = 16  # of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
 FP8_CAPABILITY = (8, 9)
-EXPERT_TOKENS = 256  # of a prompt's step, that each expert should get: it then takes longer than reading its weights
-MOST_PROMPT_TOKENS = 4096  # of a step
+EXPERT_TOKENS = 512  # of a long prompt's step, that each expert should get: fewer leave much of a block's rows empty
+MOST_PROMPT_TOKENS = 8192  # of a step
+FAST_PROMPT_TOKENS = 2048  # of a step, for --fast: attention that is not exact takes them in much less time
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 
 
@@ -74,7 +75,9 @@ class Builder:
         self.path = path
         self.model = model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
-        self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, model, self.device.type))
+        prompt_tokens = pick_prompt_tokens(config, model, self.device.type)
+        self.enough_prompt_tokens = enough_prompt_tokens(config, prompt_tokens)
+        self.config = config = replace(config, prefill_budget=prompt_tokens)
         self.dtype = pick_dtype(config.dtype, path, self.device)
         with runtime.stage("loading the weights"):
             self.target = load_target(
@@ -376,7 +379,7 @@ class Builder:
             max_chunk_ms=config.max_chunk_ms,
         )
         prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prompt_tokens
-        limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts)
+        limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts, self.enough_prompt_tokens)
         host_drafts = self.forced_nodes > 1 or any(max(stage.widths) > 1 for stage in self.stages)
         return Planner(scheduler, policy, limits, drafter_name(config.draft), host_drafts=host_drafts)
 
@@ -410,11 +413,18 @@ def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
 
 def pick_prompt_tokens(config: EngineConfig, model: TargetSpec, device: str) -> int:
     """Of a step, at most. Its tokens reach nearly all experts of a mixture, so each step of a prompt reads them all."""
-    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoESpec)]
-    if config.prefill_budget is not None or device == "cpu" or not mixtures:
+    if config.prefill_budget is not None or device == "cpu":
         return config.prompt_tokens
-    wanted = max(EXPERT_TOKENS * spec.num_experts // spec.top_k for spec in mixtures)
-    return min(max(wanted, config.prompt_tokens), MOST_PROMPT_TOKENS)
+    least = FAST_PROMPT_TOKENS if config.exact is False else config.prompt_tokens
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoESpec)]
+    wanted = max((EXPERT_TOKENS * spec.num_experts // spec.top_k for spec in mixtures), default=0)
+    return max(min(wanted, MOST_PROMPT_TOKENS), least)
+
+
+def enough_prompt_tokens(config: EngineConfig, most: int) -> int:
+    """Of a step, from which on it takes no other prompt. Of several prompts the first ones should not wait for the last
+    as long as a long one's larger steps take."""
+    return most if config.prefill_budget is not None else max(most // 2, min(config.prompt_tokens, most))
 
 
 def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:

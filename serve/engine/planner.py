@@ -39,6 +39,7 @@ class Limits:
     of_network: int  # most nodes that the drafter proposes; more come from the host
     reserve: int  # KV tokens that a step may write beyond the committed ones of a request
     prompt_rows: int  # prompt tokens of a step, at most
+    enough_prompt_rows: int  # prompt tokens of a step from which on no other prompt follows
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Planner:
         num_rows = self.limits.prompt_rows
         if sequences:
             num_rows = min(num_rows, self.policy.chunk_rows(len(sequences)))
-        chunks = self.scheduler.next_chunks(num_rows)
+        chunks = self.scheduler.next_chunks(num_rows, self.limits.enough_prompt_rows)
         if not sequences and not chunks:
             return None
         launched = Launched(sequences, chunks, traced_of(sequences, chunks))

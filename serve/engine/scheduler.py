@@ -3,7 +3,7 @@
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
     sequences = scheduler.next_decodes(reserve)
-    chunks = scheduler.next_chunks(num_tokens)
+    chunks = scheduler.next_chunks(num_tokens, enough)
     ... launch ...                                scheduler.launched(chunks)
                                                   scheduler.commit_chunks(chunks, first_tokens)
                                                   scheduler.commit_decodes(sequences, tokens, drafted)
@@ -184,11 +184,13 @@ class Scheduler:
         """Ends a running request that cannot go on. None if it has ended or was preempted."""
         return replace(self._end(sequence, [], "error"), error=error) if sequence.slot >= 0 else None
 
-    def next_chunks(self, num_tokens: int) -> list[Chunk]:
-        """The next prompt tokens to compute, first come first served, at most `num_tokens` in all."""
+    def next_chunks(self, num_tokens: int, enough: int | None = None) -> list[Chunk]:
+        """The next prompt tokens to compute, first come first served, at most `num_tokens` in all. From `enough` tokens
+        on no other prompt follows."""
         chunks: list[Chunk] = []
         if num_tokens < 1:
             return chunks
+        least = 0 if enough is None else max(num_tokens - enough, 0)
         for sequence in self._prefilling():
             start, length = sequence.num_computed, len(sequence.tokens)
             end = min(length, start + num_tokens)
@@ -198,7 +200,7 @@ class Scheduler:
             self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
             chunks.append(Chunk(sequence, start, end, is_last))
             num_tokens -= end - start
-            if num_tokens == 0 or len(chunks) == self.max_chunks:  # do not admit one more
+            if num_tokens <= least or len(chunks) == self.max_chunks:  # do not admit one more
                 break
         return chunks
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from slipstream.bench.random_targets import CONFIGS, published_spec
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
-from slipstream.serve.engine.build import EXPERT_TOKENS, MOST_PROMPT_TOKENS, pick_prompt_tokens
+from slipstream.serve.engine.build import (
+    EXPERT_TOKENS,
+    MOST_PROMPT_TOKENS,
+    enough_prompt_tokens,
+    pick_prompt_tokens,
+)
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import padding_prompts
@@ -48,12 +54,18 @@ def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
     experts, top_k = values.get("num_experts", values.get("num_local_experts", 1)), values.get("num_experts_per_tok", 1)
     found = pick_prompt_tokens(config, spec, "cuda")
     if experts == top_k:
-        assert found == 1024
+        assert found == enough_prompt_tokens(config, found) == 1024
     else:
         assert 1024 <= found <= MOST_PROMPT_TOKENS
         assert found == MOST_PROMPT_TOKENS or found * top_k >= EXPERT_TOKENS * experts
-    assert pick_prompt_tokens(config, spec, "cpu") == 1024
-    assert pick_prompt_tokens(EngineConfig(target=name, prefill_budget=300), spec, "cuda") == 300
+        assert 1024 <= enough_prompt_tokens(config, found) == found // 2
+    fast = replace(config, exact=False)
+    assert pick_prompt_tokens(fast, spec, "cuda") == max(found, 2048)
+    assert enough_prompt_tokens(fast, 2048) == 1024
+    for some in (config, fast):
+        assert pick_prompt_tokens(some, spec, "cpu") == enough_prompt_tokens(some, 1024) == 1024
+        own = replace(some, prefill_budget=300)
+        assert pick_prompt_tokens(own, spec, "cuda") == enough_prompt_tokens(own, 300) == 300
 
 
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -156,6 +156,24 @@ def test_a_step_without_tokens_for_prompts_admits_no_one() -> None:
     assert recorder.scheduler.num_running == 0
 
 
+def test_no_prompt_follows_in_a_step_that_has_enough_tokens() -> None:
+    recorder = Recorder()
+    for token, (name, length) in enumerate((("a", 3), ("b", 4), ("c", 20), ("d", 1))):
+        recorder.add(name, [token] * length)
+
+    def next_chunks(num_tokens: int, enough: int) -> list[tuple[str, int, int]]:
+        chunks = recorder.scheduler.next_chunks(num_tokens, enough)
+        recorder.scheduler.launched(chunks)
+        recorder.scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])
+        return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]
+
+    assert next_chunks(16, 5) == [("a", 0, 3), ("b", 0, 4)], "a prompt that was begun is not cut"
+    assert recorder.scheduler.num_running == 2
+    assert next_chunks(16, 5) == [("c", 0, 16)], "a long one may have more"
+    assert next_chunks(2, 5) == [("c", 16, 18)]
+    assert next_chunks(16, 5) == [("c", 18, 20), ("d", 0, 1)]
+
+
 def test_prompts_are_computed_while_others_decode() -> None:
     """Chunks of any size ride with the requests that decode; a prompt that ends decodes from the next step on."""
     recorder = Recorder()
