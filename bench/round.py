@@ -118,7 +118,7 @@ def rounds(config: RoundConfig, names: Mapping[str, str] | None = None) -> None:
     names = names or {}
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    lines = Lines(config.output)
+    lines = Lines(config.output, {"engine": config.engine} if config.engine else None)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
