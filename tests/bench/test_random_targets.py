@@ -1,6 +1,7 @@
 """Random weights of a published shape serve, with a random draft, without being on the disk."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from slipstream.bench.round import (
     first_token_ms,
     propose_independent_tokens,
     routers_of,
+    start_requests,
     weight_bytes,
 )
 from slipstream.models.targets.config import MLPSpec, MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target
+from slipstream.serve.request import Output, RequestStats
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 200, "head_dim": 16}
@@ -36,6 +39,13 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
     assert weight_bytes(layers, 2) == whole - 4 * 0.75 * experts
     assert weight_bytes(layers, 8) == whole
+
+
+def test_a_request_that_fails_is_named_with_its_error() -> None:
+    failed = Output(request_id="2", tokens=[], finish_reason="error", stats=RequestStats(), error="no memory")
+    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=50), add=lambda _: None, step=lambda: [failed])
+    with pytest.raises(ValueError, match="request 2 of 3 failed: no memory"):
+        start_requests(engine, RoundConfig(shape="qwen3-30b-a3b"), 3)
 
 
 def test_experts_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
