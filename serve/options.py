@@ -61,8 +61,8 @@ class EngineConfig:
     """Most requests decoded at once."""
     prefill_budget: int | None = None
     """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens. Default: 1024; on a
-    GPU more for a mixture of experts, of which each should get many, and 2048 with --fast; half as many of these for
-    several prompts."""
+    GPU more for a mixture of experts, of which each should get many, and at least 2048 with --fast. Several prompts
+    then share half as many."""
     exact: bool | None = None
     """On a GPU, give a row of a pass the same bits whatever rows are beside it: answers are then the same with and
     without a draft, alone and among others. Default: where it is possible; --fast does without."""

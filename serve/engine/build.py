@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 FORCED_NODES = 16  # of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
 FP8_CAPABILITY = (8, 9)
-EXPERT_TOKENS = 512  # of a long prompt's step, that each expert should get: fewer leave much of a block's rows empty
+EXPERT_TOKENS = 512  # of a long prompt's step, that each expert should get: with fewer, blocks have many empty rows
 MOST_PROMPT_TOKENS = 8192  # of a step
 FAST_PROMPT_TOKENS = 2048  # of a step, for --fast: attention that is not exact takes them in much less time
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
@@ -422,9 +422,9 @@ def pick_prompt_tokens(config: EngineConfig, model: TargetSpec, device: str) -> 
 
 
 def enough_prompt_tokens(config: EngineConfig, most: int) -> int:
-    """Of a step, from which on it takes no other prompt. Of several prompts the first ones should not wait for the last
-    as long as a long one's larger steps take."""
-    return most if config.prefill_budget is not None else max(most // 2, min(config.prompt_tokens, most))
+    """Of a step of at most `most`, from which on it takes no other prompt: half of them, unless the user asked for
+    `most`. Of several prompts the first ones should not wait for the last as long as a long one's larger steps take."""
+    return max(most // 2, config.prompt_tokens)
 
 
 def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
