@@ -2,14 +2,14 @@
 
 Two launches for few tokens, three for many: gate and up with the activation, and the down projection, whose last
 programs sum the outputs of each token (for many tokens a kernel of its own does; the down projection of 16-bit weights
-then has one with large tiles, too, which the tensor memory accelerator loads). Rows are gathered where they are
-read. A row's bits depend on its own experts alone: a product adds its inputs in their order in every tile
-(kernels/gemm/expert_weights.py), outputs are rounded once and added in fp32, the best expert's first. Few tokens read
-only the experts that they hit; grids have room for the most blocks of pairs that there can be, and programs beyond the
-last block end at once. FP8 experts take two launches more, which quantise the inputs of each product. (In the product
-each program would do it again, which takes three times as long.) Programs of MXFP4 wait for one another's steps more
-than for memory: the down projection of few tokens has twice the programs, each with half of the inputs, and blocks of
-few pairs have tiles of 8 rows.
+then has one with large tiles, too, which the tensor memory accelerator loads, and FP8 experts have both:
+kernels/gemm/grouped_fp8.py). Rows are gathered where they are read. A row's bits depend on its own experts alone: a
+product adds its inputs in their order in every tile (kernels/gemm/expert_weights.py), outputs are rounded once and
+added in fp32, the best expert's first. Few tokens read only the experts that they hit; grids have room for the most
+blocks of pairs that there can be, and programs beyond the last block end at once. FP8 experts take two launches more,
+which quantise the inputs of each product. (In the product each program would do it again, which takes three times as
+long.) Programs of MXFP4 wait for one another's steps more than for memory: the down projection of few tokens has twice
+the programs, each with half of the inputs, and blocks of few pairs have tiles of 8 rows.
 Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P = T * k pairs of a token and an expert.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.gemm import fp8
+from slipstream.kernels.gemm import fp8, grouped_fp8
 from slipstream.kernels.gemm.expert_weights import (
     CHUNKS,
     WEIGHT_BITS,
@@ -183,6 +183,10 @@ def mix_experts_triton(
     if num_rows == 0:
         return out
     assert shared is None or (shared.output.is_contiguous() and shared.gate.is_contiguous())
+    mixed = (routing.weights, *(shared or (None, None)), out)
+    if tiling is None and (found := _fp8_outputs(given, routing, weights)) is not None:
+        _sum_all(found, mixed)
+        return out
     intermediate, top_k = num_inputs_of(weights.down), routing.experts.shape[1]
     blocks, num_pairs = routing.blocks, num_rows * top_k
     block_rows = 1 if blocks is None else blocks.rows
@@ -203,7 +207,6 @@ def mix_experts_triton(
         **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
-    mixed = (routing.weights, *(shared or (None, None)), out)
     if in_blocks:
         _down_large(hidden, block_rows, weights, outputs, listed[1:], num_rows)
     else:
@@ -216,12 +219,31 @@ def mix_experts_triton(
             **plain.options(), **options, **constants(weights.down, x, plain.depth),
         )  # fmt: skip
     if not is_fused:
-        columns = min(512, triton.next_power_of_2(size))
-        sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
-            outputs, *mixed, num_rows, size,
-            TOP_K=top_k, ROWS=SUM_ROWS, COLUMNS=columns, num_warps=4, **pdl_options(x.device),
-        )  # fmt: skip
+        _sum_all(outputs, mixed)
     return out
+
+
+def _fp8_outputs(x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWeights) -> Tensor | None:
+    """(P, H), where the kernels for many tokens of FP8 experts take them."""
+    gate_up, down, *others = weights
+    if routing.blocks is None or any(other is not None for other in others):
+        return None
+    if not isinstance(gate_up, FP8Weight) or not isinstance(down, FP8Weight):
+        return None
+    if not grouped_fp8.takes(routing.blocks, down):
+        return None
+    rows = fp8.quantize_rows(x, gate_up.inputs) if isinstance(x, Tensor) else x
+    return grouped_fp8.expert_outputs(rows, routing.blocks, gate_up, down, routing.experts.shape[1])
+
+
+def _sum_all(outputs: Tensor, mixed: tuple[Tensor, Tensor | None, Tensor | None, Tensor]) -> None:
+    """outputs (P, H); `mixed`: the pairs' weights, what is shared with its gates, and where the sums go."""
+    num_rows, size = mixed[-1].shape
+    columns = min(512, triton.next_power_of_2(size))
+    sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
+        outputs, *mixed, num_rows, size,
+        TOP_K=len(outputs) // num_rows, ROWS=SUM_ROWS, COLUMNS=columns, num_warps=4, **pdl_options(outputs.device),
+    )  # fmt: skip
 
 
 def least_rows(format: Format) -> int:

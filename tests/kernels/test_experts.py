@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm import fp8, grouped, int4_weight
+from slipstream.kernels.gemm import fp8, grouped, grouped_fp8, int4_weight
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
     FUSED_ROWS,
@@ -262,6 +262,16 @@ QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
 ]
 
 
+def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
+    """Of a product's inputs by a format."""
+    how, static = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s")), torch.tensor(0.02, device=device)
+
+    def round_inputs(row: Tensor) -> Tensor:
+        return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
+
+    return round_inputs
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "shape", "block_rows"), QUANTIZED)
 def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
@@ -270,13 +280,8 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     router, _, _ = random_layer((size, 8, experts, top_k), dtype, device)
     x = random_rows(rows, size, dtype, device)
-    how, static = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s")), torch.tensor(0.02, device=device)
-
-    def round_inputs(row: Tensor) -> Tensor:
-        return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
-
     routing = route_triton(x, router, None, top_k, True, block_rows=block_rows)
-    expected = loop(x, routing, wide, None, round_inputs)
+    expected = loop(x, routing, wide, None, rounding(kind, device))
     with poisoned():
         found = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
     if isinstance(weights.gate_up, FP8Weight):
@@ -290,6 +295,31 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     if device == "cpu":
         found = mix_experts.reference(x, routing, weights)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["fp8", "fp8 static", "fp8 blocks"])
+@torch.inference_mode()
+def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) -> None:
+    """Full blocks and others; inputs that come quantised, and not; a shared expert."""
+    rows, size, experts, top_k, dtype = 150, 384, 2, 2, torch.float16
+    weights, wide = quantized_experts(kind, (size, 256, experts, top_k), device)
+    router, _, _ = random_layer((size, 8, experts, top_k), dtype, device)
+    x = random_rows(rows, size, dtype, device)
+    shared = Shared(x.flip(0).contiguous(), x[:, :1].contiguous())
+    routing = route_triton(x, router, None, top_k, True, block_rows=grouped_fp8.ROWS)
+    assert routing.blocks is not None
+    assert isinstance(weights.gate_up, FP8Weight)
+    assert isinstance(weights.down, FP8Weight)
+    assert grouped_fp8.takes(routing.blocks, weights.down)
+    given = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
+    with poisoned():
+        found = mix_experts_triton(x, routing, weights, shared)
+        assert torch.equal(mix_experts_triton(given, routing, weights, shared), found)
+    expected = loop(x, routing, wide, shared, rounding(kind, device))
+    assert (found.double() - expected).norm() < 0.05 * expected.norm()
+    if device == "cuda" or kind != "fp8 blocks":  # the interpreter rounds to e4m3 in its own way
+        assert torch.equal(found, mix_experts_triton(x, routing, weights, shared, Tiling(64, 128, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
