@@ -118,10 +118,10 @@ def product_of(
         given = fp8.InputScales(by_block=blocks)
         scales = scales[:1].expand(-(-outputs // 128), -(-inputs // 128)).contiguous() if blocks else scales
 
-        shape, split = (outputs, inputs, False, False), choose_tiling(outputs, inputs).split
-        if not blocks and shape not in order.fp8_by_library:
+        shape, split = (outputs, inputs, False, blocks), choose_tiling(outputs, inputs).split
+        if shape not in order.fp8_by_library:
             order.fp8_by_library[shape] = fp8.rows_by_library(config.rows, codes, scales, None)
-        by_library = order.fp8_by_library.get(shape, ())
+        by_library = order.fp8_by_library[shape]
 
         def multiply(x: Tensor, gated: bool) -> Tensor:
             rows = fp8.quantize_rows(x, given)

@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 CONFIGS["llama31-8b-w4a16"] = CONFIGS["llama31-8b"] | {"quantization_config": INT4}
+CONFIGS["llama31-8b-fp8"] = CONFIGS["llama31-8b"] | {"quantization_config": BLOCKS}
 CONFIGS["qwen3-30b-a3b-fp8"] = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": BLOCKS}
 
 ANCHOR = {"block_size": 7, "sample_from_anchor": True}  # seven drafted tokens, as the others

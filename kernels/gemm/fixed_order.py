@@ -34,8 +34,8 @@ from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_input
 
 DEPTH = 64  # inputs of a tile
 TIMED_CALLS = 8  # of each way to multiply
-Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
-Product = tuple[int, int, bool, bool, int]  # and inputs of a part
+Product = tuple[int, int, bool, bool, int]  # O, I, whether there is a bias, whether it is gated, inputs of a part
+FP8Product = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether scales are by block
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weight and bias
 
 
@@ -44,7 +44,7 @@ class FixedOrder:
 
     def __init__(self) -> None:
         self.by_library: dict[Product, dict[int, Multiply]] = {}  # by numbers of rows
-        self.fp8_by_library: dict[Shape, set[int]] = {}  # numbers of rows, of products in FP8
+        self.fp8_by_library: dict[FP8Product, set[int]] = {}  # numbers of rows
 
     @staticmethod
     def fault(device: torch.device, dtype: torch.dtype) -> str:

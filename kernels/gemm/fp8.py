@@ -257,32 +257,42 @@ def fp8_linear_triton(
 
 
 @functools.cache
-def knows_library(device: torch.device) -> bool:
-    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+def knows_library(device: torch.device, by_block: bool = False) -> bool:
+    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device. For
+    scales by block it is cuBLAS of CUDA 12.9 or later."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return not by_block or tuple(int(number) for number in torch.version.cuda.split(".")) >= (12, 9)
 
 
 def library_linear(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, split: int = 1, *, fast: bool = False
 ) -> Tensor:
-    """`fp8_linear` by the library, for scales of rows and outputs and bf16. `split`: parts of the inputs, which are
-    computed in fp32; a kernel adds and scales them. `fast`: without a bias in one part, which the tensor cores add up
-    alone, in less than fp32."""
+    """`fp8_linear` by the library, for bf16. `split`: parts of the inputs, which are computed in fp32; a kernel adds
+    them, and scales those that have no scales by block. `fast`: without a bias in one part, which the tensor cores add
+    up alone, in less than fp32 (not where scales are by block)."""
+    by_block = scales.dim() == 2
     if (split == 1 or fast) and bias is None:
-        both = x.scales[:, None].contiguous(), scales[None]
-        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=fast)
-    one = _one(weight.device)
+        both = (x.scales.t(), scales.t()) if by_block else (x.scales[:, None].contiguous(), scales[None])
+        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=fast and not by_block)
     parts = torch.empty(split, len(x.codes), len(weight), dtype=torch.float32, device=weight.device)
-    pairs = zip(x.codes.tensor_split(split, dim=1), weight.tensor_split(split, dim=1), parts, strict=True)
-    for codes, own, part in pairs:
-        torch._scaled_mm(codes, own.t(), one, one, out_dtype=torch.float32, use_fast_accum=False, out=part)
-    return sum_parts_triton(parts, bias, x.dtype, (scales, x.scales))
+    both = _one(weight.device), _one(weight.device)
+    for index, (codes, own) in enumerate(zip(x.codes.chunk(split, dim=1), weight.chunk(split, dim=1), strict=True)):
+        if by_block:
+            both = x.scales.chunk(split)[index].t(), scales.chunk(split, dim=1)[index].contiguous().t()
+        torch._scaled_mm(codes, own.t(), *both, out_dtype=torch.float32, use_fast_accum=False, out=parts[index])
+    return sum_parts_triton(parts, bias, x.dtype, None if by_block else (scales, x.scales))
 
 
-def has_library(x: QuantizedRows, weight: Tensor, scales: Tensor) -> bool:
-    """Whether `library_linear` takes these."""
+def has_library(x: QuantizedRows, weight: Tensor, scales: Tensor, split: int = 1) -> bool:
+    """Whether `library_linear` takes these, in `split` parts. Scales by block must lie 16 bytes at a time, as those of
+    more than FEW_ROWS rows do, and of many inputs."""
+    by_block, (num_outputs, num_inputs) = scales.dim() == 2, weight.shape
     is_aligned = not any(size % ALIGNMENT for size in weight.shape)
-    return is_aligned and x.dtype == torch.bfloat16 and scales.dim() == 1 and knows_library(weight.device)
+    if by_block:
+        blocks_fit = num_outputs % BLOCK == num_inputs % (4 * BLOCK * split) == 0
+        is_aligned = blocks_fit and len(x.codes) % 4 == 0 and x.scales.is_contiguous()
+    return is_aligned and x.dtype == torch.bfloat16 and knows_library(weight.device, by_block)
 
 
 @functools.cache
@@ -293,27 +303,27 @@ def _one(device: torch.device) -> Tensor:
 def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: Tensor | None) -> set[int]:
     """The numbers of rows for which `library_linear`, in the parts of few rows, gives the bits of our kernels, and is
     faster."""
-    wanted = sorted(count for count in set(rows) if count > FEW_GATED_ROWS)
+    by_block = scales.dim() == 2
+    wanted = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
     tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
-    if not wanted or not knows_library(weight.device) or not is_even:
+    if not wanted or not knows_library(weight.device, by_block) or not is_even:
         return set()
     generator = torch.Generator(weight.device).manual_seed(0)
-    size = wanted[-1], weight.shape[1]
-    x = quantize_rows(torch.randn(size, generator=generator, device=weight.device).bfloat16())
-    if not has_library(x, weight, scales):
-        return set()
+    inputs = torch.randn(wanted[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
+    whole = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), weight, scales, bias)
     found = set()
     for count in wanted:
-        own = QuantizedRows(x.codes[:count], x.scales[:count], x.dtype), weight, scales, bias
-        ways = [partial(library_linear, *own, tiling.split), partial(fp8_linear, *own)]
+        x = quantize_rows(inputs[:count], InputScales(by_block=by_block))
+        if not has_library(x, weight, scales, tiling.split):
+            continue
+        ways = [partial(library_linear, x, weight, scales, bias, tiling.split), partial(fp8_linear, x, *whole.args[1:])]
         try:
             is_equal = torch.equal(ways[0](), ways[1]())
         except (RuntimeError, ValueError) as error:  # what the library takes depends on its version
             message = "FP8 products of %d x %d stay with our kernels, since torch._scaled_mm does not take them: %s"
             logger.warning(message, *weight.shape, str(error).partition("\n")[0])
             return set()
-        whole = partial(fp8_linear, x, weight, scales, bias)
         if is_equal and milliseconds(ways[0], whole) < milliseconds(ways[1], whole):
             found.add(count)
     return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm import fp8, int4, int4_weight, streamed_fp8
 from slipstream.kernels.gemm.activation import Activation, activation_mul, silu_mul
+from slipstream.kernels.gemm.fixed_order import FP8Product
 from slipstream.kernels.gemm.small_m import rotates
 from slipstream.kernels.gemm.tiling import choose_tiling
 from slipstream.kernels.kv.rope import Rotation
@@ -202,14 +203,12 @@ class FP8Linear(QuantizedLinear):
 
     def check_order(self, rows: Iterable[int]) -> None:
         assert self.order is not None
-        weight, scale = self._matrix
-        if self.format.scales != "block":
-            own = self.order.fp8_by_library.setdefault(self._shape, set())
-            own |= fp8.rows_by_library(rows, weight, scale, self.bias)
+        own = self.order.fp8_by_library.setdefault(self._product, set())
+        own |= fp8.rows_by_library(rows, *self._matrix, self.bias)
 
     @property
-    def _shape(self) -> tuple[int, int, bool, bool]:
-        return self.out_features, self.in_features, self.bias is not None, False
+    def _product(self) -> FP8Product:
+        return self.out_features, self.in_features, self.bias is not None, self.format.scales == "block"
 
     def _multiply(self, x: Tensor | fp8.QuantizedRows, gated: bool) -> Tensor:
         weight, scale = self._matrix
@@ -233,7 +232,7 @@ class FP8Linear(QuantizedLinear):
 
     def _is_by_library(self, num_rows: int) -> bool:
         """In an order: whether the library keeps it and is faster."""
-        return self.order is not None and num_rows in self.order.fp8_by_library.get(self._shape, ())
+        return self.order is not None and num_rows in self.order.fp8_by_library.get(self._product, ())
 
     def dequantized(self) -> Tensor:
         return fp8.dequantize_weight(self.get_buffer("weight"), self.get_buffer("weight_scale"))

@@ -11,6 +11,7 @@ from slipstream.kernels.gemm.fp8 import (
     InputScales,
     QuantizedRows,
     fp8_linear,
+    has_library,
     library_linear,
     quantize_rows,
     quantized_rms_norm,
@@ -138,16 +139,21 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", LLAMA)
 @torch.inference_mode()
-def test_the_library_adds_like_our_kernels(shape: tuple[int, int]) -> None:
+def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool) -> None:
     """So that it is not left out unnoticed."""
-    weight, scales = layer(*shape, False, "cuda")
-    x = quantize_rows(torch.randn(512, shape[1], device="cuda").bfloat16())
-    own = QuantizedRows(x.codes[:128], x.scales[:128], x.dtype)
+    weight, scales = layer(*shape, blocks, "cuda")
     split = choose_tiling(*shape).split
-    for rows in (x, own):
-        assert torch.equal(library_linear(rows, weight, scales, None, split), fp8_linear(rows, weight, scales))
+    for count in (132 if blocks else 128, 512):
+        x = quantize_rows(torch.randn(count, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
+        assert has_library(x, weight, scales, split)
+        for bias in (None, torch.randn(shape[0], device="cuda").bfloat16()):
+            ours = fp8_linear(x, weight, scales, bias)
+            assert torch.equal(library_linear(x, weight, scales, bias, split), ours)
+    others = quantize_rows(torch.randn(130, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
+    assert has_library(others, weight, scales, split) != blocks  # whose scales do not lie 16 bytes at a time
 
 
 @pytest.mark.gpu
