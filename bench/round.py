@@ -19,11 +19,12 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -341,19 +342,15 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
         counts.append(len(routing.experts.unique()))
 
     start_requests(engine, config, batch)
-    runner, policy, hooks = engine.runner, engine.planner.policy, [one.register_forward_hook(count) for one in routers]
-    steps, drafts, runner.steps, runner.drafts = runner.steps, runner.drafts, None, None
-    observe = policy.observe
-    policy.observe = lambda **_: None  # type: ignore[method-assign]  # rounds without graphs are slow
-    try:
+    with ExitStack() as stack:
+        for router in routers:
+            stack.enter_context(router.register_forward_hook(count))
+        for name in ("steps", "drafts"):  # graphs, which run no hooks
+            stack.enter_context(patch.object(engine.runner, name, None))
+        stack.enter_context(patch.object(engine.planner.policy, "observe"))  # rounds without graphs are slow
         for _ in range(COUNTED):
             engine.step()
         engine.drain()
-    finally:
-        runner.steps, runner.drafts = steps, drafts
-        policy.observe = observe  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
     for index in range(batch):
         engine.abort(str(index))
     return sum(counts) / len(counts)

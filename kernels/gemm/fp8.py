@@ -258,8 +258,8 @@ def fp8_linear_triton(
 
 @functools.cache
 def knows_library(device: torch.device, by_block: bool = False) -> bool:
-    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device. For
-    scales by block it is cuBLAS of CUDA 12.9 or later."""
+    """Whether the library's products, without its fast accumulation, were seen to add like ours on such a device.
+    Scales by block need the cuBLAS of CUDA 12.9 or later."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return not by_block or tuple(int(number) for number in torch.version.cuda.split(".")) >= (12, 9)
@@ -276,11 +276,13 @@ def library_linear(
         both = (x.scales.t(), scales.t()) if by_block else (x.scales[:, None].contiguous(), scales[None])
         return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=fast and not by_block)
     parts = torch.empty(split, len(x.codes), len(weight), dtype=torch.float32, device=weight.device)
-    both = _one(weight.device), _one(weight.device)
-    for index, (codes, own) in enumerate(zip(x.codes.chunk(split, dim=1), weight.chunk(split, dim=1), strict=True)):
-        if by_block:
-            both = x.scales.chunk(split)[index].t(), scales.chunk(split, dim=1)[index].contiguous().t()
-        torch._scaled_mm(codes, own.t(), *both, out_dtype=torch.float32, use_fast_accum=False, out=parts[index])
+    pairs = [(_one(weight.device), _one(weight.device))] * split
+    if by_block:
+        of_parts = zip(x.scales.chunk(split), scales.chunk(split, dim=1), strict=True)
+        pairs = [(of_rows.t(), of_weight.contiguous().t()) for of_rows, of_weight in of_parts]
+    operands = zip(x.codes.chunk(split, dim=1), weight.chunk(split, dim=1), pairs, parts, strict=True)
+    for codes, own, pair, part in operands:
+        torch._scaled_mm(codes, own.t(), *pair, out_dtype=torch.float32, use_fast_accum=False, out=part)
     return sum_parts_triton(parts, bias, x.dtype, None if by_block else (scales, x.scales))
 
 
@@ -303,7 +305,7 @@ def _one(device: torch.device) -> Tensor:
 def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: Tensor | None) -> set[int]:
     """The numbers of rows for which `library_linear`, in the parts of few rows, gives the bits of our kernels, and is
     faster."""
-    by_block = scales.dim() == 2
+    by_block, layer = scales.dim() == 2, (weight, scales, bias)
     wanted = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
     tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
@@ -311,13 +313,13 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
         return set()
     generator = torch.Generator(weight.device).manual_seed(0)
     inputs = torch.randn(wanted[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
-    whole = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), weight, scales, bias)
+    whole = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), *layer)
     found = set()
     for count in wanted:
         x = quantize_rows(inputs[:count], InputScales(by_block=by_block))
         if not has_library(x, weight, scales, tiling.split):
             continue
-        ways = [partial(library_linear, x, weight, scales, bias, tiling.split), partial(fp8_linear, x, *whole.args[1:])]
+        ways = [partial(library_linear, x, *layer, tiling.split), partial(fp8_linear, x, *layer)]
         try:
             is_equal = torch.equal(ways[0](), ways[1]())
         except (RuntimeError, ValueError) as error:  # what the library takes depends on its version

@@ -47,7 +47,7 @@ def expert_outputs(x: QuantizedRows, blocks: Blocks, gate_up: FP8Weight, down: F
         TensorDescriptor.from_tensor(weights.view(-1, intermediate), [HALF, BLOCK]), scales, outputs,
         *blocks[1:], num_rows, intermediate, size,
         ROWS=ROWS, HALF=HALF, DEPTH=BLOCK, BY_BLOCK=down.inputs.by_block, STAGES=STAGES, num_warps=WARPS,
-        maxnreg=None if down.inputs.by_block else DOWN_REGISTERS,  # ptxas needs no more there, and would spill
+        maxnreg=None if down.inputs.by_block else DOWN_REGISTERS,  # by block ptxas needs no more; told so, it spills
         **pdl_options(device),
     )  # fmt: skip
     return outputs
@@ -124,6 +124,7 @@ def down_kernel(
         return
     first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
     expert, output, blocks = first // num_rows, tile * 2 * HALF, num_inputs // DEPTH
+    # Both halves are of one block. With one pointer for both, ptxas needs four registers more than two programs have.
     low_scales = scale_ptr + (expert * (size // DEPTH) + output // DEPTH) * blocks
     high_scales = scale_ptr + (expert * (size // DEPTH) + (output + HALF) // DEPTH) * blocks
     x_scales, weight = x_scale_ptr + (block * ROWS + place) * row_stride, expert * size + output
