@@ -108,6 +108,7 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} does not go with a grammar, which may allow nothing else; leave one of them out"
                 )
+        object.__setattr__(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         object.__setattr__(self, "bad_words", token_sequences(self.bad_words))
         object.__setattr__(self, "speculation", read_speculation(self.speculation))
@@ -130,6 +131,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises ValueError for a token id, of whatever field, that the vocabulary does not have."""
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", dict(self.logit_bias), vocab_size)
+        check_token_ids("bad_words", chain(*self.bad_words), vocab_size)
+
     @property
     def biases(self) -> dict[int, float]:
         """`logit_bias`, and minus infinity for bad words of one token."""
@@ -141,15 +148,33 @@ class SamplingParams:
         return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.grammar)
 
 
+def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """The token ids of a field. Raises ValueError for what cannot be one."""
+    try:
+        ids = tuple(values)
+    except TypeError as error:
+        raise ValueError(f"{name} is {values!r}; it must be a list of token ids") from error
+    for token in ids:
+        if not isinstance(token, Integral) or token < 0:
+            raise ValueError(f"{name} has the token id {token!r}; it must be an integer from 0 up")
+    return ids
+
+
+def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises ValueError for an id that the vocabulary does not have."""
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"{name} has the token id {wrong}; it must be between 0 and {vocab_size - 1}")
+
+
 def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     """The token ids, in order, and what is added to their logits. Raises ValueError."""
     try:
         pairs = tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"logit_bias is {bias!r}; it must map token ids to numbers") from error
+    token_ids("logit_bias", (token for token, _ in pairs))
     for token, value in pairs:
-        if not isinstance(token, Integral) or token < 0:
-            raise ValueError(f"logit_bias has the token id {token!r}; it must be an integer from 0 up")
         if not isinstance(value, Real) or not -100 <= value <= 100:
             raise ValueError(f"logit_bias of token {token} is {value!r}; it must be between -100 and 100")
     return pairs
@@ -162,8 +187,8 @@ def token_sequences(words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ..
     except TypeError as error:
         raise ValueError(f"bad_words is {words!r}; it must be a list of lists of token ids") from error
     for word in found:
-        if not word or not all(isinstance(token, Integral) and token >= 0 for token in word):
-            raise ValueError(f"bad_words has {list(word)!r}; it must hold token ids, integers from 0 up")
+        if not token_ids("bad_words", word):
+            raise ValueError("bad_words has an empty list; leave it out")
     return found
 
 

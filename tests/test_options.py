@@ -1,6 +1,8 @@
 """Options and sampling parameters: a bad value is a sentence with its name, itself and what to do."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +94,6 @@ def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: s
     [
         ([1, 2], r"logit_bias is \[1, 2\]; it must map token ids to numbers"),
         (3, "logit_bias is 3; it must map token ids to numbers"),
-        ({-1: 0.0}, "logit_bias has the token id -1; it must be an integer from 0 up"),
-        ({1.5: 0.0}, "logit_bias has the token id 1.5; it must be an integer from 0 up"),
         ({7: 100.5}, "logit_bias of token 7 is 100.5; it must be between -100 and 100"),
         ({7: float("nan")}, "logit_bias of token 7 is nan; it must be between -100 and 100"),
         ({7: "1"}, "logit_bias of token 7 is '1'; it must be between -100 and 100"),
@@ -102,6 +102,27 @@ def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: s
 def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         SamplingParams(max_tokens=5, logit_bias=bias)
+
+
+@pytest.mark.parametrize("token", [-1, -(2**70), 1.5, "5", None])
+@pytest.mark.parametrize(
+    ("field", "holding"),
+    [
+        ("stop_token_ids", lambda token: (3, token)),
+        ("logit_bias", lambda token: {token: 0.0}),
+        ("bad_words", lambda token: ((4, 5), (6, token))),
+    ],
+)
+def test_what_is_no_token_id_is_a_sentence(field: str, holding: Callable[[Any], Any], token: Any) -> None:
+    message = f"{field} has the token id {token!r}; it must be an integer from 0 up"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SamplingParams(max_tokens=5, **{field: holding(token)})
+
+
+def test_stop_token_ids_are_kept_as_a_tuple() -> None:
+    assert SamplingParams(max_tokens=5, stop_token_ids=[7, 8]).stop_token_ids == (7, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^stop_token_ids is 7; it must be a list of token ids$"):
+        SamplingParams(max_tokens=5, stop_token_ids=7)  # type: ignore[arg-type]
 
 
 def test_a_logit_bias_is_kept_as_pairs() -> None:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats
+from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
@@ -82,12 +81,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never be served."""
-        if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
-            raise ValueError(f"prompt holds a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
-        params = request.params
-        for name, tokens in (("logit_bias", dict(params.logit_bias)), ("bad_words", chain(*params.bad_words))):
-            if any(token >= self.info.vocab_size for token in tokens):
-                raise ValueError(f"{name} has a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
+        check_token_ids("prompt", request.prompt, self.info.vocab_size)
+        request.params.check_token_ids(self.info.vocab_size)
         self._check(request)
         self.scheduler.validate(request)
 

@@ -28,7 +28,15 @@ from slipstream.serve.http.schemas import (
     grammar_of,
 )
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.request import EngineInfo, Grammar, Request, SamplingParams, draw_seed, prompt_seed
+from slipstream.serve.request import (
+    EngineInfo,
+    Grammar,
+    Request,
+    SamplingParams,
+    check_token_ids,
+    draw_seed,
+    prompt_seed,
+)
 
 # What generation_config.json may set, and what else a body says in the words of SamplingParams.
 DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -138,10 +146,10 @@ class Frontend:
         return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     def check_tokens(self, tokens: list[int], field: str) -> None:
-        wrong = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            message = f"{field} holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
-            raise ApiError(400, message, field)
+        try:
+            check_token_ids(field, tokens, self.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), field) from error
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []
@@ -214,11 +222,10 @@ class Frontend:
         if room < (1 if body.max_tokens is None else body.max_tokens):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
-        self.check_tokens(list(body.logit_bias), "logit_bias")
         unset_max_tokens = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
                 grammar=answers.grammar,
@@ -229,8 +236,10 @@ class Frontend:
                 speculation=body.asked_speculation,
                 **{**self.sampling_defaults, **given},
             )
+            params.check_token_ids(self.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
+        return params
 
 
 def check_prompt_logprobs(body: CompletionBody, num_tokens: int) -> None:

@@ -17,6 +17,7 @@ from slipstream.serve.http.schemas import (
     NEUTRAL_OF_OTHERS,
     Neutral,
     NumLogprobs,
+    NumTokens,
     Options,
     SamplingBody,
     UnderstoodFields,
@@ -213,7 +214,7 @@ class ResponsesBody(SamplingBody):
 
     input: Annotated[list[Message], PlainValidator(read_input)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True

@@ -246,6 +246,7 @@ def no_logprobs(value: Any) -> Any:
 
 
 NumLogprobs = Annotated[int, AfterValidator(check_logprobs)]
+NumTokens = Annotated[int, Field(lt=2**31)]  # SamplingParams checks the rest
 
 
 def check_length(items: Sized, most: int, field: str) -> None:
@@ -313,7 +314,7 @@ class SamplingBody(Fields):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
-    min_tokens: int = 0
+    min_tokens: NumTokens = 0
     bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
     # Grammars of the answer, as vLLM and SGLang name them; see `grammar_of`.
     structured_outputs: dict[str, Any] | None = None
@@ -350,7 +351,7 @@ class Body(SamplingBody):
     length_field: ClassVar[str] = "max_tokens"
 
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: NumTokens | None = None
     response_format: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     # vLLM's: how many likeliest tokens at the place of each token of the prompt.
@@ -386,7 +387,7 @@ class ChatBody(Body):
     effort_field: ClassVar[str] = "reasoning_effort"
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: NumTokens | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[Any] = []

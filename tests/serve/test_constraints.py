@@ -20,7 +20,6 @@ from slipstream.tests.serve.engine_runs import (
     VOCAB,
     Build,
     acceptance,
-    build_engine,
     drafted_engines,
     make_request,
     plain_answers,
@@ -175,8 +174,7 @@ def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monk
         ({"min_tokens": 10}, "min_tokens is 10; it must be between 0 and max_tokens, 9"),
         ({"min_tokens": 1.5}, "min_tokens is 1.5; it must be an integer"),
         ({"bad_words": [5]}, "bad_words is .5.; it must be a list of lists of token ids"),
-        ({"bad_words": [[]]}, "bad_words has ..; it must hold token ids"),
-        ({"bad_words": [[-1]]}, "bad_words has .-1.; it must hold token ids"),
+        ({"bad_words": [[]]}, "bad_words has an empty list; leave it out"),
     ],
 )
 def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
@@ -190,12 +188,6 @@ def test_bad_words_of_one_token_are_a_bias() -> None:
     assert params.bad_words == ((4,), (5, 6))
     assert params.changes_logits
     assert not SamplingParams(max_tokens=9, top_p=0.5).changes_logits
-
-
-def test_unknown_tokens_are_refused(target: Path) -> None:
-    engine = build_engine(target)
-    with pytest.raises(ValueError, match=f"bad_words has a token id outside 0..{VOCAB - 1}"):
-        engine.check(make_request("0", [5], bad_words=((5, VOCAB),)))
 
 
 def test_random_bad_words_never_appear(build: Build) -> None:

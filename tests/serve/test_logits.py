@@ -28,7 +28,6 @@ from slipstream.tests.serve.engine_runs import (
     VOCAB,
     Build,
     acceptance,
-    build_engine,
     decoding,
     drafted_engines,
     make_request,
@@ -244,13 +243,6 @@ def test_nan_ends_a_request_and_the_next_one_is_served(
     assert answers[first.id].tokens == expected[first.id][: len(answers[first.id].tokens)]
     assert answers[first.id].tokens
     assert all(answers[request.id].tokens == expected[request.id] for request in others)
-
-
-def test_a_bias_beyond_the_vocabulary_is_refused(target: Path) -> None:
-    engine = build_engine(target)
-    engine.check(make_request("last", [5], logit_bias={VOCAB - 1: 1.0}))
-    with pytest.raises(ValueError, match=f"logit_bias has a token id outside 0..{VOCAB - 1}; check the tokenizer"):
-        engine.check(make_request("beyond", [5], logit_bias={VOCAB: 1.0}))
 
 
 def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
