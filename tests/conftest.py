@@ -21,7 +21,7 @@ from slipstream.tests import interpreter
 from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
 
 if not torch.cuda.is_available():
-    interpreter.hasten()
+    interpreter.prepare()
 
 
 def pytest_collection() -> None:

@@ -1,15 +1,50 @@
-"""Triton's interpreter without work that changes nothing: two to three times as fast, and the same results."""
+"""Triton's interpreter, two to three times as fast, and with products whose bits do not depend on the processor."""
 
 from dataclasses import replace
 from types import FunctionType
+from typing import Any
 
+import numpy as np
+import triton.language as tl
+from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 
-def hasten() -> None:
-    """For this process, before kernels are launched."""
+def prepare() -> None:
+    """Patches the interpreter of this process, before kernels are launched."""
     check_no_overflows()
     patch_once_per_launch()
+    add_products_in_order()
+
+
+def add_products_in_order() -> None:
+    """Multiplies matrices term by term along the depth. NumPy's BLAS adds in an order of its own, which depends on the
+    processor and on the sizes of a tile, so kernels that differ in their tiling would not give equal bits."""
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        left, right = (widened(operand) for operand in (a, b))
+        return interpreter.TensorHandle(matmul_in_order(left, right, d.data.dtype) + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def widened(operand: Any) -> NDArray[Any]:
+    """Returns the operand's numbers, those of FP8 as fp16."""
+    if operand.dtype.primitive_bitwidth > 8 or not operand.dtype.is_floating():
+        return operand.data
+    return interpreter._convert_float(operand.data, operand.dtype, tl.float16, None).view(np.float16)
+
+
+def matmul_in_order(left: NDArray[Any], right: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Returns left (..., M, K) @ right (..., K, N), added in `dtype` from the first term to the last."""
+    left = left.astype(dtype)
+    right = right.astype(dtype)
+    total = left[..., :, 0, None] * right[..., 0, None, :]
+    term = np.empty_like(total)
+    for k in range(1, left.shape[-1]):
+        np.multiply(left[..., :, k, None], right[..., k, None, :], out=term)
+        np.add(total, term, out=total)
+    return total
 
 
 def check_no_overflows() -> None:

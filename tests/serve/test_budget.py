@@ -238,13 +238,15 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(
     def step_ms(rows: int, requests: int, width: int) -> float:
         return experts_ms(rows, requests, width, overlap=0.4)
 
-    check_budgets(batch, power, step_ms, expert_costs(*measured), expert_costs(0.4))
+    nodes = settled_nodes(batch, power, step_ms, expert_costs(*measured), expert_costs(0.4))
+    assert abs(nodes[0] - nodes[1]) < 1
 
 
-def check_budgets(
+def settled_nodes(
     batch: int, power: float, step_ms: Callable[..., float], measured: StepCosts, known: StepCosts
-) -> None:
-    """A policy that starts from what start-up measured ends where one does that knows the times of text."""
+) -> list[float]:
+    """Returns the nodes of a request to which two policies come, one from the times `measured` at start-up and one from
+    the `known` times of text. Asserts that the first yields as many tokens as the second."""
     rates, nodes = [], []
     for costs in (measured, known):
         simulation = Simulation(BudgetPolicy(costs, WIDTHS), World(power), batch, step_ms=step_ms)
@@ -252,7 +254,7 @@ def check_budgets(
         rates.append(simulation.run(1000))
         nodes.append(float(np.mean(simulation.nodes[2000:])) / batch)
     assert rates[0] > 0.98 * rates[1]
-    assert abs(nodes[0] - nodes[1]) < 1, "nodes of a request"
+    return nodes
 
 
 def choices(model: PreTrainedModel, tokens: list[int]) -> NDArray[np.bool_]:
@@ -280,9 +282,11 @@ def hit_shares(chosen: NDArray[np.bool_], requests: int) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def choices_of_text_and_of_random_tokens() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of the bundled mixture, for questions and answers that were held out of its training."""
+    """Of the bundled mixture, for questions and answers that were held out of its training; in fp64, since products in
+    fp32, which differ from processor to processor, choose other experts here and there."""
     folder = ASSETS / "tiny-moe-target"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt") as lines:
         rows = [row for row in map(json.loads, lines) if row["split"] == "heldout"][:48]
     tokens = [token for row in rows for token in tokenizer.apply_chat_template(row["messages"], return_dict=False)]
@@ -295,7 +299,8 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
     batch: int, power: float, choices_of_text_and_of_random_tokens: tuple[NDArray[np.bool_], NDArray[np.bool_]]
 ) -> None:
     """Start-up measures rows of random tokens; requests verify neighbours in a text. The bundled mixture has few
-    experts, so that both hit about as many: the test above has the larger differences."""
+    experts, so that both hit about as many: the test above has the larger differences. One request gains as much by
+    five nodes as by eight, so that rates are compared alone."""
     text, drawn = choices_of_text_and_of_random_tokens
     of_text, of_start = hit_shares(text, batch), hit_shares(drawn, 1)
     times = {rows: hit_ms(rows, of_text.get(rows, of_start[rows])) for rows in SIZES}
@@ -304,7 +309,7 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
         return times[next(size for size in SIZES if size >= rows)] + draft_ms(requests, width) / 2
 
     measured = costs_of({rows: hit_ms(rows, of_start[rows]) for rows in SIZES})
-    check_budgets(batch, power, step_ms, measured, costs_of(times))
+    settled_nodes(batch, power, step_ms, measured, costs_of(times))
 
 
 @settings(max_examples=10, deadline=None)
