@@ -19,7 +19,7 @@ from slipstream.config import run
 from slipstream.data_tools.options import ConversationOptions, check_at_least
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.doctor.answers import open_engine
-from slipstream.doctor.diagnosis import KINDS, Diagnosis, Finding, diagnose
+from slipstream.doctor.diagnosis import KINDS, SOUND_LENGTH, Diagnosis, Finding, diagnose
 from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import FAMILIES, Replay, Score, Subject
@@ -159,6 +159,7 @@ def examine(config: DoctorConfig) -> Examination:
     notes = [
         *provenance(subject, folder, tokenizer),
         *parity(diagnosis, texts.served, texts.refusal),
+        *little_training(path, diagnosis),
         *repetition(texts.answered),
         *(() if texts.endpoint is None else endpoint_findings(diagnosis, texts.endpoint)),
     ]
@@ -283,6 +284,23 @@ def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> li
             )
         )
     return found
+
+
+def little_training(path: Path, diagnosis: Diagnosis) -> list[Finding]:
+    """Says how long the draft in `path` was trained, if its files are right and it is seldom accepted all the same."""
+    score = diagnosis.as_read
+    if score is None or diagnosis.findings or score.accept_length >= SOUND_LENGTH:
+        return []
+    cause = "nothing in its files explains this, so it was trained too briefly or on text of another kind"
+    if (path / "run.json").exists():
+        run = read_json(path / "run.json")
+        if {"step", "tokens", "best_accept_length"} <= run.keys():
+            cause = (
+                f"its training ended after {run['step']:,} steps on {run['tokens']:,} supervised tokens, and measured "
+                f"an accept length of {run['best_accept_length']:.2f} at best"
+            )
+    remedy = "train it longer, or on more answers of this target"
+    return [Finding(kind="note", stage="files", name="little training", cause=cause, remedy=remedy)]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ RISK = 0.97  # of the accept length: what another way to read the files must sta
 
 Kind = Literal["cause", "risk", "note"]
 KINDS = get_args(Kind)
+SOUND_LENGTH = 1.5  # tokens a round, below which a draft whose files are right is said to know little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

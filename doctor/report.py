@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.doctor.diagnosis import Finding, first_cause
+from slipstream.doctor.diagnosis import SOUND_LENGTH, Finding, first_cause
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import Score
 from slipstream.models.files.atomic import atomic_file
@@ -46,7 +46,10 @@ def verdict(examination: "Examination") -> str:
     diagnosis, cause = examination.diagnosis, first_cause(examination.findings)
     if cause is None:
         assert diagnosis.as_read is not None
-        return f"Nothing is wrong: accept length {diagnosis.as_read.accept_length:.2f}."
+        length = diagnosis.as_read.accept_length
+        if length < SOUND_LENGTH:
+            return f"The files are read as they are meant, but the draft is seldom right: accept length {length:.2f}."
+        return f"Nothing is wrong: accept length {length:.2f}."
     if diagnosis.mended is None:
         return f"The draft cannot be read: {diagnosis.refusal}"
     before, after = cause.before, cause.after

@@ -37,6 +37,11 @@ class Answer:
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens as the server counts them, or streamed pieces where it does not."""
+        return self.completion_tokens or len(self.arrivals_s)
+
     def add(self, event: Any) -> None:
         """Adds a response body or one streamed event, of either endpoint."""
         error = event.get("error") if isinstance(event, dict) else None

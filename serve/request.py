@@ -354,4 +354,5 @@ class EngineInfo:
     kv_cache_tokens: int
     inexact: str = "not known"  # why answers may depend on the requests beside them; empty: they do not
     fingerprint: str = ""  # of all that answers depend on; where they are inexact, of what the engine runs
+    draft_fingerprint: str = ""  # of the draft's checkpoint, or the name of a drafter that has none
     num_spec_tokens: int = 0  # most tokens that a round drafts

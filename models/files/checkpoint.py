@@ -238,6 +238,17 @@ def weights_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def checkpoint_fingerprint(path: Path) -> str:
+    """Returns a sha256 of config.json and of what `weights_fingerprint` reads, or of samples of pickled weights."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest.update(weights_fingerprint(path).encode())
+    pickled = path / "pytorch_model.bin"
+    if pickled.exists():
+        with pickled.open("rb") as stream:
+            digest.update(_sample(stream, 0, 0, pickled.stat().st_size))
+    return digest.hexdigest()
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """A safetensors header (dtype, shape and offsets of each tensor) and the position that offsets start at."""
     with path.open("rb") as file:

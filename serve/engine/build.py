@@ -14,7 +14,13 @@ from torch import Tensor
 from slipstream import __version__, runtime
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.fp8 import E4M3
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
+from slipstream.models.files.checkpoint import (
+    checkpoint_fingerprint,
+    is_checkpoint,
+    read_json,
+    resolve,
+    weights_fingerprint,
+)
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -157,6 +163,7 @@ class Builder:
                 kv_cache_tokens=tokens,
                 inexact=self.inexact,
                 fingerprint=self.fingerprint(),
+                draft_fingerprint=self.draft_fingerprint(),
                 num_spec_tokens=self.usual_nodes - 1,
             ),
             self.make_planner(scheduler, costs),
@@ -232,6 +239,10 @@ class Builder:
         if self.inexact:
             parts += [self.inexact, repr(config)]
         return "fp_" + text_hash(" ".join(parts))[:12]
+
+    def draft_fingerprint(self) -> str:
+        draft = self.config.draft
+        return checkpoint_fingerprint(resolve(draft)) if is_checkpoint(draft) else draft
 
     def find_scales(self) -> list[list[Tensor] | None]:
         """Of networks whose KV is in FP8, by layer: those that the target's files have, others by calibration."""

@@ -267,6 +267,7 @@ class Api:
             "exact": not self.frontend.inexact,
             "inexact_reason": self.frontend.inexact or None,
             "system_fingerprint": self.frontend.fingerprint,
+            "draft_fingerprint": self.frontend.draft_fingerprint,
         }
 
 

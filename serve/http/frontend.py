@@ -75,6 +75,7 @@ class Frontend:
         self._ignore_unknown = config.ignore_unknown_fields
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
         self.inexact, self.fingerprint = info.inexact, info.fingerprint
+        self.draft_fingerprint = info.draft_fingerprint
         self.num_spec_tokens = info.num_spec_tokens
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 

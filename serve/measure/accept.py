@@ -39,6 +39,7 @@ from slipstream.serve.measure.conversations import (
     ask_server,
     server_responder,
 )
+from slipstream.serve.measure.identity import Identity, checkpoint_identity, server_identities
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
 from slipstream.serve.options import EngineConfig, find_target
@@ -155,9 +156,13 @@ class Record:
         return len(self._texts)
 
     def expect(self, settings: Sequence[Setting], num_responders: int) -> None:
-        """Tells the progress bar how many answers there will be, and how many there are."""
-        self.bar.total = sum(one.num_turns for one in self.questions) * len(settings) * num_responders
+        """Tells the progress bar how many answers there will be, and how many there are. Raises ValueError if these are
+        all, and perhaps of another draft."""
+        num_turns = sum(question.num_turns for question in self.questions)
+        self.bar.total = num_turns * len(settings) * num_responders
         self.bar.update(self.num_answers)
+        if self.num_answers >= self.bar.total:
+            self.journal.check_unfinished()
 
     def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
         """Conversations that have not ended, each at the turn that it has reached."""
@@ -195,7 +200,7 @@ class Record:
                 "category": conversation.question.category,
                 "drafted": drafted,
                 **asdict(setting),
-                "completion_tokens": answer.completion_tokens,
+                "completion_tokens": answer.num_tokens,
                 "latency_s": round(answer.latency_s, 6),
                 "source": counted_answer.source,
                 "rounds": answer.rounds,
@@ -222,8 +227,10 @@ def accept(config: AcceptConfig) -> None:
     questions, output = read_questions(config.questions, config.num_questions), Path(config.output)
     inputs = {"questions": config.questions, "draft": [config.draft], "target": [config.target]}
     check_working_folder(config.output, inputs)
-    journal = Journal(output / "answers.jsonl", "slipstream accept", config.kept, anew=config.overwrite)
-    with journal, tqdm(desc="accept", unit="answer") as bar:
+    journal = Journal(
+        output / "answers.jsonl", "slipstream accept", config.kept, identity_of(config), anew=config.overwrite
+    )
+    with journal, tqdm(desc="accept", unit=" answers") as bar:
         record = Record(journal, questions, bar)
         if record.num_answers:
             tqdm.write(f"{journal.path} has {record.num_answers} answers already; --overwrite measures them again")
@@ -235,6 +242,18 @@ def accept(config: AcceptConfig) -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the same command continues from {journal.path}") from None
     report(config, figures_of(journal.results, config.settings), record.failures)
+
+
+def identity_of(config: AcceptConfig) -> Identity | None:
+    if not config.url:
+        return checkpoint_identity(find_target(engine_options(config))[0], config.draft)
+    urls = [url for url in (config.url, config.baseline_url) if url]
+    return asyncio.run(server_identities(urls, model=config.model, api_key=config.api_key))
+
+
+def engine_options(config: AcceptConfig) -> EngineConfig:
+    """Returns the options that name the target and the draft in this process."""
+    return EngineConfig(target=config.target, draft=config.draft)
 
 
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
@@ -284,8 +303,14 @@ def how_counted(responder: ServerResponder) -> str:
         "sglang": " SGLang tells them in answers of a version that knows return_meta_info; start it with "
         "--enable-metrics for its counters.",
     }
-    how = "one at a time its counters tell them, else they are" if responder.counts else "they are"
-    return f"The server's answers do not tell their rounds: {how} {ESTIMATED}.{remedies.get(responder.kind, '')}"
+    remedy = remedies.get(responder.kind, "")
+    alone = "one at a time its counters tell them, else " if responder.counts else ""
+    if not responder.reports_usage:
+        return (
+            f"The server's answers tell neither their rounds nor their tokens (usage): {alone}accept lengths are not "
+            f"known, and speeds count streamed pieces.{remedy}"
+        )
+    return f"The server's answers do not tell their rounds: {alone}they are {ESTIMATED}.{remedy}"
 
 
 def measure_here(config: AcceptConfig, record: Record) -> None:
@@ -294,7 +319,7 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
 
     kinds = (True, False) if config.baseline else (True,)
     record.expect(config.settings, len(kinds))
-    target = find_target(EngineConfig(target=config.target, draft=config.draft))[0]
+    target = find_target(engine_options(config))[0]
     options = {"max_running": max(read_levels(config.concurrency)), **config.engine, "target": target}
     thinking = sorted({setting.thinking for setting in config.settings})
     with_draft: dict[str, Any] = {"draft": config.draft, "drafter": config.drafter}

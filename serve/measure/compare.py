@@ -28,6 +28,7 @@ from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
 from slipstream.serve.measure.conversations import THINKING, template_variables
+from slipstream.serve.measure.identity import server_identities
 from slipstream.serve.measure.intervals import LEAST_PAIRS
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
@@ -84,6 +85,10 @@ class CompareConfig:
         if self.temperature < 0 or self.seconds < 0:
             raise ValueError(f"temperature is {self.temperature} and seconds {self.seconds}; they must be at least 0")
 
+    @property
+    def api_key(self) -> str | None:
+        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
+
     def block_len(self, level: int) -> int:
         return self.requests or max(4, 2 * level)
 
@@ -125,9 +130,13 @@ def compare(config: CompareConfig) -> None:
     prompts = [question.first for question in read_questions(config.questions)]
     check_working_folder(config.output, {"questions": config.questions})
     output = Path(config.output)
-    with Journal(output / "passes.jsonl", "slipstream compare", config.kept, anew=config.overwrite) as journal:
+    identity = asyncio.run(server_identities(config.url, model=config.model, api_key=config.api_key))
+    passes = output / "passes.jsonl"
+    with Journal(passes, "slipstream compare", config.kept, identity, anew=config.overwrite) as journal:
         if journal.results:
             print(f"{journal.path} has {len(journal.results)} passes already; --overwrite measures them again")
+            if all(is_measured(config, journal.results, level) for level in read_levels(config.concurrency)):
+                journal.check_unfinished()
         try:
             asyncio.run(measure(config, prompts, journal))
         except KeyboardInterrupt:
@@ -135,13 +144,22 @@ def compare(config: CompareConfig) -> None:
         report(config, compare_passes(journal.results, len(config.url)))
 
 
+def is_measured(config: CompareConfig, passes: Sequence[dict[str, Any]], level: int) -> bool:
+    """Whether the passes at a level took as long as was asked for."""
+    passes = [entry for entry in passes if entry["concurrency"] == level]
+    return len(passes) >= LEAST_PAIRS and seconds_of(passes) >= config.seconds
+
+
+def seconds_of(passes: Sequence[dict[str, Any]]) -> float:
+    return sum(block["wall_s"] for entry in passes for block in entry["sides"])
+
+
 async def measure(config: CompareConfig, prompts: Sequence[Prompt], journal: Journal) -> None:
     levels = read_levels(config.concurrency)
-    key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
     async with AsyncExitStack() as stack:
         sides = []
         for url in config.url:
-            client = Client(url, connections=max(levels), model=config.model, api_key=key)
+            client = Client(url, connections=max(levels), model=config.model, api_key=config.api_key)
             await stack.enter_async_context(client)
             salts = kind_of(await client.read("/metrics")) in ("slipstream", "vllm")
             sides.append(Side(client, salts=salts))
@@ -159,7 +177,7 @@ async def measure_level(
     with tqdm(
         total=config.seconds, desc=f"{level} at once", unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s"
     ) as bar:
-        spent = sum(block["wall_s"] for one in done for block in one["sides"])
+        spent = seconds_of(done)
         bar.update(min(spent, config.seconds))
         while spent < config.seconds or len(done) < LEAST_PAIRS:
             if not warm:
@@ -205,7 +223,7 @@ def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
     gaps = [later - earlier for times in streams for earlier, later in pairwise(times)]
     return {
         "wall_s": round(sum(result.wall_s for result in results), 6),
-        "tokens": sum(map(num_tokens, answers)),
+        "tokens": sum(answer.num_tokens for answer in answers),
         "ttft_ms": [round(1000 * times[0], 2) for times in streams],
         "token_ms": [round(1000 * time, 3) for time in map(time_per_token, answers) if time is not None],
         "gaps_ms": [round(1000 * gap, 2) for gap in gaps],
@@ -215,14 +233,9 @@ def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
     }
 
 
-def num_tokens(answer: Answer) -> int:
-    """As the server counts them; streamed pieces, if it does not."""
-    return answer.completion_tokens or len(answer.arrivals_s)
-
-
 def time_per_token(answer: Answer) -> float | None:
     """Seconds for each token after the first piece; None for an answer of one piece."""
-    times, tokens = answer.arrivals_s, num_tokens(answer)
+    times, tokens = answer.arrivals_s, answer.num_tokens
     return (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
 
 

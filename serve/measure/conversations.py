@@ -105,7 +105,7 @@ class ServerResponder:
             self._own["cache_salt"] = salt
         if kind == "sglang":
             self._own["return_meta_info"] = True
-        self.reports_rounds = self.counts = False
+        self.reports_rounds = self.reports_usage = self.counts = False
 
     async def probe(self, request_options: RequestOptions) -> None:
         """Raises ValueError if the server does not answer, or drafts nothing where it should."""
@@ -117,6 +117,7 @@ class ServerResponder:
         if answer.error is not None:
             raise ValueError(f"{self.client.root} failed a first request: {answer.error}")
         self.reports_rounds = bool(answer.rounds)
+        self.reports_usage = bool(answer.completion_tokens)
         self.counts = read_counts(await self.client.read("/metrics")) is not None
         if self._speculates and self.kind == "slipstream" and not self.reports_rounds:
             raise ValueError(f"{self.client.root} drafts nothing; start it with --draft, or name another url")
@@ -152,9 +153,11 @@ class ServerResponder:
             answer.accepted_by_position = list(counted.accepted_by_position)
             return CountedAnswer(answer, "counters")
         pieces = len(answer.arrivals_s)
-        if pieces > 1:
-            answer.rounds, answer.decoded_tokens = pieces - 1, answer.completion_tokens - 1
-        return CountedAnswer(answer, "pieces" if pieces > 1 else "none")
+        if pieces < 2 or not answer.completion_tokens:
+            return CountedAnswer(answer, "none")
+        answer.rounds = pieces - 1
+        answer.decoded_tokens = answer.completion_tokens - 1
+        return CountedAnswer(answer, "pieces")
 
 
 @asynccontextmanager

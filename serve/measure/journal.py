@@ -1,7 +1,7 @@
 """Keeps what a measurement has found so far, so that an interrupted one continues.
 
-Invariant: the first line of the file holds the options that decide what is measured, every other line one result, and
-every line is whole: what a killed writer left unfinished is cut off.
+Invariant: the first line of the file holds the options that decide what is measured and the identity of target and
+draft, every other line one result, and every line is whole: what a killed writer left unfinished is cut off.
 """
 
 import json
@@ -12,29 +12,43 @@ from typing import Any, Self
 from slipstream.models.files.atomic import open_locked
 
 OPTIONS = "options"
+IDENTITY = "identity"
+REMEDY = "name another output, or add --overwrite"
 
 
 class Journal:
     """The results in `path`, made if missing. A context manager; locks the file.
 
-    Raises ValueError, and leaves the file as it is, if another process writes it, if it is not one of `program`'s, or
-    if it was begun with other options. `anew` empties a file of `program`.
+    `identity` says which target and draft are measured; None: nobody tells. Raises ValueError, and leaves the file as
+    it is, if another process writes it, if it is not one of `program`'s, or if it was begun with other options or for
+    another identity. `anew` empties a file of `program`.
     """
 
-    def __init__(self, path: Path, program: str, options: Mapping[str, Any], *, anew: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        program: str,
+        options: Mapping[str, Any],
+        identity: Mapping[str, Any] | None,
+        *,
+        anew: bool = False,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.results: list[dict[str, Any]] = []
-        wanted = json.loads(json.dumps(options))  # as it comes back from the file
+        self.is_identified = True  # the results are of the same target and draft as those to come
+        new_head = json.loads(json.dumps({"program": program, OPTIONS: options, IDENTITY: identity}))  # as in the file
         self._file = open_locked(path)
         try:
-            begun = self._read(program)
-            if begun is not None and not anew:
-                self._check(begun, wanted)
-            if begun is None or anew:
+            head = self._read(program)
+            continues = head[OPTIONS] is not None and not anew
+            if continues:
+                self._check_options(head[OPTIONS], new_head[OPTIONS])
+                self._check_identity(head.get(IDENTITY), new_head[IDENTITY])
+            else:
                 self._file.truncate(0)
                 self.results = []
-                self._write({"program": program, OPTIONS: wanted})
+                self._write(new_head)
         except BaseException:
             self._file.close()
             raise
@@ -45,8 +59,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _read(self, program: str) -> dict[str, Any] | None:
-        """Fills `results`, cuts off an unfinished line; the options of the earlier run, if there was one."""
+    def _read(self, program: str) -> dict[str, Any]:
+        """Fills `results`, cuts off an unfinished line. Returns the first line, without options if there was none."""
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
@@ -54,19 +68,37 @@ class Journal:
             head, *self.results = [json.loads(line) for line in whole] or [{"program": program, OPTIONS: None}]
             if head["program"] != program:
                 raise ValueError
-            options = head[OPTIONS]
+            head[OPTIONS]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not a file of {program}; name another output") from error
         self._file.truncate(sum(map(len, whole)))
-        return options
+        return head
 
-    def _check(self, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        for name, value in wanted.items():
-            if begun.get(name) != value:
+    def _check_options(self, earlier: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for name, value in options.items():
+            if earlier.get(name) != value:
                 raise ValueError(
-                    f"{name} is {value!r}, but {self.path} was begun with {begun.get(name)!r}; use that, name another "
-                    "output, or add --overwrite"
+                    f"{name} is {value!r}, but {self.path} was begun with {earlier.get(name)!r}; use that, {REMEDY}"
                 )
+
+    def _check_identity(self, earlier: Mapping[str, Any] | None, identity: Mapping[str, Any] | None) -> None:
+        self.is_identified = earlier is not None and identity is not None
+        if earlier is None or identity is None:
+            return
+        for name, value in identity.items():
+            if earlier.get(name) != value:
+                raise ValueError(
+                    f"{name} is not what {self.path} was begun with: {earlier.get(name)} then, {value} now; {REMEDY}"
+                )
+
+    def check_unfinished(self) -> None:
+        """Raises ValueError if the results of an earlier run, which are all that were asked for, may be of another
+        target or draft."""
+        if not self.is_identified:
+            raise ValueError(
+                f"{self.path} is finished, and it cannot be told whether its target and draft were those of today; "
+                f"{REMEDY}"
+            )
 
     def add(self, result: Mapping[str, Any]) -> None:
         self.results.append(dict(result))

@@ -1,10 +1,15 @@
 """No false alarm: of the trained drafts in tests/assets (train.py there says how they were made) nothing is wrong."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from slipstream.doctor.cli import DoctorConfig, examine
+from slipstream.doctor.cli import DoctorConfig, Examination, examine, little_training
+from slipstream.doctor.diagnosis import Diagnosis
+from slipstream.doctor.replay import Round, Score
+from slipstream.doctor.report import verdict
 from slipstream.tests.test_packaging import ROOT
 
 DRAFTS = sorted(path.parent.name for path in (ROOT / "tests" / "assets").glob("*/config.json"))
@@ -29,6 +34,31 @@ def test_healthy_drafts(draft: str) -> None:
 @pytest.mark.parametrize("draft", QUICK)
 def test_healthy_drafts_on_a_few_short_answers(draft: str) -> None:
     check(draft, limit=8, max_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("run", "cause"),
+    [
+        ({"step": 8, "tokens": 2300, "best_accept_length": 1.1}, "after 8 steps on 2,300 supervised tokens"),
+        ({}, "trained too briefly"),
+    ],
+)
+def test_a_draft_that_was_hardly_trained_is_not_called_sound(run: dict[str, float], cause: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(run))
+
+    def examination(accepted: int) -> Examination:
+        rounds = tuple(Round(answer=0, position=place, accepted=accepted) for place in range(2))
+        score = Score(emitted=(2 + 2 * accepted,), rounds=rounds, depth=5)
+        diagnosis = Diagnosis(findings=(), tried=(), as_read=score, mended=score)
+        notes = tuple(little_training(tmp_path, diagnosis))
+        return Examination(draft="d", target="t", family="eagle3", diagnosis=diagnosis, answered=(), notes=notes)
+
+    undertrained = examination(accepted=0)
+    assert verdict(undertrained).endswith("but the draft is seldom right: accept length 1.00.")
+    [finding] = undertrained.findings
+    assert cause in finding.cause
+    sound = examination(accepted=1)
+    assert (verdict(sound), sound.findings) == ("Nothing is wrong: accept length 2.00.", ())
 
 
 def test_there_are_three_healthy_drafts_of_each_kind() -> None:

@@ -39,6 +39,8 @@ class PacedServer:
     dialect: str = "plain"
     pace: float = 0.0
     jitter: float = 0.0
+    has_usage: bool = True
+    process_start: float | None = None  # as /metrics tells it
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     rounds: int = 0
@@ -56,7 +58,8 @@ class PacedServer:
     async def metrics(self, _: web.Request) -> web.Response:
         if self.dialect == "plain":
             raise web.HTTPNotFound
-        return web.Response(text=self.vllm() if self.dialect.startswith("vllm") else self.sglang())
+        start = "" if self.process_start is None else f"process_start_time_seconds {self.process_start}\n"
+        return web.Response(text=start + (self.vllm() if self.dialect.startswith("vllm") else self.sglang()))
 
     def vllm(self) -> str:
         labels = 'engine="0",model_name="paced"'
@@ -100,7 +103,8 @@ class PacedServer:
             if response is not None:
                 await self.send(response, choice(pieces[-1]))
         self.count(emitted)
-        closing = {"usage": {"completion_tokens": place, "prompt_tokens": 5}, **self.metrics_of(emitted)}
+        usage = {"usage": {"completion_tokens": place, "prompt_tokens": 5}} if self.has_usage else {}
+        closing = {**usage, **self.metrics_of(emitted)}
         if response is None:
             whole = {"message": {"role": "assistant", "content": "".join(pieces)}, "finish_reason": "stop"}
             return web.json_response({"choices": [{**whole, **self.meta_of(emitted, body)}], **closing})

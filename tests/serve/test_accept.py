@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import random
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
@@ -17,6 +18,7 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.llm import LLM
 from slipstream.serve.measure.accept import AcceptConfig, accept, main
 from slipstream.serve.measure.conversations import Conversation
+from slipstream.serve.measure.identity import read_identity
 from slipstream.serve.measure.in_process import check_thinking
 from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import RoundCounts, read_counts
@@ -203,10 +205,71 @@ def test_an_interrupted_run_continues_to_the_same_table(server: Server, question
     assert (tmp_path / "once" / "answers.jsonl").read_bytes().startswith(content)
 
 
-@pytest.fixture(scope="module")
-def byte_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+def test_figures_of_another_draft_are_not_told_again(questions: str, tmp_path: Path) -> None:
+    """The server at a URL is started again with another draft, after a run or in the middle of it."""
+    with paced("vllm-detailed", process_start=1.5e9) as server:
+        options: dict[str, Any] = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
+        accept(AcceptConfig(**options))
+        num_requests = len(server.requests)
+        accept(AcceptConfig(**options, fail_below=1.0))  # the same process: the figures stand
+        assert len(server.requests) == num_requests + 1, "a probe"
+        server.process_start = 1.6e9
+        file = tmp_path / "answers.jsonl"
+        content = file.read_bytes()
+        for kept in (content, content[: len(content) // 2]):
+            file.write_bytes(kept)
+            with pytest.raises(
+                ValueError, match=r"process_start of .* is not what .* 1500000000.0 then, 1600000000.0 now"
+            ):
+                accept(AcceptConfig(**options, fail_below=1.0))
+        accept(AcceptConfig(**options, overwrite=True))
+        assert json.loads(file.read_text().splitlines()[0])["identity"][f"process_start of {server.url}"] == 1.6e9
+
+
+def test_a_finished_run_of_a_server_that_may_be_another_is_refused(questions: str, tmp_path: Path) -> None:
+    with paced("vllm-detailed") as server:
+        options: dict[str, Any] = {"url": server.url, "questions": [questions], "output": str(tmp_path)}
+        accept(AcceptConfig(**options))
+        content = (tmp_path / "answers.jsonl").read_bytes()
+        (tmp_path / "answers.jsonl").write_bytes(content[: len(content) // 2])
+        accept(AcceptConfig(**options))  # an interrupted one continues
+        with pytest.raises(ValueError, match="answers.jsonl is finished, and it cannot be told whether"):
+            accept(AcceptConfig(**options, fail_below=1.0))
+
+
+def test_a_server_without_usage_has_no_accept_length(
+    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with paced("plain", has_usage=False) as server:
+        accept(AcceptConfig(url=server.url, questions=[questions], output=str(tmp_path)))
+    [entry] = whole(tmp_path)
+    assert (entry["by_rounds"], entry["by_answers"]) == (None, None)
+    assert entry["tokens"] == sum(1 + len(emitted) for emitted in ROUNDS.values()), "streamed pieces"
+    printed = capsys.readouterr()
+    assert "tell neither their rounds nor their tokens" in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("models", "metrics", "expected"),
+    [
+        (None, None, None),
+        ({"id": "other", "draft_fingerprint": "f"}, None, None),
+        ({"id": "m", "created": 7}, "process_start_time_seconds 1.5e+09\n", {"model": "m", "process_start": 1.5e9}),
+        (
+            {"id": "m", "system_fingerprint": "s", "draft_fingerprint": "d"},
+            "process_start_time_seconds 2\n",
+            {"model": "m", "system_fingerprint": "s", "draft_fingerprint": "d"},
+        ),
+    ],
+)
+def test_identities(models: dict[str, Any] | None, metrics: str | None, expected: dict[str, Any] | None) -> None:
+    assert read_identity(models and json.dumps({"data": [models]}), metrics, "m") == expected
+
+
+@pytest.fixture
+def byte_draft(tmp_path: Path) -> str:
     """An EAGLE3 draft of a random target that reads and writes bytes."""
-    target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
+    target, draft = (tmp_path / name for name in ("target", "draft"))
     config = copy.deepcopy(FAMILIES["qwen3"])
     config.vocab_size = VOCABULARY
     save_random_target(config, target)
@@ -232,6 +295,10 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
     names = ("answer", "rounds", "accepted_by_position")
     assert [tuple(row[name] for name in names) for row in mine if row["drafted"]] == turns
     assert [row["answer"] for row in mine if not row["drafted"]] == [text for text, _, _ in turns]
+    shutil.rmtree(byte_draft)
+    save_random_draft(Path(byte_draft).parent / "target", Path(byte_draft), seed=1)
+    with pytest.raises(ValueError, match="draft is not what .* was begun with"):
+        accept(AcceptConfig(**options, output=str(tmp_path / "out")))
     message = "thinking is on, but the target's chat template reads none of enable_thinking"
     with pytest.raises(ValueError, match=message):
         check_thinking(chat, "on")

@@ -65,7 +65,7 @@ def test_twenty_runs_of_simulated_servers(
     for attempt in range(20):
         config = CompareConfig(**options, output=str(tmp_path / str(attempt)))
         sides = [Side(Client(name, connections=8, model=name), salts=False) for name in "AB"]
-        with Journal(tmp_path / str(attempt), "slipstream compare", config.kept) as journal:
+        with Journal(tmp_path / str(attempt), "slipstream compare", config.kept, None) as journal:
             asyncio.run(measure_level(config, prompts, 8, sides, journal))
             speed = compare_passes(journal.results, 2)[1].speed
         assert speed is not None
@@ -125,16 +125,33 @@ def test_servers_take_turns_and_a_run_continues(
         del log[:]
         compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
         assert "".join(log[::4]) == "AB" + "ABBA"
+        message = "temperature is 1.0, but .* was begun with 0.0; use that, name another output"
+        with pytest.raises(ValueError, match=message):
+            compare(CompareConfig(**options, temperature=1.0, output=str(tmp_path)))
     lines = [json.loads(line) for line in file.open()]
     assert [line["sides"][0]["answers"] for line in lines[1:]] == [
         line["sides"][0]["answers"] for line in map(json.loads, content.splitlines()[1:])
     ]
     assert len({body["cache_salt"] for body in one.requests}) == 13 + 3  # a warm-up, and two for each pass of a run
     assert "5 passes already" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match="temperature is 1.0, but .* was begun with 0.0; use that, name another output"
-    ):
-        compare(CompareConfig(**options, temperature=1.0, output=str(tmp_path)))
+
+
+def test_passes_of_another_server_are_not_continued(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
+    with paced("vllm", process_start=1.5e9) as server, paced("plain") as unknown:
+        options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
+        known = CompareConfig(url=[server.url], **options, output=str(tmp_path / "known"))
+        compare(known)
+        compare(known)
+        server.process_start = 1.6e9
+        with pytest.raises(ValueError, match="process_start of .* is not what .*passes.jsonl was begun with"):
+            compare(known)
+        mixed = CompareConfig(url=[server.url, unknown.url], **options, output=str(tmp_path / "mixed"))
+        compare(mixed)
+        with pytest.raises(ValueError, match="passes.jsonl is finished, and it cannot be told whether"):
+            compare(mixed)
 
 
 class Log(list[dict[str, Any]]):
