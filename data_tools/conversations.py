@@ -2,18 +2,22 @@
 
 Formats, in this order: `input_ids` + `loss_mask`; `messages` or `conversations` (OpenAI's role/content or ShareGPT's
 from/value); `prompt` + `completion`; `text`. A malformed row raises RowError with its place and fault.
+
+Invariant: a row passes the checks that the server makes of a request's messages; only other names of roles are read
+beyond, and calls in forms that came before `tool_calls`.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
-from slipstream.models.chat.messages import Message, check_text, read_messages
+from slipstream.models.chat.messages import ROLES, Message, check_text, read_messages
+from slipstream.serve.chat.tools import read_calls
 
-ROLES = {
+ROLE_ALIASES = {  # in lower case
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -21,7 +25,11 @@ ROLES = {
     "bing": "assistant",
     "model": "assistant",
     "observation": "tool",
+    "function": "tool",  # OpenAI's older name
+    "function_response": "tool",
+    "tool_response": "tool",
 }
+CALLING_ROLES = ("function_call", "tool_call")  # the content of such a turn is an assistant's call, as JSON
 SHAREGPT = {"from": "role", "value": "content"}
 FORMATS = "messages, conversations, prompt + completion, text or input_ids + loss_mask"
 
@@ -35,6 +43,7 @@ class Example:
     loss_mask: Sequence[int] = ()  # as long as input_ids
     tokenizer_hash: str | None = None  # of the tokenizer that input_ids come from, where the row says so
     messages: list[Message] | None = None
+    unsupervised: frozenset[int] = frozenset()  # indices of answers whose `weight` is 0
     tools: list[Any] | None = None
     text: str | None = None
     prompt: str = ""  # precedes `text`, not supervised
@@ -52,14 +61,15 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
         if {"input_ids", "loss_mask"} <= present:
             tokens = _tokens(columns["input_ids"], columns["loss_mask"])
             return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
-        tools = _tools(columns.get("tools"))
-        if "messages" in present or "conversations" in present:
-            column = "messages" if "messages" in present else "conversations"
-            messages = _system(columns) + _messages(columns[column], column)
-            return Example(id=identity, messages=messages, tools=tools, is_cut=is_cut)
+        check_weight("weight", columns.get("weight", 1), (1,))
+        conversation = _conversation(columns, present, has_template)
+        if conversation is not None:
+            messages, unsupervised = _messages(*conversation)
+            tools = _tools(columns.get("tools"))
+            return Example(id=identity, messages=messages, unsupervised=unsupervised, tools=tools, is_cut=is_cut)
         if {"prompt", "completion"} <= present:
-            example = _completion(identity, columns["prompt"], columns["completion"], tools, has_template)
-            return replace(example, is_cut=is_cut)
+            texts = {name: _string(name, columns[name]) for name in ("prompt", "completion")}
+            return Example(id=identity, prompt=texts["prompt"], text=texts["completion"], is_cut=is_cut)
         if "text" in present:
             return Example(id=identity, text=_string("text", columns["text"]))
     except ValueError as error:
@@ -75,14 +85,21 @@ def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> st
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _completion(identity: str | None, prompt: Any, completion: Any, tools: Any, has_template: bool) -> Example:
+def _conversation(columns: Mapping[str, Any], present: set[str], has_template: bool) -> tuple[Any, str] | None:
+    """The messages of a row and the column that holds them; None if it is no conversation."""
+    for column in ("messages", "conversations"):
+        if column in present:
+            listed = _parsed(columns[column], column)
+            return (_system(columns) + listed if isinstance(listed, list) else listed), column
+    if not {"prompt", "completion"} <= present:
+        return None
+    prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Example(id=identity, messages=_messages([*prompt, *completion], "prompt + completion"), tools=tools)
-    prompt, completion = _string("prompt", prompt), _string("completion", completion)
+        return [*prompt, *completion], "prompt + completion"
     if not has_template:
-        return Example(id=identity, prompt=prompt, text=completion)
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    return Example(id=identity, messages=turns, tools=tools)
+        return None
+    turns = (("user", "prompt", prompt), ("assistant", "completion", completion))
+    return [{"role": role, "content": _string(name, text)} for role, name, text in turns], "prompt + completion"
 
 
 def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
@@ -96,12 +113,29 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
     return {"input_ids": input_ids, "loss_mask": loss_mask}
 
 
-def _messages(listed: Any, column: str) -> list[Message]:
-    return read_messages([_openai_form(entry) for entry in listed] if isinstance(listed, list) else listed, column)
+def _messages(listed: Any, column: str) -> tuple[list[Message], frozenset[int]]:
+    """Messages as the server reads them, and the indices of answers that must not be supervised."""
+    if not isinstance(listed, list):
+        return read_messages(listed, column), frozenset()
+    messages = [_openai_form(entry, f"{column}.{index}") for index, entry in enumerate(listed)]
+    unsupervised = set()
+    for index, message in enumerate(messages):
+        if isinstance(message, dict):
+            weight = message.pop("weight", 1)
+            check_weight(f"{column}.{index}.weight", weight, (0, 1))
+            unsupervised |= {index} if weight == 0 else set()
+    return read_messages(messages, column), frozenset(unsupervised)
 
 
-def _openai_form(entry: Any) -> Any:
-    """ShareGPT's `from` and `value` as `role` and `content`, and its roles by OpenAI's names."""
+def check_weight(field: str, value: Any, weights: Sequence[int]) -> None:
+    """OpenAI's weight of an answer; rows have none."""
+    if value is not None and value not in weights:
+        allowed = " or ".join(map(str, weights))
+        raise ValueError(f"{field} is {value!r}; this program knows only {allowed}: leave the row out, or repeat it")
+
+
+def _openai_form(entry: Any, field: str) -> Any:
+    """ShareGPT's `from` and `value` as `role` and `content`, roles by OpenAI's names, and calls as `tool_calls`."""
     if not isinstance(entry, dict):
         return entry
     message = {key: value for key, value in entry.items() if key not in SHAREGPT}
@@ -109,7 +143,26 @@ def _openai_form(entry: Any) -> Any:
         if message.get(ours) is None and theirs in entry:
             message[ours] = entry[theirs]
     role = message.get("role")
-    return message | {"role": ROLES.get(role, role)} if isinstance(role, str) else message
+    if isinstance(role, str) and role not in ROLES:
+        role = role.strip().lower()
+        message["role"] = ROLE_ALIASES.get(role, role if role in ROLES else message["role"])
+    calls = message.get("tool_calls")
+    if role in CALLING_ROLES:
+        calls = _parsed(message.get("content"), f"{field}.content")
+        if not calls:
+            raise ValueError(f"{field}.content is empty; a turn of {message['role']} holds a call as JSON")
+        message |= {"role": "assistant", "content": ""}
+    elif message.get("function_call") is not None and not calls:
+        calls = message.pop("function_call")
+    if calls:
+        calls = [_wrapped_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+        message["tool_calls"] = read_calls(calls, f"{field}.tool_calls", ignore_unknown=True)
+    return message
+
+
+def _wrapped_call(call: Any) -> Any:
+    """A call in OpenAI's form; older and home-made data have the function alone."""
+    return {"function": call} if isinstance(call, dict) and "name" in call and "function" not in call else call
 
 
 def _string(name: str, value: Any) -> str:
@@ -126,11 +179,7 @@ def _system(columns: Mapping[str, Any]) -> list[Message]:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tools is not valid JSON: {error}") from error
+    tools = _parsed(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -140,3 +189,13 @@ def _tools(tools: Any) -> list[Any] | None:
         raise ValueError(f"tools lists a {type(wrong).__name__}, not an object")
     check_text("tools", tools)
     return tools
+
+
+def _parsed(value: Any, column: str) -> Any:
+    """What JSON text holds; other values as they are. Columns of one type hold lists of many kinds as text."""
+    if not isinstance(value, str) or not value.strip():
+        return None if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{column} is not valid JSON: {error}") from error

@@ -8,14 +8,14 @@ import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pyarrow
 import pyarrow.parquet
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from slipstream.data_tools.options import ConversationOptions
 
@@ -53,18 +53,31 @@ class Row:
 
 def read_rows(options: ConversationOptions) -> Iterator[Row]:
     """Every row of `options.data`. Raises ValueError if it is empty or names something missing or unreadable."""
+    for source in _sources(options):
+        yield from source
+
+
+def check_data(options: ConversationOptions) -> None:
+    """Raises ValueError if `options.data` is empty or names something missing, before anything is read or written."""
+    _sources(options)
+
+
+def _sources(options: ConversationOptions) -> list[Iterator[Row]]:
+    """The rows of each name in `options.data`, not yet read."""
     if not options.data:
         raise ValueError("data is empty; name at least one file, folder or hub dataset")
-    for name in options.data:
-        path = Path(name)
-        if path.is_file():
-            yield from _read_file(path)
-        elif path.is_dir():
-            yield from _read_folder(path, options.split)
-        elif name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(SUFFIXES):
-            yield from _read_hub(name, options)
-        else:
-            raise ValueError(f"data: {name} does not exist; name a file, a folder or a hub dataset such as owner/name")
+    return [_source(name, options) for name in options.data]
+
+
+def _source(name: str, options: ConversationOptions) -> Iterator[Row]:
+    path = Path(name)
+    if path.is_dir():
+        return _read_folder(path, options.split)
+    if path.is_file():
+        return _read_file(path)
+    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(SUFFIXES):
+        return _read_hub(name, options)
+    raise ValueError(f"data: {name} does not exist; name a file, a folder or a hub dataset such as owner/name")
 
 
 def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:
@@ -80,13 +93,12 @@ def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: st
 def _read_file(path: Path) -> Iterator[Row]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".jsonl"):
-        yield from _read_lines(path)
-    elif name.endswith(".json"):
-        yield from _read_json(path)
-    elif name.endswith((".parquet", ".arrow")):
-        yield from _read_table(path)
-    else:
-        raise ValueError(f"data: {path} has no known ending; give one of {', '.join(SUFFIXES)}")
+        return _read_lines(path)
+    if name.endswith(".json"):
+        return _read_json(path)
+    if name.endswith((".parquet", ".arrow")):
+        return _read_table(path)
+    raise ValueError(f"data: {path} has no known ending; give one of {', '.join(SUFFIXES)}")
 
 
 def _read_folder(path: Path, split: str) -> Iterator[Row]:
@@ -107,19 +119,19 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 def _read_hub(name: str, options: ConversationOptions) -> Iterator[Row]:
     try:
-        dataset = load_dataset(name, options.subset, split=options.split)
+        # A few rows of a large dataset come without its download.
+        dataset = load_dataset(name, options.subset, split=options.split, streaming=options.limit is not None)
     except (ValueError, OSError) as error:  # datasets derives its own errors from these
         raise ValueError(f"data: {name} is neither a local path nor a readable hub dataset: {error}") from error
     yield from _read_dataset(dataset, name, options.split)
 
 
-def _read_dataset(dataset: Dataset | DatasetDict, name: str, split: str) -> Iterator[Row]:
+def _read_dataset(dataset: Dataset | DatasetDict | IterableDataset, name: str, split: str) -> Iterator[Row]:
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
             raise ValueError(f"split is {split!r}; {name} has {', '.join(dataset)}")
         dataset = dataset[split]
-    for number, columns in enumerate(dataset):
-        yield Row(f"{name}, row {number}", columns)
+    yield from _arrow_rows(name, dataset, first=0)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -159,9 +171,13 @@ def _read_table(path: Path) -> Iterator[Row]:
         batches = _batches(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from error
-    rows = (columns for batch in batches for columns in batch.to_pylist())
-    for number, columns in enumerate(rows, 1):
-        yield Row(f"{path}, row {number}", without_nulls(columns))
+    yield from _arrow_rows(str(path), (columns for batch in batches for columns in batch.to_pylist()), first=1)
+
+
+def _arrow_rows(name: str, rows: Iterable[Mapping[str, Any]], *, first: int) -> Iterator[Row]:
+    """Rows that Arrow held, `first` being the number of the first."""
+    for number, columns in enumerate(rows, first):
+        yield Row(f"{name}, row {number}", without_nulls(columns))
 
 
 def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
@@ -176,9 +192,10 @@ def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without null keys: Arrow gives every object of a column the keys of all others, as null."""
+    """Without null keys: Arrow gives every object of a column the keys of all others, as null. It cannot tell these
+    from nulls that a row had; JSON text inside a column keeps its own."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+    if isinstance(value, list) and isinstance(next((inner for inner in value if inner is not None), None), dict | list):
         return [without_nulls(inner) for inner in value]
     return value

@@ -24,7 +24,10 @@ ALLOWED = {
         *("serve.llm", "serve.options", "serve.request", "serve.drafters.registry", "serve.load"),
         "serve.measure.server_counts",
     ),
-    "data_tools": ("config", "runtime", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
+    "data_tools": (
+        *("config", "runtime", "models", "data_tools"),
+        *("serve.chat", "serve.llm", "serve.options", "serve.request"),
+    ),
 }
 # Room of serve/ -> what of the other rooms it may import.
 ROOMS = {

@@ -10,6 +10,8 @@ Message = dict[str, Any]
 DEFAULT_DATE = "2024-07-26"  # the default of Llama 3.1's template
 TODAY = "today"
 TEXT_PARTS = ("text", "refusal")  # types of content parts; also the key of the text
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # the first is the one that templates get
 
 
 class MessageError(ValueError):
@@ -23,8 +25,8 @@ class MessageError(ValueError):
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
     """The messages of a conversation as passed to a chat template. Raises MessageError.
 
-    Contents become plain text, `developer` becomes `system`, null fields and empty lists are dropped; other fields,
-    such as `name` and `tool_calls`, are kept.
+    Contents become plain text, `developer` becomes `system` and `reasoning` `reasoning_content`, null fields and empty
+    lists are dropped; other fields, such as `name` and `tool_calls`, are kept.
     """
     if not isinstance(value, list) or not value:
         raise MessageError(field, "must be a list of at least one message")
@@ -38,13 +40,28 @@ def read_message(value: Any, field: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise MessageError(f"{field}.role", "is missing" if role is None else f"is {role!r}; it must be a string")
+    if role not in ROLES:
+        raise MessageError(f"{field}.role", f"is {role!r}; it must be one of {', '.join(ROLES)}")
     if not isinstance(message.get("name", ""), str):
         raise MessageError(f"{field}.name", "must be a string")
     message["role"] = "system" if role == "developer" else role  # OpenAI's newer role; templates know the older one
     message["content"] = _text(value, message, field)
     message.pop("refusal", None)
+    _unify_reasoning(message, field)
     check_text(field, message)
     return message
+
+
+def _unify_reasoning(message: Message, field: str) -> None:
+    """Leaves the reasoning, which servers and data call by two names, under one."""
+    texts = [message.pop(name, "") for name in REASONING_FIELDS]
+    for name, text in zip(REASONING_FIELDS, texts, strict=True):
+        if not isinstance(text, str):
+            raise MessageError(f"{field}.{name}", "must be a string")
+    if all(texts) and texts[0] != texts[1]:
+        raise MessageError(f"{field}.reasoning", "and reasoning_content differ; send one of them")
+    if any(texts):
+        message[REASONING_FIELDS[0]] = texts[0] or texts[1]
 
 
 def _text(value: Message, message: Message, field: str) -> str:

@@ -29,7 +29,6 @@ from slipstream.serve.http.limits import ApiError
 from slipstream.serve.request import MOST_LOGPROBS, Grammar, Speculation
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 
@@ -148,15 +147,13 @@ def check_parts(messages: list[Any]) -> None:
 
 
 def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
-    """`message` without fields that have no effect. Raises ApiError for a field or role that this server does not know;
+    """`message` without fields that have no effect. Raises ApiError for a field that this server does not know;
     `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
     role, content = message.get("role"), message.get("content")
     understood = MESSAGE_FIELDS | (FIELDS_OF_ROLE.get(role, set()) if isinstance(role, str) else set())
     understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
-    if role not in ROLES:
-        raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{where}.content.{index}."
@@ -165,17 +162,9 @@ def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
 
 
 def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
-    """An assistant's or a tool's message, its calls and its reasoning under one name."""
-    for name in ("tool_call_id", "reasoning_content", "reasoning"):
-        if not isinstance(message.get(name), str | None):
-            raise ApiError(400, f"{where}.{name} must be a string", f"{where}.{name}")
-    texts = message.pop("reasoning", None), message.pop("reasoning_content", None)
-    reasoning = next((text for text in texts if text), None)
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
-    if all(texts) and texts[0] != texts[1]:
-        place = f"{where}.reasoning"
-        raise ApiError(400, f"{place} and reasoning_content differ; send one of them", place)
+    """An assistant's or a tool's message and its calls."""
+    if not isinstance(message.get("tool_call_id"), str | None):
+        raise ApiError(400, f"{where}.tool_call_id must be a string", f"{where}.tool_call_id")
     if message.get("tool_calls"):
         try:
             calls, place = message["tool_calls"], f"{where}.tool_calls"

@@ -56,14 +56,66 @@ def test_other_formats() -> None:
     assert example({"messages": TURNS, "tools": json.dumps([tool])}).tools == [tool]
     system = example({"system": "Be kind.", "conversations": TURNS}).messages
     assert system == [{"role": "system", "content": "Be kind."}, *TURNS]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-    assert example({"messages": [call]}).messages == [{**call, "content": ""}]
+
+
+ADD = {"name": "add", "arguments": '{"a": 1}'}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CALL,
+        {**CALL, "content": None},
+        {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+        {**CALL, "tool_calls": [ADD]},
+        {"role": "assistant", "content": None, "function_call": ADD},
+        {"from": "function_call", "value": json.dumps(ADD)},
+        {"from": "tool_call", "value": json.dumps([{"name": "add", "arguments": {"a": 1}}])},
+    ],
+)
+def test_forms_of_calls_are_one(message: dict[str, Any]) -> None:
+    assert example({"messages": [message]}).messages == [CALL]
+
+
+def test_other_names_of_roles() -> None:
+    said = {"Human": "user", "USER": "user", " Assistant": "assistant", "gpt": "assistant", "observation": "tool"}
+    turns = [{"from": role, "value": "x"} for role in [*said, "developer", "Function", "System"]]
+    roles = [message["role"] for message in example({"conversations": turns}).messages]
+    assert roles == [*said.values(), "system", "tool", "system"]
+
+
+def test_messages_may_be_json_text() -> None:
+    for column in ("messages", "conversations"):
+        assert example({column: json.dumps(TURNS), "system": "Be kind."}).messages[1:] == TURNS
+
+
+def test_answers_of_weight_0_are_not_supervised() -> None:
+    turns = [{**turn, "weight": weight} for turn, weight in zip(TURNS * 2, (None, 0, 1, 1), strict=True)]
+    result = example({"messages": turns, "weight": 1})
+    assert (result.messages, result.unsupervised) == (TURNS * 2, {1})
 
 
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
         ({"question": "?"}, "has question; expected messages, conversations"),
+        (
+            {"messages": [*TURNS, {"role": "critic", "content": "no"}]},
+            "messages.2.role is 'critic'; it must be one of system, developer, user, assistant, tool",
+        ),
+        ({"messages": [{"role": "function_call", "content": ""}]}, "messages.0.content is empty; a turn of function"),
+        ({"messages": [{"role": "function_call", "content": "f"}]}, "messages.0.content is not valid JSON"),
+        (
+            {"messages": [{**CALL, "tool_calls": [{"function": {}}]}]},
+            "messages.0.tool_calls.0.function.name is missing",
+        ),
+        ({"messages": "[{"}, "messages is not valid JSON"),
+        ({"messages": "hello"}, "messages is not valid JSON"),
+        ({"messages": '{"a": 1}'}, "messages must be a list of at least one message"),
+        ({"messages": [{**TURNS[1], "reasoning": 3}]}, "messages.0.reasoning must be a string"),
+        ({"messages": [{**TURNS[1], "weight": 0.5}]}, "messages.0.weight is 0.5; this program knows only 0 or 1"),
+        ({"messages": TURNS, "weight": 2.0}, "weight is 2.0; this program knows only 1"),
         ({"messages": []}, "messages must be a list of at least one message"),
         (
             {"messages": [*TURNS, {"role": "user"}]},
@@ -148,7 +200,33 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> No
     assert [row.columns() for row in read_rows(options)] == ROWS
 
 
-def test_objects_of_a_column_do_not_lend_each_other_keys(tmp_path: Path) -> None:
+def save_tools(folder: Path, kind: str, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rows in a file, a folder or on the hub; what to give for `data`."""
+    path = folder / f"tools.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, rows)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "arrow":
+        with pyarrow.ipc.new_file(path, (table := pyarrow.Table.from_pylist(rows)).schema) as writer:
+            writer.write_table(table)
+    elif kind == "saved":
+        Dataset.from_list(rows).save_to_disk(path)
+    else:
+        dataset = Dataset.from_list(rows)
+        monkeypatch.setattr(
+            "slipstream.data_tools.rows.load_dataset",
+            lambda *_, streaming, **__: dataset.to_iterable_dataset() if streaming else dataset,
+        )
+        return "owner/name"
+    return str(path)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "saved", "hub"])
+def test_objects_of_a_column_do_not_lend_each_other_keys(
+    tmp_path: Path, kind: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrow gives all objects of a column the same keys; a template would show what one row lacks as null."""
 
     def row(name: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -157,9 +235,8 @@ def test_objects_of_a_column_do_not_lend_each_other_keys(tmp_path: Path) -> None
         return {"messages": [chat("Hello", "fine")[0], call], "tools": [tool]}
 
     rows = [row("add", {"a": {"type": "number"}}), row("find", {"text": {"type": "string", "most": 3}})]
-    path = tmp_path / "tools.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert [found.columns() for found in read_rows(ConversationOptions(data=(str(path),)))] == rows
+    options = ConversationOptions(data=(save_tools(tmp_path, kind, rows, monkeypatch),), limit=limit)
+    assert [read.columns() for read in read_rows(options)] == rows
 
 
 def test_several_sources_follow_each_other(tmp_path: Path) -> None:
