@@ -8,7 +8,7 @@ only.
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,16 @@ REPORT, ROWS = "report.json", "rows.arrow"
 WRITE_ROWS = 1000
 SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.bool_()))])
 Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) bool
+Conversation = Sequence[Tokens]  # its documents, which stay in one split
 
 
 class RowWriter:
-    """Streams rows into one Arrow file and keeps their count and hashes. A context manager."""
+    """Streams documents into one Arrow file, a row each, and keeps their count and hashes. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.rows = self.tokens = self.supervised = 0
         self.keys = array("Q")  # hash of each row's ids
+        self.conversations = array("Q")  # number of each row's conversation
         self._digest = hashlib.sha256()
         self._pending: list[Tokens] = []
         self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
@@ -48,7 +50,13 @@ class RowWriter:
         """sha256 of every row's length, ids and mask, in the order written."""
         return self._digest.hexdigest()
 
-    def write(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    def write(self, conversation: Conversation) -> None:
+        number = self.conversations[-1] + 1 if self.rows else 0
+        for input_ids, loss_mask in conversation:
+            self.conversations.append(number)
+            self._write(input_ids, loss_mask)
+
+    def _write(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
         assert len(input_ids) == len(loss_mask)
         self._digest.update(len(input_ids).to_bytes(4, "little") + input_ids.tobytes() + loss_mask.tobytes())
         self.keys.append(int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=8).digest(), "little"))
@@ -70,38 +78,40 @@ class RowWriter:
 
 
 def write_dataset(
-    rows: Iterable[Tokens],
+    conversations: Iterable[Conversation],
     path: Path,
     *,
     heldout: float,
     seed: int,
     describe: Callable[[], Mapping[str, Any]],
-    heldout_rows: Iterable[Tokens] | None = None,
+    heldout_conversations: Iterable[Conversation] | None = None,
 ) -> dict[str, Any]:
-    """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
+    """Writes `conversations`, shuffled by `seed`, with the share `heldout` (at least one unless it is 0) in a split.
 
-    `heldout_rows` replace the share: they are the held-out split, in their order. Without them, copies of held-out
-    rows are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
-    figures. Raises ValueError if no row is left to train on, or `heldout_rows` is empty.
+    `heldout_conversations` replace the share: they are the held-out split, in their order. Copies of held-out rows are
+    left out of training. Returns the report: what `describe` says once all have passed, and the dataset's figures.
+    Raises ValueError if no row is left to train on, or `heldout_conversations` is empty.
     """
     with atomic_folder(path, DATASET.check) as folder:
         rows_path = folder / ROWS
         with RowWriter(rows_path) as writer:
-            for ids, mask in rows:
-                writer.write(ids, mask)
+            for conversation in conversations:
+                writer.write(conversation)
             num_rows = writer.rows
-            for ids, mask in heldout_rows or ():
-                writer.write(ids, mask)
-            num_heldout = writer.rows - num_rows
+            for conversation in heldout_conversations or ():
+                writer.write(conversation)
         described = describe()
-        if heldout_rows is not None and num_heldout == 0:
+        keys, numbers = np.array(writer.keys), np.array(writer.conversations, np.int64)
+        if heldout_conversations is None:
+            splits, num_copies = split_rows(keys, numbers, heldout, seed)
+        elif writer.rows == num_rows:
             raise ValueError(
                 "no row of heldout_data passes `where` and can be kept; name other files, or take a share of data by "
                 "heldout"
             )
-        splits, num_copies = split_rows(np.array(writer.keys[:num_rows]), heldout if heldout_rows is None else 0, seed)
-        if heldout_rows is not None:
-            splits["heldout"] = np.arange(num_rows, writer.rows)
+        else:
+            train = shuffled_places(numbers[:num_rows], seed).argsort(kind="stable")
+            splits, num_copies = without_copies(keys, train, np.arange(num_rows, writer.rows))
         sizes = {name: len(numbers) for name, numbers in splits.items()}
         report = {
             **described,
@@ -119,20 +129,33 @@ def write_dataset(
     return report
 
 
-def split_rows(keys: np.ndarray, heldout: float, seed: int) -> tuple[dict[str, np.ndarray], int]:
-    """Row numbers of each split, shuffled by `seed` and the number of rows alone; and how many rows are in neither
-    because they equal a held-out one."""
-    order, num_rows = np.random.default_rng(seed).permutation(len(keys)), len(keys)
-    num_heldout = max(1, round(num_rows * heldout)) if heldout > 0 else 0
-    if num_rows <= num_heldout:
-        raise ValueError(
-            f"heldout is {heldout}, which leaves none of {num_rows} rows to train on; lower it or add data"
-        )
-    train, chosen = order[num_heldout:], order[:num_heldout]
-    is_copy = np.isin(keys[train], keys[chosen])
+def split_rows(
+    keys: np.ndarray, conversations: np.ndarray, heldout: float, seed: int
+) -> tuple[dict[str, np.ndarray], int]:
+    """Row numbers of each split, shuffled by `seed` and the number of conversations alone; and how many rows are in
+    neither because they equal a held-out one. `keys` and `conversations` are the rows'."""
+    places = shuffled_places(conversations, seed)
+    count = int(places.max(initial=-1)) + 1
+    num_heldout = max(1, round(count * heldout)) if heldout > 0 else 0
+    if count <= num_heldout:
+        raise ValueError(f"heldout is {heldout}, which leaves none of {count} rows to train on; lower it or add data")
+    order = places.argsort(kind="stable")
+    edge = np.count_nonzero(places < num_heldout)
+    return without_copies(keys, order[edge:], order[:edge])
+
+
+def shuffled_places(conversations: np.ndarray, seed: int) -> np.ndarray:
+    """The place of each row's conversation among all, shuffled. `conversations` are numbers from 0 on."""
+    count = int(conversations.max(initial=-1)) + 1
+    return np.random.default_rng(seed).permutation(count).argsort()[conversations]
+
+
+def without_copies(keys: np.ndarray, train: np.ndarray, heldout: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
+    """The splits without training rows that equal a held-out one, and the number of these."""
+    is_copy = np.isin(keys[train], keys[heldout])
     if is_copy.all():
         raise ValueError("every training row is also in the held-out split; add other data")
-    return {"train": train[~is_copy], "heldout": chosen}, int(is_copy.sum())
+    return {"train": train[~is_copy], "heldout": heldout}, int(is_copy.sum())
 
 
 def read_report(path: Path) -> dict[str, Any]:

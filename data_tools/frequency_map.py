@@ -239,7 +239,7 @@ def count_responses(config: FrequencyMapConfig) -> Counted:
 def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:
     """Counts the supervised tokens of rows and prints the number of rows. Raises ValueError if none was kept."""
     counts, digest, tally = np.zeros(target.vocab_size, np.int64), hashlib.sha256(), Tally()
-    kept = tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map"))
+    kept = itertools.chain.from_iterable(tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map")))
     while shard := list(itertools.islice(kept, SHARD_ROWS)):
         supervised = np.concatenate([ids[mask] for ids, mask in shard])
         counts += count_ids(supervised, target.vocab_size)

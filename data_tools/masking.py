@@ -1,15 +1,30 @@
 """Loss masks: which tokens of a conversation the target itself would have generated.
 
-Invariant: the tokens up to either end of a supervised span, tokenised alone, are a prefix of the tokens of the whole
-text. So the tokens before an answer are exactly those that a server would have prefilled. The text itself is tokenised
-as a whole; a row whose tokens merge across the edge of a span is dropped.
+Invariant: the tokens before an answer are exactly those of the prompt that a server would prefill, the template's
+generation prompt included; those that follow are supervised up to the first end token, where generation would stop.
+Each conversation is tokenised as a whole; a row whose tokens merge across the beginning of an answer is dropped.
+
+`{% generation %}` tags are not read: they say what fine-tuning trains on, which may be more (the header of the answer,
+the newline after it) or other text than the target writes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
-from slipstream.models.chat.messages import Message
+from slipstream.models.chat.messages import REASONING_FIELDS, Message
+
+END_OF_THINKING, THINKING = "</think>", "<think>"  # in contents
+Document = tuple[list[int], list[bool]]  # token ids, and the mask of supervised ones
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answer as the server meets it: `ids` are the tokens of its prompt and of itself, which begins at `start`."""
+
+    ids: list[int]
+    start: int
 
 
 def mask_conversation(
@@ -18,77 +33,83 @@ def mask_conversation(
     tools: Sequence[Any] | None,
     *,
     turns: Literal["all", "last"],
-    end_ids: frozenset[int],
+    end_ids: Set[int],
+    unsupervised: Set[int] = frozenset(),
     is_cut: bool = False,
-) -> tuple[list[int], list[bool]]:
-    """Token ids of `messages` up to the last answer, and the mask of the answers; `is_cut` says that max_tokens ended
-    the last one: the template, not the target, then wrote its end token.
+) -> list[Document]:
+    """Documents that supervise the answers of `messages`, but not those at the indices `unsupervised`.
 
-    The template's `{% generation %}` tags give the spans, else rendering turn by turn. Raises
-    RowDropped.
+    A document holds as many answers as follow each other in the tokens of a prompt. A template that renders an answer
+    differently later, without its thinking for example, makes more documents. `is_cut`: max_tokens ended the last
+    answer, so the end token is the template's, not the target's. Raises RowDropped.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
+    supervised = [index for index in answers if index not in unsupervised]
+    if not supervised:
         raise RowDropped("no_assistant_turn", "nothing to supervise")
-    used = messages[: answers[-1] + 1]
-    if turns == "all" and chat.marks_generation(tools):
-        text, spans = chat.generation_spans(used, tools)
-        ids, ranges = token_ranges(text, spans, chat.encode)
-    else:
-        text, spans = rendered_spans(chat, used, tools, answers if turns == "all" else answers[-1:])
-        ids, ranges = token_ranges(text, spans, chat.encode)
-        ranges = [(start, end_of_answer(ids, start, end, end_ids)) for start, end in ranges]
-    if is_cut:
-        start, end = ranges[-1]
-        ranges[-1] = (start, end_of_cut_answer(ids, start, end, end_ids))
-    return ids, to_mask(len(ids), ranges)
+    documents: list[Document] = []
+    for index in supervised if turns == "all" else supervised[-1:]:
+        turn = read_turn(chat, messages[: index + 1], tools, end_ids, is_cut=is_cut and index == answers[-1])
+        if documents and turn.ids[: turn.start][: len(documents[-1][0])] == documents[-1][0]:
+            mask = documents.pop()[1]
+        else:
+            mask = []
+        mask = mask + [False] * (turn.start - len(mask)) + [True] * (len(turn.ids) - turn.start)
+        documents.append((turn.ids, mask))
+    return documents
 
 
-def rendered_spans(
-    chat: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of `messages` and the character ranges of the messages `answers`, found by incremental rendering."""
-    if answers[0] == 0:
+def read_turn(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    end_ids: Set[int],
+    *,
+    is_cut: bool = False,
+) -> Turn:
+    """The last of `messages`, an answer. Raises RowDropped."""
+    answer, number = messages[-1], len(messages)
+    if number == 1:
         raise RowDropped("starts_with_assistant", "the first answer has no prompt")
-    text = chat.render(messages, tools)
-    spans = []
-    for index in answers:
-        prompt = chat.render(messages[:index], tools, prompt=True)
-        turn = chat.render(messages[: index + 1], tools)
-        if not text.startswith(turn):
-            raise RowDropped("history_rewritten", f"the template renders message {index + 1} differently later on")
-        if not turn.startswith(prompt):
-            raise RowDropped("prompt_rewritten", f"message {index + 1} does not follow the template's own prompt")
-        spans.append((len(prompt), len(turn)))
-    return text, spans
+    prompt, text = chat.render(messages[:-1], tools, prompt=True), chat.render(messages, tools)
+    if not text.startswith(prompt):
+        raise RowDropped("prompt_rewritten", f"message {number} does not follow the template's own prompt")
+    check_rendered(answer, text[len(prompt) :], number)
+    ids, start = token_ids(prompt, text, chat.encode)
+    end = end_of_answer(ids, start, end_ids)
+    return Turn(ids[: end - 1] if is_cut and ids[end - 1] in end_ids else ids[:end], start)
 
 
-def token_ranges(
-    text: str, spans: Sequence[tuple[int, int]], encode: Callable[[Sequence[str]], list[list[int]]]
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of `text`, and `spans` in tokens instead of characters, both [start, end). Raises RowDropped."""
-    ends = sorted({end for span in spans for end in span})
-    ids, *prefixes = encode([text, *(text[:end] for end in ends)])
-    position = {}
-    for end, prefix in zip(ends, prefixes, strict=True):
-        if ids[: len(prefix)] != prefix:
-            raise RowDropped("unstable_boundary", f"tokens merge across {text[max(0, end - 12) : end + 12]!r}")
-        position[end] = len(prefix)
-    return ids, [(position[start], position[end]) for start, end in spans]
+def check_rendered(answer: Message, text: str, number: int) -> None:
+    """Raises RowDropped if `text`, of the answer as rendered, lacks what the target wrote."""
+    if not any(answer.get(part) for part in (*REASONING_FIELDS, "thinking", "tool_calls")) and not answer["content"]:
+        raise RowDropped("empty_answer", f"message {number} has no content")
+    reasoning, _, content = answer["content"].rpartition(END_OF_THINKING)
+    reasoning = answer.get(REASONING_FIELDS[0]) or answer.get("thinking") or reasoning.replace(THINKING, "")
+    rendered = squeezed(text)
+    for part, written in (("reasoning", reasoning), ("content", content)):
+        if squeezed(written) not in rendered:
+            raise RowDropped(f"{part}_not_rendered", f"the template leaves out the {part} of message {number}")
+    for call in answer.get("tool_calls", ()):
+        name = call.get("function", call).get("name", "")
+        if squeezed(name) not in rendered:
+            raise RowDropped("calls_not_rendered", f"the template leaves out the call of {name} in message {number}")
 
 
-def end_of_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
-    """`end` moved back to just after the last end token: the target never generates what a template writes after it."""
-    return next((index + 1 for index in range(end - 1, start - 1, -1) if ids[index] in end_ids), end)
+def squeezed(text: str) -> str:
+    """Text without white space, which templates trim and move."""
+    return "".join(text.split())
 
 
-def end_of_cut_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
-    """`end` moved back to just before the first end token: generation would have stopped there."""
-    return next((index for index in range(start, end) if ids[index] in end_ids), end)
+def token_ids(prompt: str, text: str, encode: Callable[[Sequence[str]], list[list[int]]]) -> tuple[list[int], int]:
+    """Tokens of `text` and how many of them are those of `prompt`, with which it begins. Raises RowDropped."""
+    before, ids = encode([prompt, text])
+    if ids[: len(before)] != before:
+        edge = text[max(0, len(prompt) - 12) : len(prompt) + 12]
+        raise RowDropped("unstable_boundary", f"tokens merge across {edge!r}")
+    return ids, len(before)
 
 
-def to_mask(length: int, ranges: Sequence[tuple[int, int]]) -> list[bool]:
-    mask = [False] * length
-    for start, end in ranges:
-        mask[start:end] = [True] * (end - start)
-    return mask
+def end_of_answer(ids: Sequence[int], start: int, end_ids: Set[int]) -> int:
+    """Just after the first end token from `start` on; the end of a turn without one."""
+    return next((index + 1 for index in range(start, len(ids)) if ids[index] in end_ids), len(ids))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import run
-from slipstream.data_tools.dataset import Tokens, write_dataset
+from slipstream.data_tools.dataset import Conversation, Tokens, write_dataset
 from slipstream.data_tools.options import TokenizeOptions, check_named, counted, show_table
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
@@ -62,17 +62,17 @@ class Tally:
     truncated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    first: Tokens | None = None  # the first row kept
+    first: Tokens | None = None  # document that was kept
 
-    def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Tokens]:
-        """Yields the tokens of the kept rows."""
+    def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Conversation]:
+        """Yields the documents of each kept row."""
         for outcome in outcomes:
             self.filtered += outcome.status == "filtered"
             self.rows += outcome.status != "filtered"
             self.truncated += outcome.truncated
             if outcome.status == "kept":
-                self.first = self.first or (outcome.input_ids, outcome.loss_mask)
-                yield outcome.input_ids, outcome.loss_mask
+                self.first = self.first or outcome.documents[0]
+                yield outcome.documents
             elif outcome.status != "filtered":
                 reason = outcome.reason or "malformed"
                 self.dropped[reason] += 1
@@ -103,7 +103,7 @@ def prepare(config: PrepareConfig) -> None:
     target = load_target_tokenizer(config)
     tokenizer = RowTokenizer(target, config)
     tally = Tally()
-    print(mask_rule(tokenizer))
+    print(template_note(tokenizer))
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
     heldout = dataclasses.replace(config, data=config.heldout_data)
     report = write_dataset(
@@ -112,21 +112,18 @@ def prepare(config: PrepareConfig) -> None:
         heldout=config.heldout,
         seed=config.seed,
         describe=lambda: describe(tokenizer, tally),
-        heldout_rows=tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None,
+        heldout_conversations=tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None,
     )
     show_report(report, output)
     assert tally.first is not None
     print(f"\nOne row, its supervised tokens in brackets:\n{marked(target.tokenizer, *tally.first)}")
 
 
-def mask_rule(tokenizer: RowTokenizer) -> str:
-    """One line: how answers are found, and the date the template sees."""
-    chat, options = tokenizer.chat, tokenizer.options
-    if chat is None:
+def template_note(tokenizer: RowTokenizer) -> str:
+    """One line: what makes a text of conversations."""
+    if tokenizer.chat is None:
         return "The target has no chat template: conversations are refused, plain text is taken as it is."
-    tags = options.turns == "all" and chat.marks_generation(None)
-    how = "the template's {% generation %} tags" if tags else "rendering turn by turn"
-    return f"Answers are found by {how}{chat.date_note}."
+    return f"Conversations are rendered with the chat template{tokenizer.chat.date_note}."
 
 
 def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
@@ -141,7 +138,6 @@ def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
         "rows_filtered": tally.filtered,
         "rows_truncated": tally.truncated,
         "dropped_examples": tally.examples,
-        "mask_rule": mask_rule(tokenizer),
         "frozen_date": options.date if frozen else None,
         "target": options.target,
         "target_revision": options.revision,

@@ -1,17 +1,15 @@
 """A target without its weights: tokenizer, chat template, vocabulary size, special tokens."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions, check_named
 from slipstream.models.chat.messages import Message
-from slipstream.models.chat.template import PROBE, PromptTemplate, TemplateRefused
+from slipstream.models.chat.template import PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
 
@@ -63,8 +61,7 @@ class RowDropped(Exception):
 
 
 class ChatTemplate(PromptTemplate):
-    """Raises ValueError without a template, or if its `{% generation %}` tags mark nothing or everything; RowDropped
-    for messages that it refuses."""
+    """Raises ValueError without a template, and RowDropped for messages that it refuses."""
 
     def __init__(
         self,
@@ -76,52 +73,24 @@ class ChatTemplate(PromptTemplate):
     ) -> None:
         super().__init__(tokenizer, date=date, variables=variables)
         self.tokenizer_hash = tokenizer_hash
-        if self.marks_generation(None):
-            self._check_tags()
 
     @property
     def date_note(self) -> str:
         """Clause for messages: the date that the template sees as today's, if it asks."""
         return f"; today's date in the template is frozen at {self._date}" if self.inserts_date else ""
 
-    def marks_generation(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template for conversations with these tools marks the assistant's spans."""
-        return has_generation_tag(self._sources[tools is not None])
-
-    def generation_spans(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of `messages` and the character ranges [start, end) that the template marks as generated."""
-        return self._render(messages, tools, return_assistant_tokens_mask=True)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         try:
-            return super()._render(messages, tools, **options)
+            return super().render(messages, tools, prompt=prompt, variables=variables)
         except TemplateRefused as error:
             raise RowDropped("template_refuses", str(error)) from error
 
-    def _check_tags(self) -> None:
-        try:
-            text, spans = self.generation_spans(PROBE, None)
-        except RowDropped as error:
-            raise ValueError(f"the chat template refuses a plain question and answer ({error})") from error
-        if not 0 < sum(end - start for start, end in spans) < len(text):
-            raise ValueError("the chat template's {% generation %} tags mark nothing, or everything; correct them")
-
-
-@functools.lru_cache(maxsize=8)
-def has_generation_tag(source: str) -> bool:
-    """True if `{% generation %}` is a tag of the template rather than part of a comment or of its text."""
-    try:
-        tokens = [(kind, value) for _, kind, value in jinja2.Environment().lex(source) if kind != "whitespace"]
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
-    return any(
-        kind == "block_begin" and following == ("name", "generation")
-        for (kind, _), following in zip(tokens, tokens[1:], strict=False)
-    )
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]

@@ -18,7 +18,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from multiprocessing import get_context
 from os import sched_getaffinity
@@ -27,7 +27,8 @@ from typing import Any, Literal
 import numpy as np
 
 from slipstream.data_tools.conversations import Example, to_example
-from slipstream.data_tools.masking import mask_conversation, to_mask, token_ranges
+from slipstream.data_tools.dataset import Tokens
+from slipstream.data_tools.masking import Document, mask_conversation, token_ids
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
 from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer, load_target_tokenizer
@@ -42,14 +43,13 @@ WRAPPERS = ("response", "body")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one row. Arrays are empty unless it was kept."""
+    """The outcome of one row, which has documents if it was kept."""
 
     status: Literal["kept", "dropped", "bad", "filtered"]
     reason: str = ""  # of a dropped row
     detail: str = ""  # place and fault of a dropped or bad row
     truncated: bool = False
-    input_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # (S,) int32
-    loss_mask: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))  # (S,) bool
+    documents: tuple[Tokens, ...] = ()
 
 
 class RowTokenizer:
@@ -84,25 +84,29 @@ class RowTokenizer:
 
     def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
         """Of a row that `where` lets through. Raises RowError and RowDropped."""
-        ids, mask = self._tokens(to_example(row, columns, has_template=self.chat is not None), row.place)
+        documents = self._documents(to_example(row, columns, has_template=self.chat is not None), row.place)
         length = self.options.max_length
-        supervised = sum(mask[:length])
-        if supervised < self.options.min_supervised:
-            detail = f"{supervised} of {min(len(ids), length)}, min_supervised is {self.options.min_supervised}"
+        supervised = [sum(mask[:length]) for _, mask in documents]
+        enough = [count >= self.options.min_supervised for count in supervised]
+        if not any(enough):
+            longest = max(len(ids) for ids, _ in documents)
+            detail = f"{max(supervised)} of {min(longest, length)}, min_supervised is {self.options.min_supervised}"
             raise RowDropped("too_few_supervised_tokens", detail)
         return Outcome(
             status="kept",
-            truncated=len(ids) > length,
-            input_ids=np.array(ids[:length], np.int32),
-            loss_mask=np.array(mask[:length], np.bool_),
+            truncated=any(len(ids) > length for ids, _ in documents),
+            documents=tuple(
+                (np.array(ids[:length], np.int32), np.array(mask[:length], np.bool_))
+                for ids, mask in itertools.compress(documents, enough)
+            ),
         )
 
-    def _tokens(self, example: Example, place: str) -> tuple[list[int], list[bool]]:
+    def _documents(self, example: Example, place: str) -> list[Document]:
         if example.input_ids is not None:
             check_ids(example.input_ids, self.target, place, example.tokenizer_hash)
-            return list(example.input_ids), [bool(value) for value in example.loss_mask]
+            return [(list(example.input_ids), [bool(value) for value in example.loss_mask])]
         if example.text is not None:
-            return self._plain(example)
+            return [self._plain(example)]
         if self.chat is None:
             raise ValueError("the target's tokenizer has no chat template; give one with --chat-template FILE")
         assert example.messages is not None
@@ -112,10 +116,11 @@ class RowTokenizer:
             example.tools,
             turns=self.options.turns,
             end_ids=self.target.end_ids,
+            unsupervised=example.unsupervised,
             is_cut=example.is_cut,
         )
 
-    def _plain(self, example: Example) -> tuple[list[int], list[bool]]:
+    def _plain(self, example: Example) -> Document:
         """Text as it is, all supervised; or a prompt and its supervised completion, closed by the end token unless it
         was cut."""
         tokenizer, prompt, text = self.target.tokenizer, example.prompt, example.text
@@ -124,9 +129,8 @@ class RowTokenizer:
             ids = tokenizer(text, verbose=False)["input_ids"]
             return ids, [True] * len(ids)
         joined = prompt + text + ("" if example.is_cut else tokenizer.eos_token or "")
-        span = (len(prompt), len(joined))
-        ids, ranges = token_ranges(joined, [span], lambda texts: tokenizer(texts, verbose=False)["input_ids"])
-        return ids, to_mask(len(ids), ranges)
+        ids, start = token_ids(prompt, joined, lambda texts: tokenizer(texts, verbose=False)["input_ids"])
+        return ids, [False] * start + [True] * (len(ids) - start)
 
 
 def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str | None = None) -> None:
@@ -203,7 +207,7 @@ class AnswerTokenizer(RowTokenizer):
         ids = list(itertools.chain.from_iterable(self._answers(row, columns)))
         if not ids:
             raise RowDropped("no_answer", "no text, a tool call or an error")
-        return Outcome(status="kept", input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), np.bool_))
+        return Outcome(status="kept", documents=((np.array(ids, np.int32), np.ones(len(ids), np.bool_)),))
 
     def _answers(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
         """Token ids of each answer of one row; none if the request failed. Raises RowError for other rows."""

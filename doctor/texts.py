@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.data_tools.conversations import to_example
-from slipstream.data_tools.masking import mask_conversation
+from slipstream.data_tools.masking import read_turn
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer
@@ -139,14 +139,10 @@ class Renderer:
             return None
         messages = [*conversation.messages, {"role": "assistant", "content": conversation.answer}]
         try:
-            ids, mask = mask_conversation(self.chat, messages, None, turns="last", end_ids=self.end_ids)
+            turn = read_turn(self.chat, messages, None, self.end_ids)
         except RowDropped:
             return None
-        first = next((i for i, counts in enumerate(mask) if counts), None)
-        if first is None or first == 0:
-            return None
-        answer = [token for token, counts in zip(ids[first:], mask[first:], strict=True) if counts]
-        return Answered(ids[:first], answer, conversation)
+        return Answered(turn.ids[: turn.start], turn.ids[turn.start :], conversation)
 
 
 def batches_of(answered: Sequence[Answered], max_length: int) -> list[Batch]:

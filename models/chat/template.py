@@ -7,7 +7,7 @@ the date of the options.
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -16,11 +16,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from slipstream.models.chat.messages import Message, date_of
 
-PROBE: list[Message] = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is four."}]
+QUESTION: Message = {"role": "user", "content": "What is 2 + 2?"}
+ARGUMENTS = {"first": "two"}  # of a call that tells in which form a template takes them
 DATE_FUNCTION = "strftime_now"  # of transformers
 DATE_VARIABLE = "date_string"  # of Llama's templates; without it they write a date of their own
 DATE_VARIABLE_FORMAT = "%d %b %Y"
 DATE_DIRECTIVES = ("%A", "%a", "%B", "%b", "%-d", "%d", "%e", "%H", "%I", "%j", "%M", "%-m", "%m", "%S", "%Y", "%y")
+
+
+Conversion = Callable[[Any], Any]  # of a call's arguments
 
 
 class TemplateRefused(ValueError):
@@ -56,26 +60,18 @@ class PromptTemplate:
     ) -> str:
         """The text of `messages`; `prompt` adds the beginning of the assistant's next answer. `variables` override the
         template's. Raises TemplateRefused, and ValueError for a template that is not valid Jinja."""
-        return self._render(messages, tools, **{"add_generation_prompt": prompt, **(variables or {})})[0]
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text and, with return_assistant_tokens_mask, the character ranges that `{% generation %}` tags mark.
-        `options` are those of transformers' render_jinja_template, and variables."""
-        return self._render_as_is(self.prepared(messages, tools), tools, **options)
+        options = {"add_generation_prompt": prompt, **(variables or {})}
+        return self._render(self.prepared(messages, tools), tools, **options)
 
     def prepared(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Sequence[Message]:
-        """Messages whose calls have arguments as the template wants them, text or objects."""
-        if any("tool_calls" in message for message in messages) and self._wants_objects[tools is not None]:
-            return [with_objects(message) for message in messages]
-        return messages
+        """Messages whose calls have arguments as the template takes them, objects or JSON text."""
+        if not any("tool_calls" in message for message in messages):
+            return messages
+        convert = self._conversions[tools is not None]
+        return messages if convert is None else [with_arguments(message, convert) for message in messages]
 
-    def _render_as_is(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        # apply_chat_template extends the token mask to the end of the row if an answer ends in whitespace that the
-        # tokenizer's offsets omit. This function below it gives character ranges, which are exact.
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
+        """`options`: those of transformers' render_jinja_template, and variables."""
         date, source = date_of(self._date), self._sources[tools is not None]
         dated = {DATE_VARIABLE: date.strftime(DATE_VARIABLE_FORMAT)} if DATE_VARIABLE in source else {}
         try:
@@ -91,23 +87,32 @@ class PromptTemplate:
             raise TemplateRefused(str(error)) from error
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateFailed(str(error)) from error
-        texts, ranges = rendered
-        return texts[0], ranges[0] if ranges else []
+        texts, _ = rendered
+        return texts[0]
 
     @functools.cached_property
-    def _wants_objects(self) -> tuple[bool, bool]:
-        """Whether calls' arguments must be objects, without and with tools. Some templates write JSON and would quote
-        OpenAI's text twice; others, such as DeepSeek's, insert the text and take no objects."""
-        calls = [{"id": "call12345", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-        probe: list[Message] = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    def _conversions(self) -> tuple[Conversion | None, Conversion | None]:
+        """What calls' arguments go through, without and with tools; None where the template takes both forms alike.
 
-        def quotes(tools: Sequence[Any] | None) -> bool:
+        Objects are transformers' convention; templates that write JSON would quote OpenAI's text twice. Others, such
+        as DeepSeek's, insert the text: they refuse an object, or write it in Python's form.
+        """
+
+        def rendering(arguments: object, tools: Sequence[Any] | None) -> str | None:
+            call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": arguments}}
             try:
-                return r"{\"a\"" in self._render_as_is(probe, tools)[0]
+                return self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
             except TemplateRefused:
-                return True
+                return None
 
-        return quotes(None), quotes([])
+        def conversion(tools: Sequence[Any] | None) -> Conversion | None:
+            with_object, with_text = rendering(ARGUMENTS, tools), rendering(json.dumps(ARGUMENTS), tools)
+            if with_object == with_text:
+                return None if with_text else as_object
+            takes_text = with_object is None or str(ARGUMENTS) in with_object
+            return as_text if takes_text and with_text is not None else as_object
+
+        return conversion(None), conversion([])
 
     @functools.cached_property
     def _sources(self) -> tuple[str, str]:
@@ -127,15 +132,28 @@ def freeze_date(source: str, date: datetime.date) -> str:
     return f"{{% macro {DATE_FUNCTION}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{source}"
 
 
-def with_objects(value: Any) -> Any:
-    """A message, or its calls, with arguments parsed if they are the JSON text of an object."""
+def with_arguments(value: Any, convert: Conversion) -> Any:
+    """A message, or its calls, with arguments converted."""
     if isinstance(value, list):
-        return [with_objects(call) for call in value]
+        return [with_arguments(call, convert) for call in value]
     if not isinstance(value, dict):
         return value
-    value = {key: with_objects(inner) if key in ("tool_calls", "function") else inner for key, inner in value.items()}
+    changed = {
+        key: with_arguments(inner, convert) if key in ("tool_calls", "function") else inner
+        for key, inner in value.items()
+    }
+    return changed | {"arguments": convert(value["arguments"])} if "arguments" in value else changed
+
+
+def as_object(arguments: Any) -> Any:
+    """Arguments as an object if they are the JSON text of one."""
     try:
-        arguments = json.loads(value["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):  # missing, already an object, or invalid JSON
-        return value
-    return value | {"arguments": arguments} if isinstance(arguments, dict) else value
+        parsed = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):  # already an object, or invalid JSON
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def as_text(arguments: Any) -> Any:
+    """Arguments as JSON text if they are an object."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments

@@ -36,7 +36,7 @@ def prepared(target: Path, folder: Path, rows: int) -> Path:
     mask = np.arange(PROMPT + ANSWER) >= PROMPT
     documents = [(generator.integers(4, 100, PROMPT + ANSWER, dtype=np.int32), mask) for _ in range(rows)]
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(target))}
-    write_dataset(documents, path, heldout=0.5, seed=0, describe=lambda: described)
+    write_dataset([[document] for document in documents], path, heldout=0.5, seed=0, describe=lambda: described)
     return path
 
 

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mask = np.arange(PROMPT + ANSWER) >= PROMPT
     rows = [(generator.integers(4, 4000, PROMPT + ANSWER, dtype=np.int32), mask) for _ in range(16)]
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(TINY))}
-    write_dataset(rows, path, heldout=0.25, seed=0, describe=lambda: described)
+    write_dataset([[row] for row in rows], path, heldout=0.25, seed=0, describe=lambda: described)
     return path
 
 

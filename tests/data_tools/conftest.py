@@ -65,7 +65,7 @@ def capture_data(capture_target: Path) -> Path:
     generator, path = np.random.default_rng(4), capture_target.with_name("data")
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(capture_target))}
     rows = [random_row(generator) for _ in range(70)]
-    write_dataset(rows, path, heldout=0.2, seed=0, describe=lambda: described)
+    write_dataset([[row] for row in rows], path, heldout=0.2, seed=0, describe=lambda: described)
     return path
 
 

@@ -204,7 +204,7 @@ def test_data_with_nothing_to_capture_are_refused(
     output, first = tmp_path / "features", np.arange(9) == 0  # nothing predicts the first token
     described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}
     rows = [(np.arange(number, number + 9, dtype=np.int32), first) for number in range(4)]
-    write_dataset(rows, tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described)
+    write_dataset([[row] for row in rows], tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described)
     with pytest.raises(SystemExit):
         main(flags(output, data=tmp_path / "data"))
     assert "has nothing to capture: no document has a supervised token" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def write_tokens(path: Path, ids: list[int]) -> None:
     """A prepared dataset with one training row of these supervised tokens."""
     row = (np.array(ids, np.int32), np.ones(len(ids), np.bool_))
     report = {"vocab_size": 512, "kept_ids": SPECIAL, "tokenizer_hash": "other"}
-    write_dataset([row], path, heldout=0, seed=0, describe=lambda: report)
+    write_dataset([[row]], path, heldout=0, seed=0, describe=lambda: report)
 
 
 def error(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> str:

@@ -1,12 +1,13 @@
-"""Loss masks against tokens put together by hand, for templates with and without generation tags."""
+"""Loss masks against tokens put together by hand."""
 
 import datetime
+import json
 from typing import Any
 
 import pytest
 
-from slipstream.data_tools.masking import mask_conversation
-from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, has_generation_tag
+from slipstream.data_tools.masking import Document, mask_conversation
+from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.chat.template import freeze_date
 from slipstream.tests.data_tools.chats import (
     CHATML,
@@ -41,20 +42,23 @@ LLAMA_PIECES = [
 ]
 
 
-def mask(
-    template: str, messages: list[Any], *, turns: Any = "all", end: str = "<|im_end|>", is_cut: bool = False
-) -> Any:
+def documents(template: str, messages: list[Any], *, end: str = "<|im_end|>", **options: Any) -> list[Document]:
     tokenizer = build_tokenizer(template, end)
     wrapped = ChatTemplate(tokenizer, date="2023-03-05", variables={})
-    end_ids = frozenset([tokenizer.eos_token_id])
-    return mask_conversation(wrapped, messages, None, turns=turns, end_ids=end_ids, is_cut=is_cut)
+    options = {"turns": "all", "end_ids": {tokenizer.eos_token_id}, **options}
+    return mask_conversation(wrapped, messages, None, **options)
+
+
+def mask(template: str, messages: list[Any], **options: Any) -> Document:
+    [document] = documents(template, messages, **options)
+    return document
 
 
 @pytest.mark.parametrize(
     ("template", "end", "pieces"),
     [
-        (CHATML_TAGGED, "<|im_end|>", [*CHATML_PIECES, ("\n", False)]),
-        (CHATML, "<|im_end|>", [*CHATML_PIECES, ("\n", False)]),
+        (CHATML_TAGGED, "<|im_end|>", CHATML_PIECES),
+        (CHATML, "<|im_end|>", CHATML_PIECES),
         (LLAMA, "<|eot|>", LLAMA_PIECES),
     ],
     ids=["tags", "rendered", "llama"],
@@ -63,10 +67,13 @@ def test_masks_equal_the_tokens_cut_by_hand(template: str, end: str, pieces: Pie
     assert mask(template, CONVERSATION, end=end) == join(build_tokenizer(template, end), pieces)
 
 
-def test_turns_last_supervises_the_last_answer_only() -> None:
-    pieces = [(text, supervised and index == 6) for index, (text, supervised) in enumerate(CHATML_PIECES)]
+@pytest.mark.parametrize(("options", "answers"), [({"turns": "last"}, {6}), ({"unsupervised": {2}}, {6}),
+                                                  ({"unsupervised": {4}}, {3}),
+                                                  ({"unsupervised": {4}, "turns": "last"}, {3})])  # fmt: skip
+def test_some_answers_are_supervised(options: dict[str, Any], answers: set[int]) -> None:
+    pieces = [(text, index in answers) for index, (text, _) in enumerate(CHATML_PIECES[: max(answers) + 1])]
     for template in (CHATML, CHATML_TAGGED):
-        assert mask(template, CONVERSATION, turns="last") == join(build_tokenizer(template), [*pieces, ("\n", False)])
+        assert mask(template, CONVERSATION, **options) == join(build_tokenizer(template), pieces)
 
 
 def test_turns_after_the_last_answer_are_left_out() -> None:
@@ -81,22 +88,26 @@ def test_without_a_known_end_token_the_whole_turn_is_supervised() -> None:
 THINKING_CHAT = chat("Hello", "<think>hm</think>fine", "What?", "<think>so</think>four")
 
 
-def test_rewritten_history_drops_the_row_but_not_its_last_answer() -> None:
-    with pytest.raises(RowDropped, match="history_rewritten"):
-        mask(THINKING, THINKING_CHAT)
-    pieces = [
+def test_an_answer_that_is_rendered_otherwise_later_begins_another_document() -> None:
+    first = [
         ("<|im_start|>user\n", False),
         ("Hello<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>hm</think>fine<|im_end|>", True),
+    ]
+    second = [
+        *first[:2],
         ("fine<|im_end|>\n<|im_start|>user\n", False),
         ("What?<|im_end|>\n<|im_start|>assistant\n", False),
         ("<think>so</think>four<|im_end|>", True),
-        ("\n", False),
     ]
     tokenizer = build_tokenizer(THINKING)
-    assert mask(THINKING, THINKING_CHAT, turns="last") == join(tokenizer, pieces)
-    ids, supervised = mask(THINKING, THINKING_CHAT[:2])  # a single turn is kept
-    text = tokenizer.decode([token for token, value in zip(ids, supervised, strict=True) if value])
-    assert text == "<think>hm</think>fine<|im_end|>"
+    expected = [join(tokenizer, first), join(tokenizer, second)]
+    assert documents(THINKING, THINKING_CHAT) == expected
+    assert documents(THINKING, THINKING_CHAT, turns="last") == expected[1:]
+    assert documents(THINKING, THINKING_CHAT[:2]) == expected[:1]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,16 @@ def test_rewritten_history_drops_the_row_but_not_its_last_answer() -> None:
         ("{% for m in messages %}{{ '<|head|>' + m['content'] }}{% endfor %}"
          "{% if add_generation_prompt %}<|head|><think>{% endif %}", chat("Hello", "fine"), "prompt_rewritten"),
         (CHATML, chat("Hello", "fine")[1:], "starts_with_assistant"),
+        (CHATML_TAGGED, chat("Hello", "fine", "What?")[1:] + chat("", "four")[1:], "starts_with_assistant"),
         (CHATML, chat("Hello"), "no_assistant_turn"),
+        (CHATML, chat("Hello", ""), "empty_answer: message 2"),
+        (CHATML, [*chat("Hello"), {**chat("", "fine")[1], "reasoning_content": "hm"}], "reasoning_not_rendered"),
+        ("{% for m in messages %}{{ m['role'] + '\n' + m['content'].split('</think>')[-1] + '\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}", THINKING_CHAT[:2], "reasoning_not_rendered"),
+        (CHATML, [*chat("Hello"), {"role": "assistant", "content": "", "tool_calls": [CALL]}], "calls_not_rendered"),
+        ("{% for m in messages %}{{ m['role'] + '\n' + (m.tool_calls or m.content) | string + '\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",
+         [*chat("Hello"), {"role": "assistant", "content": "fine", "tool_calls": [CALL]}], "content_not_rendered"),
         ("{{ raise_exception('roles must alternate') }}", chat("Hello", "fine"), "template_refuses: roles must"),
         ("{{ messages[0].content.index('x') }}", chat("Hello", "fine"), "template_refuses: substring not found"),
     ],
@@ -116,18 +136,6 @@ def test_rewritten_history_drops_the_row_but_not_its_last_answer() -> None:
 def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template: str, messages: list[Any], reason: str) -> None:
     with pytest.raises(RowDropped, match=reason):
         mask(template, messages)
-
-
-def test_a_tag_inside_a_comment_or_text_is_no_tag() -> None:
-    assert has_generation_tag("a{%- generation -%}b{%- endgeneration -%}")
-    assert not has_generation_tag("{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ generation }}")
-
-
-@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
-                                      "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"])  # fmt: skip
-def test_tags_that_mark_nothing_or_everything_are_refused(template: str) -> None:
-    with pytest.raises(ValueError, match="mark nothing, or everything"):
-        mask(template, CONVERSATION)
 
 
 def test_missing_and_broken_templates_are_refused() -> None:
@@ -151,15 +159,10 @@ def test_a_frozen_date_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
 @pytest.mark.parametrize("turns", ["all", "last"])
-def test_the_end_token_after_a_cut_answer_is_not_supervised(template: str, turns: Any) -> None:
-    tokenizer = build_tokenizer(template)
-    ids, supervised = mask(template, CONVERSATION, turns=turns, is_cut=True)
-    whole_ids, whole = mask(template, CONVERSATION, turns=turns)
-    last = max(index for index, value in enumerate(whole) if value)
-    assert whole_ids == ids
-    assert ids[last] == tokenizer.eos_token_id
-    assert supervised == [value and index != last for index, value in enumerate(whole)]
-    assert supervised[last - 1]
+def test_a_cut_answer_has_no_end_token(template: str, turns: Any) -> None:
+    ids, supervised = mask(template, CONVERSATION, turns=turns)
+    assert ids[-1] == build_tokenizer(template).eos_token_id
+    assert mask(template, CONVERSATION, turns=turns, is_cut=True) == (ids[:-1], supervised[:-1])
 
 
 CALLS = (
@@ -170,14 +173,28 @@ CALLS = (
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
-@pytest.mark.parametrize("form", ["c.arguments | tojson", "c.arguments"])  # as Llama's and Qwen2.5's, as DeepSeek's
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("(c.arguments | tojson)", '{"city": "Köln", "days": [1, 2]}'),  # Llama's and Qwen2.5's
+        ("c.arguments", '{"city": "Köln", "days": [1, 2]}'),  # DeepSeek's: fails on an object
+        ("(c.arguments | string)", '{"city": "Köln", "days": [1, 2]}'),  # would write an object as Python does
+        ("(c.arguments if c.arguments is string else c.arguments | tojson)", '{"city": "Köln", "days": [1, 2]}'),
+        # Gemma's: an object in a form of its own, a text as it is.
+        ("((c.arguments | list | join('+')) if c.arguments is mapping else c.arguments)", "city+days"),
+    ],
+)
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather"}}]])
-def test_arguments_of_calls_are_not_quoted_twice(form: str, is_wrapped: bool, tools: list[Any] | None) -> None:
-    """OpenAI writes them as JSON text, and whatever the template makes of it, the target has written that text."""
-    arguments = '{"city": "Köln", "days": [1, 2]}'
-    call: dict[str, Any] = {"name": "weather", "arguments": arguments}
+def test_arguments_come_as_the_template_takes_them(
+    form: str, expected: str, is_text: bool, is_wrapped: bool, tools: list[Any] | None
+) -> None:
+    """OpenAI writes them as JSON text, data often as objects."""
+    arguments = {"city": "Köln", "days": [1, 2]}
+    call: dict[str, Any] = {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False)}
+    call = call if is_text else {**call, "arguments": arguments}
     call = {"id": "c0", "type": "function", "function": call} if is_wrapped else call
     messages = [*chat("How are you?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     template = ChatTemplate(build_tokenizer(CALLS.replace("ARGUMENTS", form)), date="2023-03-05", variables={})
-    assert template.render(messages, tools).endswith(f"assistant\n<call>{arguments}<|im_end|>\n")
+    assert template.render(messages, tools).endswith(f"assistant\n<call>{expected}<|im_end|>\n")
     assert messages[1]["tool_calls"] == [call]

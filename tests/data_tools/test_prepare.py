@@ -23,7 +23,6 @@ def expected(target: Path, number: int) -> tuple[list[int], list[bool]]:
         ("<|im_start|>user\n", False),
         (f"What is {number}?<|im_end|>\n<|im_start|>assistant\n", False),
         (f"It is {number}.<|im_end|>", True),
-        ("\n", False),
     ]
     return join(AutoTokenizer.from_pretrained(target), pieces)
 
@@ -84,9 +83,17 @@ def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeyp
 def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[15:])
     dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
+    assert report["copies_of_heldout"] == 0
     assert list(dataset["heldout"]["input_ids"]) == [expected(target, number)[0] for number in range(15, 20)]
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in range(15)}
     assert (report["rows_in"], report["split_rows"]) == (20, {"train": 15, "heldout": 5})
+
+
+def test_copies_of_a_held_out_file_are_not_trained_on(tmp_path: Path, target: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS[12:])
+    dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
+    assert (report["copies_of_heldout"], report["split_rows"]) == (3, {"train": 12, "heldout": 8})
+    assert not as_set(dataset, "train") & as_set(dataset, "heldout")
 
 
 def test_copies_of_held_out_rows_are_not_trained_on(
@@ -148,7 +155,7 @@ def test_target_without_template_takes_plain_completions(tmp_path: Path, make_fo
 
 def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_folder: Callable[..., Path]) -> None:
     ids, mask = expected(target, 1)
-    mask[max(index for index, value in enumerate(mask) if value)] = False
+    ids, mask = ids[:-1], mask[:-1]
     columns = {"prompt": "What is 1?", "completion": "It is 1."}
     for row in (ROWS[1], columns):
         dataset, _ = prepare(tmp_path, target, [{**row, "finish_reason": "length"}], "--heldout", "0")
@@ -161,13 +168,29 @@ def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_f
 
 
 def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
-    thinking = chat("Hello", "<think>hm</think>fine", "What?", "four")
-    rows = [ROWS[0], {"messages": thinking}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]
+    rows = [ROWS[0], {"messages": chat("a", "")}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]
     _, report = prepare(tmp_path, make_folder(THINKING), rows, "--heldout", "0")
-    assert report["rows_dropped"] == {"history_rewritten": 1, "no_assistant_turn": 1, "starts_with_assistant": 1}
-    assert "rows.jsonl, line 2" in report["dropped_examples"]["history_rewritten"][0]
-    _, report = prepare(tmp_path, make_folder(THINKING), rows[:2], "--heldout", "0", "--turns", "last")
-    assert report["rows_dropped"] == {}
+    assert report["rows_dropped"] == {"empty_answer": 1, "no_assistant_turn": 1, "starts_with_assistant": 1}
+    assert "rows.jsonl, line 2" in report["dropped_examples"]["empty_answer"][0]
+
+
+def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    rows = [{"messages": chat(f"Hello {n}", "<think>hm</think>fine", "What?", f"is {n}")} for n in range(20)]
+    target = make_folder(THINKING)
+    dataset, report = prepare(tmp_path, target, rows, "--heldout", "0.3")
+    assert (report["rows_in"], report["rows_kept"], report["split_rows"]) == (20, 20, {"train": 28, "heldout": 12})
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    for split in ("train", "heldout"):
+        texts = [tokenizer.decode(row["input_ids"]) for row in dataset[split]]
+        questions = [text.split("Hello ")[1].split("<|im_end|>")[0] for text in texts]
+        assert questions[::2] == questions[1::2]
+    first, second = dataset["heldout"][0], dataset["heldout"][1]
+    supervised = [
+        tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
+        for row in (first, second)
+    ]
+    assert supervised[0] == "<think>hm</think>fine<|im_end|>"
+    assert supervised[1].startswith("is ")
 
 
 def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: Callable[..., Path]) -> None:

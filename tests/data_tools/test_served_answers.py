@@ -58,8 +58,9 @@ def test_texts_and_their_ends_are_counted(case: str, target: Path, loaded: Targe
     columns, expected = CASES[case]
     (outcome,) = tokenize_rows([row(columns)], AnswerTokenizer(loaded, TokenizeOptions()))
     assert outcome.status == "kept"
-    assert outcome.input_ids.tolist() == tokens(target, *expected)
-    assert outcome.loss_mask.all()
+    [(ids, mask)] = outcome.documents
+    assert ids.tolist() == tokens(target, *expected)
+    assert mask.all()
 
 
 def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
@@ -70,7 +71,7 @@ def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
         {"input_ids": [9, 9, 4, 2], "loss_mask": [0, 0, 1, 1], "tokenizer_hash": loaded.hash},
     ]
     outcomes = list(tokenize_rows([row(columns) for columns in rows], AnswerTokenizer(loaded, TokenizeOptions())))
-    assert [outcome.input_ids.tolist() for outcome in outcomes] == [[9, 8, 2], [7, 7], [5], [4, 2]]
+    assert [ids.tolist() for outcome in outcomes for ids, _ in outcome.documents] == [[9, 8, 2], [7, 7], [5], [4, 2]]
 
 
 def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> None:
