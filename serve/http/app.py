@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -83,7 +84,8 @@ class Api:
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, seconds=self._request_timeout)
-        completion.submit(call.requests, call.stop, call.answers, call.echoes)
+        requests = [replace(choice, client=request.state.client) for choice in call.requests]
+        completion.submit(requests, call.stop, call.answers, call.echoes)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
@@ -303,7 +305,7 @@ def create_app(api: Api) -> Starlette:
 
         async def answer(request: Request) -> Response:
             try:
-                api.guard.check(request.scope["path"], request.headers.get("authorization"))
+                request.state.client = api.guard.check(request.scope["path"], request.headers.get("authorization"))
                 return await endpoint(request)
             except Exception as error:
                 return api.error_response(api_error(error))

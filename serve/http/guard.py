@@ -4,7 +4,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Iterable
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
 
 from slipstream.serve.http.limits import ApiError
@@ -18,7 +18,7 @@ class Guard:
     """Holds digests of the keys, so that no log, message or dump of this process shows one."""
 
     def __init__(self, keys: Iterable[str], open_paths: Iterable[str]) -> None:
-        self._digests = [digest(key) for key in keys]
+        self._digests = sorted({digest(key) for key in keys})
         self._open_paths = frozenset(open_paths)
 
     @classmethod
@@ -30,10 +30,11 @@ class Guard:
     def is_open(self) -> bool:
         return not self._digests
 
-    def check(self, path: str, authorization: str | None) -> None:
-        """Raises ApiError (401) unless the path is open or the header has one of the keys."""
+    def check(self, path: str, authorization: str | None) -> str:
+        """The name of the client: a digest of its key, or empty where nothing tells clients apart, since there are no
+        two keys. Raises ApiError (401) unless the path is open or the header has one of the keys."""
         if self.is_open or path in self._open_paths:
-            return
+            return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "this server needs an API key: send the header Authorization: Bearer KEY"
@@ -42,10 +43,16 @@ class Guard:
         # All are compared, each in constant time: how long that takes says nothing about any.
         if not sum(hmac.compare_digest(sent, known) for known in self._digests):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
+        return client_name(sent) if len(self._digests) > 1 else ""
 
 
 def digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def client_name(key_digest: bytes) -> str:
+    """Another digest than the one that keys are compared by, since the engine stores it with what it learns."""
+    return blake2b(key_digest, digest_size=16, person=b"client").hexdigest()
 
 
 def read_keys(config: ServeConfig) -> list[str]:

@@ -58,6 +58,7 @@ class FakeEngine:
         self.running: dict[str, Request] = {}
         self.stats: dict[str, RequestStats] = {}
         self.num_aborted = 0
+        self.clients = set[str]()
         self.largest_batch = 0
 
     @property
@@ -68,6 +69,7 @@ class FakeEngine:
         if manner(request) == "refuse":
             raise ValueError("prompt is refused; ask for less")
         self.running[request.id] = request
+        self.clients.add(request.client)
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
 
     def abort(self, request_id: str) -> Output | None:
@@ -135,7 +137,12 @@ class FakeEngine:
         stats.completion_tokens += num_tokens
 
     def metrics(self) -> dict[str, int]:
-        return {"running": len(self.running), "aborted": self.num_aborted, "largest_batch": self.largest_batch}
+        return {
+            "running": len(self.running),
+            "aborted": self.num_aborted,
+            "largest_batch": self.largest_batch,
+            "clients": len(self.clients),
+        }
 
     def counts(self) -> EngineCounts:
         return EngineCounts(kv_pages={("0", "used"): len(self.running), ("0", "free"): 64 - len(self.running)})

@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from slipstream.serve.http.guard import VARIABLE, Guard, is_loopback, read_keys, warning
+from slipstream.serve.http.guard import VARIABLE, Guard, digest, is_loopback, read_keys, warning
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, gauge, serving, wait_until
 
 KEYS = ["sk-first", "sk-second"]
 
@@ -110,8 +110,27 @@ def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "secret" not in repr(ServeConfig(target="t", api_key="secret"))
 
 
+def test_each_key_is_a_client_of_its_own(client: httpx.Client) -> None:
+    """The engine is told, whatever is asked, and learns no key."""
+    bodies: dict[str, Any] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}
+    for path, body in bodies.items():
+        for key in KEYS:
+            assert client.post(path, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    client.headers["Authorization"] = f"Bearer {KEYS[0]}"
+    wait_until(lambda: gauge(client, "engine_clients") == len(KEYS), "the engine tells of both")
+
+
+def test_clients_without_two_keys_are_one() -> None:
+    names = {Guard(KEYS, ()).check(CHAT, f"Bearer {key}") for key in KEYS}
+    assert len(names) == 2
+    assert "" not in names
+    assert not names & {digest(key).hex()[:32] for key in KEYS}
+    assert Guard([KEYS[0]] * 2, ()).check(CHAT, f"Bearer {KEYS[0]}") == ""
+    assert Guard([], ()).check(CHAT, "Bearer any") == ""
+
+
 def test_metrics_may_be_open() -> None:
-    assert Guard(["k"], ("/health", "/metrics")).check("/metrics", None) is None
+    assert Guard(["k"], ("/health", "/metrics")).check("/metrics", None) == ""
     assert Guard([], ()).is_open
 
 

@@ -25,11 +25,12 @@ from slipstream.tests.serve.engine_runs import (
 from slipstream.tests.serve.test_overlap import SlowSteps
 
 
-def requests_of(namespace: str = "", temperature: float = 0.0) -> list[Request]:
+def requests_of(namespace: str = "", temperature: float = 0.0, client: str = "") -> list[Request]:
     return [
         replace(
             make_request(f"{seed}", random_prompt(12, seed), max_tokens=40, seed=seed, temperature=temperature),
             namespace=namespace,
+            client=client,
         )
         for seed in range(4)
     ]
@@ -55,13 +56,20 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
     assert accept_length(again) > 6 > accept_length(first)
 
 
-def test_namespaces_do_not_see_each_other(target: Path) -> None:
-    engine = build_engine(target, "ngram", width=16)
-    alone = accept_length(run(build_engine(target, "ngram", width=16), requests_of("mine")))
-    run(engine, requests_of("yours"))
-    beside = accept_length(run(engine, requests_of("mine")))
-    assert beside == pytest.approx(alone, rel=0.1), "when the thread inserts is its own business"
-    assert accept_length(run(engine, requests_of("mine"))) > 4 * alone
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("name", ["namespace", "client"])
+def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, target: Path) -> None:
+    """Clients do where the drafter shares between keys, namespaces never."""
+    options: dict[str, Any] = {"width": 16, "drafter": {"share_between_keys": share}}
+    engine, mine = build_engine(target, "ngram", **options), requests_of(**{name: "mine"})
+    alone = accept_length(run(build_engine(target, "ngram", **options), mine))
+    run(engine, requests_of(**{name: "yours"}))
+    beside = accept_length(run(engine, mine))
+    if share and name == "client":
+        assert beside > 4 * alone
+    else:
+        assert beside == pytest.approx(alone, rel=0.1), "when the thread inserts is its own business"
+        assert accept_length(run(engine, mine)) > 4 * alone
 
 
 def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 a model.
 
 It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and drafts on the host between steps, which
-wait for it while that pays. Requests see texts of their own namespace (the API's `cache_salt`) only. Beside a draft
-network (`--drafter.ngram-first 5`) its proposals replace the network's where enough last tokens match.
+wait for it while that pays. Requests see texts of their own client (the API key) and namespace (`cache_salt`) only.
+Beside a draft network (`--drafter.ngram-first 5`) its proposals replace the network's where enough last tokens match.
 """
 
 import json
@@ -46,6 +46,8 @@ class NgramOptions:
     """Longest sequence of tokens that is kept."""
     queue_tokens: int = 65_536
     """Most tokens queued for insertion; further ones are dropped and counted."""
+    share_between_keys: bool = False
+    """Draft from texts of clients with other API keys, too, which measured speed and counts can tell them."""
     corpus: str | None = None
     """Texts to insert at the start: a prepared dataset (slipstream prepare), or .jsonl with `tokens` in each line."""
     load: str | None = None
@@ -85,6 +87,8 @@ class NgramFirstOptions:
     """Most children of a node of an n-gram proposal; 1 drafts chains."""
     ngram_capacity: int = 1_000_000
     """Nodes kept of all texts."""
+    ngram_share_between_keys: bool = False
+    """Draft n-grams from texts of clients with other API keys, too."""
 
     def __post_init__(self) -> None:
         longest = NgramOptions().max_match
@@ -96,7 +100,12 @@ class NgramFirstOptions:
     def ngram_options(self) -> NgramOptions:
         """Raises ValueError for a value out of range, with the name that it has here."""
         try:
-            return NgramOptions(nodes=self.ngram_nodes, breadth=self.ngram_breadth, capacity=self.ngram_capacity)
+            return NgramOptions(
+                nodes=self.ngram_nodes,
+                breadth=self.ngram_breadth,
+                capacity=self.ngram_capacity,
+                share_between_keys=self.ngram_share_between_keys,
+            )
         except ValueError as error:
             raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
 
@@ -139,7 +148,8 @@ class NgramStage(HostStage):
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         if request.params.wants_drafts:
-            self.core.admit(slot, np.asarray(tokens, dtype=np.int32), request.namespace)
+            client = "" if self.options.share_between_keys else request.client
+            self.core.admit(slot, np.asarray(tokens, dtype=np.int32), client + request.namespace)
         else:
             self._left_out.add(slot)
 
