@@ -298,7 +298,8 @@ class TokenTrace(NamedTuple):
     source: str  # the drafter or host stage that proposed it; "target": nobody did
     position: int  # in its draft, from 1: how many tokens of it were emitted up to this one; 0: the target's own
     round: int  # of the request, from 1; 0: sampled after a prompt, or after its text when it resumed
-    refused: tuple[int, ...] = ()  # tokens that were drafted after the same text, verified, and not sampled
+    # Tokens that were drafted after the same text, verified, and not sampled; None: withheld, another request's text.
+    refused: tuple[int | None, ...] = ()
     drafted: int = 0  # drafted tokens of the request that the pass of this round verified
     rows: int = 0  # of that pass: nodes and prompt tokens of all its requests
 

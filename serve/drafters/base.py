@@ -43,6 +43,11 @@ class Drafter(ABC):
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         """Receives the target, the request state, and attention over the KV that `kv` asked for."""
 
+    @property
+    def fixed_tokens(self) -> frozenset[int] | None:
+        """Those that it may propose whatever other requests use; None: all that it proposes."""
+        return None
+
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that the drafter cannot serve as promised."""
 
@@ -81,6 +86,10 @@ class NetworkDrafter(Drafter):
         drafter = cls(module, find_vocabulary(module, target, options), options)
         drafter.kv_cache_dtype = options.kv_cache_dtype
         return drafter
+
+    @property
+    def fixed_tokens(self) -> frozenset[int] | None:
+        return self.vocabulary.fixed_ids
 
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)

@@ -71,6 +71,14 @@ class DraftVocabulary:
         self.head, self.recent = head, recent
         self.num_tokens = head.size - (0 if recent is None else len(recent.ids))  # always available
 
+    @property
+    def fixed_ids(self) -> frozenset[int] | None:
+        """Target ids that it has whatever other requests use; None: all that it has."""
+        if self.recent is None:
+            return None
+        assert self.head.ids is not None
+        return frozenset(self.head.ids[: self.num_tokens].tolist())
+
     def target_ids(self, columns: Tensor) -> Tensor:
         """Target ids (...) of columns (...) of the head's logits."""
         return columns if self.head.ids is None else self.head.ids[columns]

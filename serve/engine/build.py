@@ -392,7 +392,14 @@ class Builder:
         prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prompt_tokens
         limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts, self.enough_prompt_tokens)
         host_drafts = self.forced_nodes > 1 or any(max(stage.widths) > 1 for stage in self.stages)
-        return Planner(scheduler, policy, limits, drafter_name(config.draft), host_drafts=host_drafts)
+        return Planner(
+            scheduler,
+            policy,
+            limits,
+            drafter_name(config.draft),
+            host_drafts=host_drafts,
+            fixed_tokens=self.drafter.fixed_tokens,
+        )
 
 
 def build_engine(config: EngineConfig) -> Engine:

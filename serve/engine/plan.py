@@ -62,6 +62,7 @@ class HostProposal:
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
     kinds: list[int]  # from 1 up, higher where surer; serve/engine/budget.py counts acceptance by kind
     source: str  # the stage's name
+    foreign: NDArray[np.bool_] | None = None  # (B, N) nodes drawn from other requests' texts, which no trace shows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ A plan names slots; the planner remembers which sequences they were, since a slo
 time that its output is read. Imports no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,14 +58,21 @@ class Launched:
 
 class Planner:
     """`drafter`: the name of what drafts on the device; `host_drafts`: some proposals come from the host, which knows
-    their sizes."""
+    their sizes; `fixed_tokens`: see Drafter."""
 
     def __init__(
-        self, scheduler: Scheduler, policy: BudgetPolicy, limits: Limits, drafter: str, *, host_drafts: bool = False
+        self,
+        scheduler: Scheduler,
+        policy: BudgetPolicy,
+        limits: Limits,
+        drafter: str,
+        *,
+        host_drafts: bool = False,
+        fixed_tokens: Collection[int] | None = None,
     ) -> None:
         self.scheduler, self.policy, self.limits, self.host_drafts = scheduler, policy, limits, host_drafts
         self.counts = EngineCounts()
-        self._tracer, self._drafter = Tracer(drafter), drafter
+        self._tracer, self._drafter = Tracer(drafter, fixed_tokens), drafter
         self._number = 0
         self._sent_version = -1  # of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan

@@ -6,7 +6,7 @@ torch.
 Letters: N nodes of a proposal, root included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,14 +24,16 @@ class Drafted(NamedTuple):
 
     source: str
     nodes: NDArray[np.int32]  # (2, N): tokens, unused ones -1, and parents
+    foreign: NDArray[np.bool_] | None = None  # (N,) nodes drawn from other requests' texts; None: none are
 
 
 class Tracer:
-    """`drafter`: the name of what proposes on the device. Both methods are called with the steps that have traced
-    requests, each in the order of their numbers; `traced` are the places of these requests in the step, by id."""
+    """`drafter`: the name of what proposes on the device; `fixed_tokens`: see Drafter. Both methods are called with the
+    steps that have traced requests, each in the order of their numbers; `traced` are the places of these requests in
+    the step, by id."""
 
-    def __init__(self, drafter: str) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: str, fixed_tokens: Collection[int] | None = None) -> None:
+        self._drafter, self._fixed_tokens = drafter, None if fixed_tokens is None else sorted(fixed_tokens)
         self._stored: dict[int, Drafted] = {}  # by slot: what the last step that was read has proposed
         self._replaced: dict[int, dict[int, Drafted]] = {}  # by number of the plan and slot: what its edits bring
 
@@ -42,7 +44,8 @@ class Tracer:
         for proposal in plan.edits.proposals:
             for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
                 if count and slot in slots:
-                    found[slot] = Drafted(proposal.source, proposal.nodes[:2, index, :count].copy())
+                    foreign = None if proposal.foreign is None else proposal.foreign[index, :count].copy()
+                    found[slot] = Drafted(proposal.source, proposal.nodes[:2, index, :count].copy(), foreign)
 
     def add_traces(
         self,
@@ -66,8 +69,13 @@ class Tracer:
                 entries = trace_round(drafted, output, place, rounds[one.request_id], rows)
             found.append(replace(one, trace=entries[: len(one.tokens)]))
         if output.proposed is not None:
-            self._stored |= {slots[one]: Drafted(self._drafter, output.proposed[:, one]) for one in traced.values()}
+            self._stored |= {slots[place]: self._drafted(output.proposed[:, place]) for place in traced.values()}
         return found
+
+    def _drafted(self, nodes: NDArray[np.int32]) -> Drafted:
+        """What the device has proposed, as (2, N) nodes."""
+        foreign = None if self._fixed_tokens is None else np.isin(nodes[0], self._fixed_tokens, invert=True)
+        return Drafted(self._drafter, nodes, foreign)
 
 
 def num_rows(plan: StepPlan, output: StepOutput) -> int:
@@ -78,16 +86,19 @@ def num_rows(plan: StepPlan, output: StepOutput) -> int:
 def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int, rows: int) -> list[TokenTrace]:
     """Of the tokens that segment `place` of a step has emitted, which verified the first nodes of `drafted`.
 
-    Refused at a token's place are the children of the node before it that were verified, but the accepted one.
+    Refused at a token's place are the children of the node before it that were verified, but the accepted one. Those
+    that come from other requests' texts are counted, and not named.
     """
     emitted, num_verified = output.emitted(place), int(output.num_verified[place])
     path: Sequence[int] = range(len(emitted)) if output.accepted is None else output.accepted[place].tolist()
-    children: dict[int, list[int]] = {}
-    for token, parent in drafted.nodes[:, 1:num_verified].T.tolist():
-        children.setdefault(parent, []).append(token)
+    children: dict[int, list[tuple[int, bool]]] = {}
+    foreign = np.zeros(num_verified, dtype=np.bool_) if drafted.foreign is None else drafted.foreign
+    for node, (token, parent) in enumerate(drafted.nodes[:, 1:num_verified].T.tolist(), 1):
+        children.setdefault(parent, []).append((token, bool(foreign[node])))
     found = []
     for position, token in enumerate(emitted, 1):
-        refused = tuple(other for other in children.get(path[position - 1], ()) if other != token)
+        siblings = [child for child in children.get(path[position - 1], ()) if child[0] != token]
+        refused = tuple(None if is_foreign else other for other, is_foreign in siblings)
         is_drafted = position < len(emitted)
         origin = (drafted.source, position) if is_drafted else (TARGET, 0)
         found.append(TokenTrace(*origin, number, refused, num_verified - 1, rows))

@@ -439,8 +439,8 @@ class Call(NamedTuple):
 
 
 def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict[str, Any]]:
-    def described(token: int) -> dict[str, Any]:
-        return {"id": token, "token": texts(token)}
+    def described(token: int | None) -> dict[str, Any]:
+        return {"id": token, "token": None if token is None else texts(token)}
 
     return [
         {

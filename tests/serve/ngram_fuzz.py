@@ -23,10 +23,20 @@ Tree = tuple[list[int], list[int], int]  # tokens, parents, length of the match
 
 def advance(core: Any, row: int, width: int, *gained: int) -> Tree:
     """The request's tree after it has gained these tokens."""
-    tokens, parents = np.full((2, 1, width), -7, np.int32)
-    scores, matches = np.zeros((1, width), np.float32), np.full(1, -7, np.int32)
-    core.advance([row], [[len(gained), *gained]], tokens, parents, scores, matches)
-    return tokens[0].tolist(), parents[0].tolist(), int(matches[0])
+    arrays = arrays_for(1, width)
+    core.advance([row], [[len(gained), *gained]], **arrays)
+    return arrays["tokens"][0].tolist(), arrays["parents"][0].tolist(), int(arrays["matches"][0])
+
+
+def arrays_for(batch: int, width: int) -> dict[str, Any]:
+    """What `advance` writes into."""
+    return {
+        "tokens": np.full((batch, width), -7, np.int32),
+        "parents": np.full((batch, width), -7, np.int32),
+        "scores": np.zeros((batch, width), np.float32),
+        "matches": np.full(batch, -7, np.int32),
+        "foreign": np.zeros((batch, width), np.bool_),
+    }
 
 
 def random_texts(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:
@@ -126,14 +136,15 @@ class Fuzz:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
             gained[row] = text[: self.rng.randint(0, most)]
         width = self.rng.choice((1, 2, 8, 16, 64))
-        tokens, parents = np.full((2, len(rows), width), -7, np.int32)
-        scores, matches = np.zeros((len(rows), width), np.float32), np.full(len(rows), -7, np.int32)
+        arrays = arrays_for(len(rows), width)
+        tokens, parents, scores, matches, foreign = arrays.values()
         emitted = [[len(text), *text, *[9] * (most - len(text))] for text in gained.values()]
-        counts = self.core.advance(rows, emitted, tokens, parents, scores, matches)
+        counts = self.core.advance(rows, emitted, **arrays)
         self.core.flush()
         assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
         trees = list(zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True))
         assert trees == self.model.advance(gained, width), self.place()
+        assert foreign.tolist() == self.model.foreign, self.place()
         np.testing.assert_allclose(scores, self.model.scores, rtol=1e-5, atol=1e-6, err_msg=self.place())
         for (own, above, _), count in zip(trees, counts, strict=True):
             assert all(0 <= above[node] < node for node in range(1, count)), self.place()

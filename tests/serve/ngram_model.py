@@ -40,6 +40,7 @@ class NgramModel:
         self.min_match, self.max_match, self.order, self.breadth = min_match, max_match, order, breadth
         self.requests: dict[int, Request] = {}
         self.scores: list[list[float]] = []  # of the trees that `advance` returned last
+        self.foreign: list[list[bool]] = []  # likewise
 
     def admit(self, row: int, tokens: list[int], name: str) -> None:
         self.requests[row] = Request(list(tokens), Writer(self.trie.root(name)))
@@ -52,7 +53,7 @@ class NgramModel:
         """By row; what `propose` returns for each. `dropped`: the queue has no room for the tokens gained before."""
         for row, tokens in gained.items():
             self.requests[row].tokens += tokens
-        self.scores = []
+        self.scores, self.foreign = [], []
         trees = [self.propose(row, width) for row in gained]
         for row, tokens in gained.items():
             self.share(row, 0 if dropped else len(self.requests[row].private))
@@ -121,6 +122,7 @@ class NgramModel:
         tree = Tree(self, request.tokens, starts, width)
         grown = tree.grow()
         self.scores.append([*map(math.log, tree.probabilities), *[-math.inf] * (width - len(tree.probabilities))])
+        self.foreign.append([*tree.foreign, *[True] * (width - len(tree.foreign))])
         return grown
 
     def informed_places(self, request: Request) -> list[Place]:
@@ -141,6 +143,7 @@ class Tree:
         self.model, self.text, self.starts, self.width = model, text, starts, width
         self.tokens, self.parents, self.depths = [text[-1]], [-1], [0]
         self.probabilities = [1.0]
+        self.foreign = [False]
         # -score, order, token, parent, length, probability, behind
         self.waiting: list[tuple[float, int, int, int, int, float, Cursor]] = []
         self.num_pushed = 0
@@ -163,6 +166,9 @@ class Tree:
                 self.parents.append(parent)
                 self.depths.append(self.depths[parent] + 1)
                 self.probabilities.append(probability)
+                self.foreign.append(True)
+            if behind[0] == "text":
+                self.foreign[node] = False
             self.follow(behind, node, length, probability)
         padding = [-1] * (self.width - len(self.tokens))
         return self.tokens + padding, self.parents + padding, longest

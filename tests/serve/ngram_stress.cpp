@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -40,6 +41,9 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
   std::vector<int64_t> rows(BATCH);
   for (size_t index = 0; index < BATCH; ++index) rows[index] = first_row + static_cast<int64_t>(index);
   std::vector<int32_t> tokens(BATCH * WIDTH), parents(BATCH * WIDTH), matches(BATCH);
+  std::vector<float> scores(BATCH * WIDTH);
+  const std::unique_ptr<bool[]> foreign(new bool[BATCH * WIDTH]);
+  const ngram::Trees trees{WIDTH, tokens.data(), parents.data(), scores.data(), foreign.get(), matches.data()};
   std::vector<int32_t> emitted(BATCH * (1 + GAINED));
   while (!is_over) {
     for (const int64_t row : rows) {
@@ -52,8 +56,7 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
         emitted[index * (1 + GAINED)] = GAINED;
         std::copy_n(&gained[index * GAINED], GAINED, &emitted[index * (1 + GAINED) + 1]);
       }
-      core.advance(rows.data(), BATCH, emitted.data(), 1 + GAINED, WIDTH, tokens.data(), parents.data(),
-                   matches.data());
+      core.advance(rows.data(), BATCH, emitted.data(), 1 + GAINED, trees);
       for (size_t index = 0; index < BATCH; ++index) {
         require(tokens[index * WIDTH] == gained[index * GAINED + GAINED - 1], "a root is not the last token");
       }

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
-from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.drafts.token_map import TokenMap, read_token_map
 from slipstream.serve.drafters.autoregressive import TreeOptions
 from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Speculation
 from slipstream.serve.runner.batch import PassRows
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.tests.pairwise import pairwise, rotating
@@ -174,6 +175,24 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
     with pytest.raises(ValueError, match="cache_salt is set, but .* without --drafter.token-map-dynamic"):
         engine.add(salted)
     run(engine, [make_request("plain", [5, 6], max_tokens=2)])
+
+
+@pytest.mark.parametrize("dynamic", [0, 16])
+def test_a_trace_names_no_recent_tokens(dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+    """They may be another request's. Those of the map are named, beside recent ones, too."""
+    path = save_map(tmp_path)
+    options = DRAFTERS["eagle tree"] | {"token_map": path, "token_map_dynamic": dynamic}
+    engine = build_engine(target, drafts["eagle"], drafter=options)
+    requests = [
+        make_request(str(seed), random_prompt(30, seed), max_tokens=40, speculation=Speculation(trace=True))
+        for seed in range(3)
+    ]
+    answers = run(engine, requests).values()
+    refused = [token for answer in answers for entry in answer.trace for token in entry.refused]
+    assert None in refused if dynamic else None not in refused
+    named = {token for token in refused if token is not None}
+    assert len(named) > 5
+    assert named <= set(read_token_map(Path(path), VOCAB).ids_by_frequency(None, [EOS]).tolist())
 
 
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])

@@ -4,6 +4,7 @@ import itertools
 import random
 import struct
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
-from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, random_texts
+from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 
 
@@ -140,6 +141,38 @@ def test_drafts_are_longer_than_a_branch() -> None:
     assert advance(core, 0, 64)[0] == text[1:65]
 
 
+def continuations(text: list[int], count: int) -> list[list[int]]:
+    """What followed the last token at its earlier places in the text, which is repeated from there where it ends."""
+    starts = [index for index in range(1, len(text)) if text[index - 1] == text[-1]]
+    return [list(itertools.islice(itertools.cycle(text[start:]), count)) for start in starts]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
+    """A node counts as the request's own only where brute force finds its path in the request's text; with no other
+    text in the trie, nearly every node does: all but those at places that the own text is not searched for."""
+    rng, num_nodes = random.Random(seed), Counter[bool]()
+    vocab, (text, *texts) = rng.choice((6, 30)), random_texts(seed, 6, 60, 30)
+    for inserted in (texts, []):
+        core = NgramCore(breadth=8)
+        for other in inserted:
+            core.insert([token % vocab for token in other])
+        tokens = [token % vocab for token in text]
+        core.admit(0, tokens[:20])
+        for end in range(20, 60):
+            arrays = arrays_for(1, 32)
+            core.advance([0], [[1, tokens[end]]], **arrays)
+            drafted, parents, *_, foreign = (array[0].tolist() for array in arrays.values())
+            assert not foreign[0]
+            expected = continuations(tokens[: end + 1], 32)
+            for path, is_foreign in zip(paths((drafted, parents, 0)), foreign[1:], strict=False):
+                num_nodes[is_foreign] += 1
+                assert is_foreign or path in [continuation[: len(path)] for continuation in expected]
+        assert num_nodes[False] > 20
+        assert (num_nodes[True] > num_nodes[False] / 10) == bool(inserted)
+        num_nodes.clear()
+
+
 def test_namespaces_keep_texts_apart() -> None:
     core = NgramCore(rows=3)
     core.insert([1, 2, 3, 4], "a" * 1000)
@@ -193,12 +226,11 @@ def test_statistics() -> None:
     core = NgramCore(rows=2, max_match=3)
     core.admit(0, [1, 2, 1])
     core.admit(1, [5, 6, 7])
-    tokens, parents = np.zeros((2, 2, 4), np.int32)
-    scores, matches = np.zeros((2, 4), np.float32), np.zeros(2, np.int32)
-    core.advance([0, 1], [[0], [0]], tokens, parents, scores, matches)
+    arrays = arrays_for(2, 4)
+    core.advance([0, 1], [[0], [0]], **arrays)
     core.flush()
     stats = core.stats()
-    assert matches.tolist() == [1, 0]
+    assert arrays["matches"].tolist() == [1, 0]
     assert stats["match_lengths"] == [1, 1, 0, 0]
     assert (stats["drafted_tokens"], stats["inserted_tokens"], stats["waiting_tokens"]) == (3, 6, 0)
     assert stats["nodes"] == 5
@@ -251,13 +283,12 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
     texts = rng.integers(0, 30, (50, 200)).astype(np.int32)
 
     def serve(rows: list[int]) -> None:
-        tokens, parents = np.zeros((2, 2, 8), np.int32)
-        scores, matches = np.zeros((2, 8), np.float32), np.zeros(2, np.int32)
+        arrays = arrays_for(2, 8)
         for text in texts:
             for row in rows:
                 core.admit(row, text[:20], str(row % 2))
             for end in range(20, 200, 6):
-                core.advance(rows, [[6, *text[end : end + 6]]] * 2, tokens, parents, scores, matches)
+                core.advance(rows, [[6, *text[end : end + 6]]] * 2, **arrays)
             for row in rows:
                 core.release(row)
 
@@ -317,8 +348,7 @@ def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> Non
 def test_bad_arguments_change_nothing() -> None:
     core = NgramCore(rows=2)
     core.admit(0, [1, 2, 1])
-    nodes, wide = np.zeros((2, 1, 4), np.int32), np.zeros((2, 1, 65), np.int32)
-    arrays = [*nodes, np.zeros((1, 4), np.float32), np.zeros(1, np.int32)]
+    tokens, *arrays = arrays_for(1, 4).values()
     calls: list[tuple[str, tuple[Any, ...], str]] = [
         ("admit", (2, [1]), "row is 2; it must be between 0 and 1"),
         ("admit", (-1, [1]), "row is -1"),
@@ -328,26 +358,23 @@ def test_bad_arguments_change_nothing() -> None:
         ("admit", (1, [[3, 1]]), r"tokens has shape \(1, 2\)"),
         ("insert", ([1 << 21],), "a token is 2097152"),
         ("release", (1,), "row 1 is not in use"),
-        ("advance", ([1], [[1, 3]], *arrays), "row 1 is not in use; admit a request first"),
-        ("advance", ([0], [[2, 3]], *arrays), "a number of tokens is 2; it must be between 0 and 1"),
-        ("advance", ([0], [[-1, 3]], *arrays), "a number of tokens is -1"),
-        ("advance", ([0], [[1, -1]], *arrays), "a token is -1"),
-        ("advance", ([0], [[]], *arrays), r"emitted has shape \(1, 0\); it must be \(1, 1\)"),
-        (
-            "advance",
-            ([0], [[1, 3]], *wide, np.zeros((1, 65), np.float32), arrays[3]),
-            "width is 65; it must be between 1 and 64",
-        ),
-        ("advance", ([0], [[0]], *wide[:, :, :0].copy(), np.zeros((1, 0), np.float32), arrays[3]), "width is 0"),
-        ("advance", ([0], [[1, 3]], arrays[0], np.zeros((2, 4), np.int32), *arrays[2:]), "parents has shape"),
-        ("advance", ([0], [[1, 3]], *nodes, np.zeros((1, 3), np.float32), arrays[3]), "scores has shape"),
+        ("advance", ([1], [[1, 3]], tokens, *arrays), "row 1 is not in use; admit a request first"),
+        ("advance", ([0], [[2, 3]], tokens, *arrays), "a number of tokens is 2; it must be between 0 and 1"),
+        ("advance", ([0], [[-1, 3]], tokens, *arrays), "a number of tokens is -1"),
+        ("advance", ([0], [[1, -1]], tokens, *arrays), "a token is -1"),
+        ("advance", ([0], [[]], tokens, *arrays), r"emitted has shape \(1, 0\); it must be \(1, 1\)"),
+        ("advance", ([0], [[1, 3]], *arrays_for(1, 65).values()), "width is 65; it must be between 1 and 64"),
+        ("advance", ([0], [[0]], *arrays_for(1, 0).values()), "width is 0"),
+        ("advance", ([0], [[1, 3]], tokens, np.zeros((2, 4), np.int32), *arrays[1:]), "parents has shape"),
+        ("advance", ([0], [[1, 3]], tokens, arrays[0], np.zeros((1, 3), np.float32), *arrays[2:]), "scores has shape"),
+        ("advance", ([0], [[1, 3]], tokens, *arrays[:-1], np.zeros((1, 3), np.bool_)), "foreign has shape"),
     ]
     for method, arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             getattr(core, method)(*arguments)
-    for copied in (arrays[0].astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
+    for copied in (tokens.astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
         with pytest.raises(TypeError):  # what is written into must be the caller's own
-            core.advance([0], [[0]], copied, *arrays[1:])
+            core.advance([0], [[0]], copied, *arrays)
     assert advance(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
     core.flush()
     assert core.stats()["inserted_tokens"] == 3

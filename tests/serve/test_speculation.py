@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,10 @@ def test_a_trace_says_where_each_token_comes_from(
     drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
 ) -> None:
     """Against the proposals on the device, with the passes' numbers of verified nodes: what was held back was not
-    refused."""
+    refused. Refused n-grams are named where the request's own text goes on with them."""
     engine = build(drafter, make)
     requests, sources, refused, held_back = with_speculation(requests_of(), TRACE, every=2), set[str](), 0, 0
+    withheld = 0
     for _ in range(2):
         watcher = Watcher(engine)
         engine.planner.policy = AnyPolicy(engine.planner, random.Random(1))
@@ -199,8 +201,11 @@ def test_a_trace_says_where_each_token_comes_from(
             if not request.params.wants_trace:
                 assert answer.trace == []
                 continue
-            explained = [(one.source != "target", one.position, one.round, list(one.refused)) for one in answer.trace]
-            assert explained == explain(answer, rounds)
+            explained = explain(answer, rounds)
+            for one, (is_drafted, position, number, offered) in zip(answer.trace, explained, strict=True):
+                assert (one.source != "target", one.position, one.round) == (is_drafted, position, number)
+                assert named(one.refused, offered) == offered
+            withheld += check_names(request.prompt, answer, is_ngram=drafter == "ngram")
             assert all(one.drafted == rounds[one.round - 1][1] - 1 for one in answer.trace if one.round)
             check_counts(answer)
             sources.update(one.source for one in answer.trace)
@@ -210,6 +215,23 @@ def test_a_trace_says_where_each_token_comes_from(
     assert sources == {"target", "eagle3", "ngram"} if drafter == "ngram first" else {"target", name}
     assert refused > 5
     assert held_back > 5
+    assert (withheld > 0) == ("ngram" in drafter)
+
+
+def named(refused: Sequence[int | None], offered: list[int]) -> list[int]:
+    """The refused tokens, those that are withheld as they were offered."""
+    return [offer if token is None else token for token, offer in zip(refused, offered, strict=True)]
+
+
+def check_names(prompt: list[int], answer: Answer, *, is_ngram: bool) -> int:
+    """Returns how many refused tokens are withheld. Asserts that a named one, if n-grams alone draft, has followed the
+    token before it in the request's own text."""
+    text, withheld = prompt + answer.tokens, 0
+    for place, one in enumerate(answer.trace, len(prompt)):
+        withheld += one.refused.count(None)
+        pairs = set(pairwise(text[:place]))
+        assert not is_ngram or all(token is None or (text[place - 1], token) in pairs for token in one.refused)
+    return withheld
 
 
 def check_counts(answer: Answer) -> None:

@@ -54,6 +54,7 @@ class NgramCore:
         parents: NDArray[np.int32],
         scores: NDArray[np.float32],
         matches: NDArray[np.int32],
+        foreign: NDArray[np.bool_],
     ) -> list[int]:
         """Requests `rows` (B,) have gained what a step has `emitted` (B, 1 + K), the number of tokens first, and get a
         tree each, written into the caller's arrays. Returns how many nodes each tree has.
@@ -62,6 +63,8 @@ class NgramCore:
         request's last token. A score is the share that the counts of what followed earlier matches leave to the node's
         path.
         matches (B,): length of the longest match, 0 where nothing is drafted.
+        foreign (B, N): whether a node is drawn from other requests' texts alone: what its path spells does not follow
+        the last token anywhere in the request's text, as far as that was looked up. Nobody may show such a token.
 
         The request itself sees its tokens at once; others when it has gained more or has ended, since only then is it
         certain that it has not ended within them, and when the inserting thread has handled them, within a step or

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, make_dataclass
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ class NgramStage(HostStage):
         # the next step drafts, it reads a pass that was launched after these copies.
         size = 4 * num_slots * self.options.nodes
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned).numpy() for _ in range(2)]
-        self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
+        self.arrays = cycle([cache(partial(Arrays.within, own)) for own in memory])
         if self.options.load:
             self.core.load(self.options.load, self.vocab_size)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
@@ -162,14 +162,15 @@ class NgramStage(HostStage):
             given = given.without(self._left_out)
             if not given.slots:
                 return Edits()
-        nodes, tokens, parents, scores, matches = next(self.arrays)(len(given.slots), min(width, self.options.nodes))
-        counts = self.core.advance(given.slots, given.results, tokens, parents, scores, matches)
-        lengths = matches.tolist()
+        arrays = next(self.arrays)(len(given.slots), min(width, self.options.nodes))
+        counts = self.core.advance(given.slots, given.results, **arrays.outputs)
+        lengths = arrays.outputs["matches"].tolist()
         if self.first:
             pairs = zip(counts, lengths, strict=True)
             counts = [count if count > 1 and length >= self.first else 0 for count, length in pairs]
         kinds = list(map(int.bit_length, lengths))
-        return Edits((HostProposal(given.slots, nodes, counts, kinds, source="ngram"),))
+        foreign = arrays.outputs["foreign"]
+        return Edits((HostProposal(given.slots, arrays.nodes, counts, kinds, source="ngram", foreign=foreign),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
         if slot in self._left_out:
@@ -190,10 +191,23 @@ class NgramStage(HostStage):
             self.core.save(self.options.save)
 
 
-def _arrays_in(memory: Ints, batch: int, width: int) -> tuple[Ints, Ints, Ints, NDArray[np.float32], Ints]:
-    """nodes (4, B, N), of which tokens and parents are filled, scores (B, N), and matches (B,)."""
-    nodes = memory[: 4 * batch * width].reshape(4, batch, width)
-    return nodes, nodes[0], nodes[1], np.empty((batch, width), dtype=np.float32), np.empty(batch, dtype=np.int32)
+class Arrays(NamedTuple):
+    """What a batch of B trees of N nodes is written into."""
+
+    nodes: Ints  # (4, B, N), of which the core fills the first two
+    outputs: dict[str, NDArray[Any]]  # of NgramCore.advance
+
+    @classmethod
+    def within(cls, memory: Ints, batch: int, width: int) -> "Arrays":
+        nodes = memory[: 4 * batch * width].reshape(4, batch, width)
+        outputs = {
+            "tokens": nodes[0],
+            "parents": nodes[1],
+            "scores": np.empty((batch, width), dtype=np.float32),
+            "matches": np.empty(batch, dtype=np.int32),
+            "foreign": np.empty((batch, width), dtype=np.bool_),
+        }
+        return cls(nodes, outputs)
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:

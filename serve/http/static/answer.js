@@ -9,9 +9,14 @@ let lastId = 0;
 /** A token as a sentence, for the slider and for screen readers. */
 export function described(token) {
   const chance = token.logprob > -9999 ? `, probability ${percent(Math.exp(token.logprob))}` : "";
-  const refused = token.refused.length ? `, refused here: ${token.refused.map((one) => visible(one.token)).join(", ")}` : "";
+  const refused = token.refused.length ? `, refused here: ${token.refused.map(nameOfGuess).join(", ")}` : "";
   const round = token.round ? `, round ${token.round}` : "";
   return `${visible(token.text)}: ${nameOfOrigin(token)}${round}${chance}${refused}`;
+}
+
+/** A refused guess; the server withholds those from other requests' texts. */
+function nameOfGuess(guess) {
+  return guess.token === null ? "(withheld)" : visible(guess.token);
 }
 
 function nameOfOrigin(token) {
@@ -191,7 +196,7 @@ function detailsOf(token) {
     const rows = `${token.rows} ${token.rows === 1 ? "row" : "rows"}${others > 0 ? `, ${others} of them for others` : ""}`;
     facts.push(["Round", `${token.round}: ${token.drafted} guessed tokens checked, in a pass of ${rows}`]);
   } else facts.push(["Round", "none: it came with the prompt"]);
-  if (token.refused.length) facts.push(["Refused here", token.refused.map((one) => visible(one.token)).join("  ")]);
+  if (token.refused.length) facts.push(["Refused here", token.refused.map(nameOfGuess).join("  ")]);
   facts.push(["Probability", token.logprob > -9999 ? percent(Math.exp(token.logprob)) : "none, by the server’s settings"]);
   const rows = token.top.map((one) => {
     const bar = element("span", { class: "bar" });

@@ -27,6 +27,7 @@ using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using Longs = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using IntsOut = py::array_t<int32_t, py::array::c_style>;
 using FloatsOut = py::array_t<float, py::array::c_style>;
+using BoolsOut = py::array_t<bool, py::array::c_style>;
 
 constexpr size_t MAX_NAME = 64;
 
@@ -53,7 +54,7 @@ void admit(Ngram& self, int64_t row, const Ints& tokens, const std::string& name
 }
 
 std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitted, IntsOut tokens, IntsOut parents,
-                              FloatsOut scores, IntsOut matches) {
+                              FloatsOut scores, IntsOut matches, BoolsOut foreign) {
   const py::ssize_t num_columns = emitted.ndim() == 2 ? std::max<py::ssize_t>(1, emitted.shape(1)) : 1;
   const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
   expect_shape("rows", rows, {rows.size()});
@@ -62,13 +63,12 @@ std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitte
   expect_shape("parents", parents, {rows.size(), width});
   expect_shape("scores", scores, {rows.size(), width});
   expect_shape("matches", matches, {rows.size()});
-  int32_t* tokens_out = tokens.mutable_data();
-  int32_t* parents_out = parents.mutable_data();
-  float* scores_out = scores.mutable_data();
-  int32_t* matches_out = matches.mutable_data();
+  expect_shape("foreign", foreign, {rows.size(), width});
+  const ngram::Trees trees{static_cast<size_t>(width), tokens.mutable_data(),  parents.mutable_data(),
+                           scores.mutable_data(),      foreign.mutable_data(), matches.mutable_data()};
   py::gil_scoped_release release;
   return self.advance(rows.data(), static_cast<size_t>(rows.size()), emitted.data(), static_cast<size_t>(num_columns),
-                      static_cast<size_t>(width), tokens_out, parents_out, scores_out, matches_out);
+                      trees);
 }
 
 void release(Ngram& self, int64_t row, std::optional<size_t> num_tokens) {
@@ -151,7 +151,8 @@ PYBIND11_MODULE(ngram_core, module) {
            py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
       .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "")
       .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),
-           py::arg("parents").noconvert(), py::arg("scores").noconvert(), py::arg("matches").noconvert())
+           py::arg("parents").noconvert(), py::arg("scores").noconvert(), py::arg("matches").noconvert(),
+           py::arg("foreign").noconvert())
       .def("release", &release, py::arg("row"), py::arg("num_tokens") = py::none())
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
       .def("flush", &Ngram::flush, unlocked())

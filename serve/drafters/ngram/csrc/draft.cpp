@@ -29,7 +29,9 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
   std::fill_n(row.tokens, row.width, -1);
   std::fill_n(row.parents, row.width, -1);
   std::fill_n(row.scores, row.width, -std::numeric_limits<float>::infinity());
+  std::fill_n(row.foreign, row.width, true);
   row.scores[0] = 0;
+  row.foreign[0] = false;
   row.tokens[0] = text_[text_size_ - 1];
   size_ = 1;
   depth_[0] = num_children_[0] = 0;
@@ -141,16 +143,22 @@ uint32_t Draft::rank(double score) {
   return place;
 }
 
-// Adds the candidate as a node, or finds an equal node. False if its parent has no room for a child.
+// Adds the candidate as a node, or finds an equal node. False if its parent has no room for a child. A node that the
+// request's own text proposes, too, is not foreign: nor are those above it then, since a text is followed from the root.
 bool Draft::place(const Candidate& candidate, const Row& row, uint32_t& node) {
+  const bool is_foreign = candidate.rest.kind != Cursor::TEXT;
   node = child(row, candidate.parent, candidate.token);
-  if (node != 0) return true;
+  if (node != 0) {
+    row.foreign[node] = row.foreign[node] && is_foreign;
+    return true;
+  }
   if (num_children_[candidate.parent] >= limit(candidate.parent)) return false;
   node = size_++;
   ++num_children_[candidate.parent];
   row.tokens[node] = candidate.token;
   row.parents[node] = static_cast<int32_t>(candidate.parent);
   row.scores[node] = std::log(static_cast<float>(candidate.probability));
+  row.foreign[node] = is_foreign;
   depth_[node] = depth_[candidate.parent] + 1;
   num_children_[node] = 0;
   return true;

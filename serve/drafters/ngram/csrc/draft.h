@@ -18,6 +18,7 @@ struct Row {
   int32_t* tokens;
   int32_t* parents;
   float* scores;  // log-probability that the node is reached; -inf of unused ones
+  bool* foreign;  // whether the node is drawn from other requests' texts alone; true of unused ones
 };
 
 enum class Order {

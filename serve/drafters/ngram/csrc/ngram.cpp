@@ -93,10 +93,10 @@ void Ngram::check_rows(const int64_t* rows, size_t batch) {
 
 // Takes every step for all requests before the next one; see warm_up.h.
 std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
-                                     size_t width, int32_t* tokens, int32_t* parents, float* scores, int32_t* matches) {
+                                     const Trees& trees) {
   std::lock_guard front(front_);
   check_rows(rows, batch);
-  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
+  within("width", static_cast<int64_t>(trees.width), 1, MAX_WIDTH);
   for (size_t index = 0; index < batch; ++index) {
     const int32_t* row = emitted + index * num_columns;
     within("a number of tokens", row[0], 0, static_cast<int64_t>(num_columns) - 1);
@@ -108,7 +108,7 @@ std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const in
     running(rows[index]).context.append(row + 1, row + 1 + row[0]);
   }
   index_texts(rows, batch);
-  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, scores, matches);
+  std::vector<uint32_t> sizes = draft(rows, batch, trees);
   for (size_t index = 0; index < batch; ++index) {
     const size_t count = static_cast<size_t>(emitted[index * num_columns]);
     share(rows[index], running(rows[index]).context.text().size() - count);
@@ -116,18 +116,18 @@ std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const in
   return sizes;
 }
 
-std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                                   float* scores, int32_t* matches) {
+std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, const Trees& trees) {
   std::vector<uint32_t> sizes(batch);
   std::lock_guard turn(turns_);
   follow(rows, batch);
   for (size_t index = 0; index < batch; ++index) {
     const Request& request = running(rows[index]);
-    const size_t start = index * width;
-    const Row row{static_cast<uint32_t>(width), tokens + start, parents + start, scores + start};
+    const size_t start = index * trees.width;
+    const Row row{static_cast<uint32_t>(trees.width), trees.tokens + start, trees.parents + start, trees.scores + start,
+                  trees.foreign + start};
     const uint32_t match = draft_.propose(request.context, request.history, row);
-    matches[index] = static_cast<int32_t>(match);
-    if (width > 1) ++match_lengths_[match];
+    trees.matches[index] = static_cast<int32_t>(match);
+    if (trees.width > 1) ++match_lengths_[match];
     sizes[index] = draft_.size();
     drafted_tokens_ += draft_.size() - 1;
   }

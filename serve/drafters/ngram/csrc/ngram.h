@@ -26,6 +26,16 @@ struct Stats {
   std::vector<uint64_t> match_lengths;  // [length]: proposals by length of the longest match; [0]: without a match
 };
 
+// The caller's arrays for a batch of B trees of N nodes.
+struct Trees {
+  size_t width;      // N
+  int32_t* tokens;   // (B, N), as the next three; see Row
+  int32_t* parents;
+  float* scores;
+  bool* foreign;
+  int32_t* matches;  // (B,) lengths of the longest matches
+};
+
 // Any thread may call any method. Bad arguments throw std::invalid_argument and change nothing.
 class Ngram {
  public:
@@ -35,11 +45,10 @@ class Ngram {
   // A request starts in slot `row`.
   void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
   // Requests have gained the tokens that a step emitted, (B, 1 + K) with their number first, and get a tree of `width`
-  // nodes each: tokens, parents and scores (B, N), lengths of the longest matches (B,). Returns how many nodes each
-  // tree has (B,). Other requests see these tokens when this one has gained more or has ended, at most as many as `release`
-  // says.
+  // nodes each. Returns how many nodes each tree has (B,). Other requests see these tokens when this one has gained
+  // more or has ended, at most as many as `release` says.
   std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
-                                size_t width, int32_t* tokens, int32_t* parents, float* scores, int32_t* matches);
+                                const Trees& trees);
   // The request in `row` ended with `num_tokens`, prompt included.
   void release(int64_t row, size_t num_tokens);
 
@@ -72,8 +81,7 @@ class Ngram {
   void index_texts(const int64_t* rows, size_t batch);
   // Queues the new tokens among the first `num_tokens` of its text.
   void share(int64_t row, size_t num_tokens);
-  std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                              float* scores, int32_t* matches);
+  std::vector<uint32_t> draft(const int64_t* rows, size_t batch, const Trees& trees);
   void follow(const int64_t* rows, size_t batch);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
   void work();

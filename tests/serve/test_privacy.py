@@ -1,0 +1,185 @@
+"""Two clients of one server whose n-grams they share: neither reads the other's text, however it asks.
+
+The oracle is the same call under a salt that nobody has used, which finds an empty trie: what the shared trie makes a
+server say beyond that must be the caller's own. Counts, times and the sizes of pieces may differ (docs/serving.md).
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.serve.engine.process import build_engine
+from slipstream.serve.http.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, events, serving
+
+TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
+VICTIM, ATTACKER = "sk-victim", "sk-attacker"
+# What differs with speed, and names, which no text of a client reaches.
+FIGURES = (
+    "metrics",
+    "usage",
+    "source",
+    "position",
+    "round",
+    "drafted",
+    "rows",
+    "created",
+    "created_at",
+    "completed_at",
+)
+NAMES = ("item_id", "call_id")
+TEXTS = ("text", "content", "delta")
+SALTS = (f"salt {number}" for number in count())
+
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{VICTIM}\n{ATTACKER}\n")
+    config = ServeConfig(
+        target=str(TARGET),
+        draft="ngram",
+        drafter={"share_between_keys": True},
+        width=8,  # whatever passes cost on this machine
+        port=0,
+        max_running=4,
+        kv_cache_tokens=4096,
+        api_key_file=str(keys),
+    )
+    with serving(config, build_engine) as running:
+        yield running
+
+
+@pytest.fixture
+def victim(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {VICTIM}"}) as client:
+        yield client
+
+
+@pytest.fixture
+def attacker(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {ATTACKER}"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+def secret_of(rng: random.Random) -> str:
+    words = ("account", "code", "door", "lamp", "river", "stone")
+    numbers = "-".join(str(rng.randrange(1000, 10_000)) for _ in range(3))
+    return f"The {rng.choice(words)} of {rng.choice(words)} is {numbers} and the PIN is {rng.randrange(1000, 10_000)}."
+
+
+def forced(known: list[int], **fields: Any) -> Body:
+    """A completion whose first token is the last known one, so that its second place shows what followed that."""
+    common = {"max_tokens": 3, "temperature": 0, "seed": 7, "ignore_eos": True, "speculation": {"trace": True}}
+    return {"prompt": known[:-1], "logit_bias": {str(known[-1]): 100}, **common, **fields}
+
+
+def asked_in_chat(known: list[int], text: str) -> Body:
+    """The body that the playground sends, and a bias, as its settings may have one."""
+    body = forced(known, stream=True, logprobs=True, top_logprobs=5)
+    del body["prompt"]
+    return {**body, "messages": [{"role": "user", "content": text}]}
+
+
+WAYS: dict[str, tuple[str, Callable[[list[int], str], Body]]] = {
+    "trace": (COMPLETIONS, lambda known, _: forced(known)),
+    "stream": (COMPLETIONS, lambda known, _: forced(known, stream=True)),
+    "log-probabilities": (COMPLETIONS, lambda known, _: forced(known, logprobs=5, prompt_logprobs=2)),
+    "echo": (COMPLETIONS, lambda known, _: forced(known, echo=True, logprobs=1)),
+    "choices": (COMPLETIONS, lambda known, _: forced(known, n=2, stream=True)),
+    "playground": (CHAT, asked_in_chat),
+    "playground, text to continue": (
+        COMPLETIONS,
+        lambda known, _: forced(known, stream=True, logprobs=5, speculation={"enabled": True, "trace": True}),
+    ),
+    "responses": (RESPONSES, lambda _, text: {"input": text, "max_output_tokens": 4, "temperature": 0, "seed": 7}),
+}
+
+
+def answers(client: httpx.Client, path: str, body: Body) -> list[Any]:
+    """The events of a stream, or the answer."""
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return list(events(response)) if body.get("stream") else [response.json()]
+
+
+def told(responses: list[Any]) -> tuple[set[Any], int]:
+    """Every text and number that answers hold, but for FIGURES, and how many tokens they withhold. Texts that come in
+    pieces are joined."""
+    values, texts, num_withheld = set[Any](), list[str](), 0
+
+    def read(value: Any, name: str = "") -> None:
+        nonlocal num_withheld
+        if isinstance(value, dict):
+            num_withheld += "id" in value and value["id"] is None
+            for key, entry in value.items():
+                if key not in FIGURES and key not in NAMES and not (key == "id" and isinstance(entry, str)):
+                    values.update([key] if name == "top_logprobs" else [])
+                    read(entry, key)
+        elif isinstance(value, list):
+            for entry in value:
+                read(entry, name)
+        elif name in TEXTS and isinstance(value, str):
+            texts.append(value)
+        elif not isinstance(value, float):
+            values.add(value)
+
+    read(responses)
+    return {*values, "".join(texts)} - {None}, num_withheld
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_answer_shows_another_clients_text(
+    way: str, victim: httpx.Client, attacker: httpx.Client, tokenizer: Any
+) -> None:
+    """Not even to one who knows the beginning and asks what comes next, at every place."""
+    rng, (path, body_of), num_withheld = random.Random(way), WAYS[way], 0
+    for _ in range(2):
+        secret = secret_of(rng)
+        tokens = tokenizer(secret, add_special_tokens=False).input_ids
+        message = {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0}
+        answers(victim, CHAT, message)
+        for end in sorted(rng.sample(range(4, len(tokens)), 5)):
+            known = tokens[:end]
+            body = body_of(known, tokenizer.decode(known))
+            shared, withheld = told(answers(attacker, path, body))
+            alone, _ = told(answers(attacker, path, {**body, "cache_salt": next(SALTS)}))
+            names = set(map(tokenizer.decode, known))
+            assert shared <= alone | names | set(known), tokenizer.decode(known)
+            num_withheld += withheld
+    assert (num_withheld > 0) == (path != RESPONSES), "or the attack has no aim"
+
+
+def test_a_secret_is_not_read_token_by_token(victim: httpx.Client, attacker: httpx.Client, tokenizer: Any) -> None:
+    secret = secret_of(random.Random(5))
+    answers(victim, CHAT, {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0})
+    known = tokenizer(secret, add_special_tokens=False).input_ids[:5]
+    start = len(known)
+    for _ in range(20):
+        (answer,) = answers(attacker, COMPLETIONS, forced(known, max_tokens=2))
+        guesses = [guess["id"] for guess in answer["choices"][0]["speculation"]["trace"][1]["refused"]]
+        assert guesses, "the trie proposes something"
+        known += [guess for guess in guesses if guess is not None][:1]
+    assert len(known) == start, tokenizer.decode(known)
+
+
+def test_salts_and_streams_are_told_apart_by_the_oracle() -> None:
+    """The oracle itself: it sees tokens, names and texts, joined, and no figures."""
+    trace = {"id": 5, "token": "a", "rows": 9, "refused": [{"id": None, "token": None}, {"id": 6, "token": "b"}]}
+    pieces = [{"id": "cmpl-1", "choices": [{"text": text, "speculation": {"trace": [trace]}}]} for text in ("x", "y")]
+    assert told(json.loads(json.dumps(pieces))) == ({5, 6, "a", "b", "xy"}, 2)
