@@ -16,6 +16,7 @@ import numpy as np
 
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
+from slipstream.serve.engine.isolation import IsolatedStages
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
@@ -65,6 +66,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._begun: StepPlan | None = None  # whose pass runs up to where it samples, behind what is in flight
         self._edits = Edits()  # for the next plan
+        self._isolated = IsolatedStages(stages, self._fail)
 
     @property
     def has_work(self) -> bool:
@@ -184,13 +186,17 @@ class Engine:
     def waits_for_host(self) -> bool:
         """Whether the next step begins after a stage has seen what is in flight: one that drafts, while that pays."""
         slots, drafting = self._slots_in_flight, (stage for stage in self.stages if max(stage.widths) > 1)
-        return self.planner.waiting_pays and any(stage.wants(slots) for stage in drafting)
+        return self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting)
 
     @property
     def _waits_for_masks(self) -> bool:
         """Whether a stage wants what is in flight before the next step samples."""
-        slots = self._slots_in_flight
-        return any(stage.reads == "proposal" and stage.wants(slots) for stage in self.stages)
+        return self._reads_proposals(self._slots_in_flight)
+
+    def _reads_proposals(self, slots: list[int]) -> bool:
+        """Whether a stage wants to see what a step of these requests verifies."""
+        readers = (stage for stage in self.stages if stage.reads == "proposal")
+        return any(self._isolated.wants(stage, slots) for stage in readers)
 
     @property
     def _slots_in_flight(self) -> list[int]:
@@ -215,8 +221,8 @@ class Engine:
 
     def _choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
         """The whole plan, but for masks that come later."""
+        shown = self._reads_proposals(list(slots_of(plan)))
         edits, self._edits = self._edits.of(slots_of(plan))
-        shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
         plan = self.planner.choose(plan, "all" if edits.masks or will_be_masked else plan.mode)
         return replace(plan, edits=edits, returns_proposals=shown or plan.returns_proposals)
 
@@ -246,13 +252,11 @@ class Engine:
             given: Emitted | Proposed
             if stage.reads == "emitted":
                 given = self.planner.emitted(plan, output)
-            elif output.proposed is not None and stage.wants(list(slots_of(plan))):
+            elif output.proposed is not None and self._isolated.wants(stage, list(slots_of(plan))):
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            edits = Edits()
-            if given.slots:
-                edits = stage.run(given, self.planner.limits.most_nodes, late=not is_last)
+            edits = self._isolated.run(stage, given, self.planner.limits.most_nodes, late=not is_last)
             if not is_last:
                 self.planner.look_back(plan, edits)
                 edits = replace(edits, proposals=())
@@ -267,19 +271,22 @@ class Engine:
         ends = [chunk for chunk in plan.chunks if chunk.is_last]
         slots = [chunk.slot for chunk in ends]
         for stage in self.stages:
-            if ends and stage.reads == "proposal" and stage.wants(slots):
+            if ends and stage.reads == "proposal" and self._isolated.wants(stage, slots):
                 nodes = np.array([[[chunk.tokens[-1]] for chunk in ends], [[-1]] * len(ends)], np.int32)
-                self._edits += stage.run(Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
+                edits = self._isolated.run(stage, Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
+                self._edits += edits
 
     def _admit(self, sequence: Sequence) -> None:
         self.planner.admitted(sequence)
-        for stage in self.stages:
-            stage.admit(sequence.slot, sequence.request, sequence.tokens)
+        self._isolated.admit(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self._isolated.release(sequence)
         self._edits = self._edits.without(sequence.slot)
-        for stage in self.stages:
-            stage.release(sequence.slot, sequence.tokens)
+
+    def _fail(self, slot: int, error: str) -> None:
+        """Ends a request with its next step."""
+        self._edits += Edits(errors={slot: error})
 
     def _commit(self, arrived: Arrived) -> list[Output]:
         plan = arrived.flight.plan

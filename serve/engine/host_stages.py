@@ -24,9 +24,12 @@ class Emitted:
     slots: list[int]  # (B,)
     results: NDArray[np.int32]  # (B, 1 + N): how many, then the tokens
 
+    def at(self, indices: list[int]) -> "Emitted":
+        return Emitted([self.slots[index] for index in indices], self.results[indices])
+
     def without(self, slots: Collection[int]) -> "Emitted":
         kept = [index for index, slot in enumerate(self.slots) if slot not in slots]
-        return self if len(kept) == len(self.slots) else Emitted([self.slots[i] for i in kept], self.results[kept])
+        return self if len(kept) == len(self.slots) else self.at(kept)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,9 @@ class Proposed:
     slots: list[int]  # (B,)
     nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents
     results: NDArray[np.int32]  # (B, 1 + N) as in Emitted: the tokens of the pass that proposed it, the last the root
+
+    def at(self, indices: list[int]) -> "Proposed":
+        return Proposed([self.slots[index] for index in indices], self.nodes[:, indices], self.results[indices])
 
     def after(self, proposals: Sequence[HostProposal]) -> "Proposed":
         """With those that a host stage replaces."""
@@ -49,7 +55,8 @@ class Proposed:
 
 
 class HostStage(ABC):
-    """`run` gets what `reads` names."""
+    """`run` gets what `reads` names. What a method raises for a request ends that request (serve/engine/isolation.py):
+    the stage may see requests leave and come again."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
@@ -73,7 +80,7 @@ class HostStage(ABC):
         begun, so masks are those of the nodes as they are, and proposals only tell what waiting would have brought."""
 
     def release(self, slot: int, tokens: list[int]) -> None:
-        """The request in `slot` ended or was preempted; `tokens` are all its tokens."""
+        """The request in `slot` ended or was preempted; `tokens` are all its tokens, none after a fault."""
 
     def metrics(self) -> dict[str, int]:
         """Gauges by name, for /metrics."""

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from slipstream.serve import logs
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Output, Request
+from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 HEADER = struct.Struct("!Q")
@@ -216,4 +216,9 @@ def handle(message: Request | Abort | Ping, engine: EngineLike, pipe: Pipe) -> l
         engine.add(message)
     except ValueError as error:
         pipe.send(Rejected(message.id, error))
+    except Exception as error:
+        logger.exception("request %s could not be queued", message.id)
+        reason = f"the engine could not queue this request ({type(error).__name__}); its traceback is in the log"
+        stats = RequestStats(prompt_tokens=len(message.prompt))
+        return [Output(request_id=message.id, tokens=[], finish_reason="error", stats=stats, error=reason)]
     return []

@@ -14,7 +14,7 @@ from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, Requ
 ROUND = 3
 CONTEXT = 256
 VOCABULARY = 260  # 4 special tokens, 256 bytes
-MANNERS = ("refuse", "crash", "fail", "fault", "slow")
+MANNERS = ("refuse", "confuse", "crash", "fail", "fault", "slow")
 SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
@@ -49,9 +49,9 @@ def manner(request: Request) -> str:
 
 
 class FakeEngine:
-    """By the namespace of a request, or the salt of a call: "refuse" is refused, "crash" fails in the step, "fail" ends
-    with an error after its first token, "fault" with one that the request is to blame for, "slow" takes 10 ms per step,
-    all others 1 ms: text that comes faster than it is sent would be joined."""
+    """By the namespace of a request, or the salt of a call: "refuse" is refused, "confuse" cannot be queued, "crash"
+    fails in the step, "fail" ends with an error after its first token, "fault" with one that the request is to blame
+    for, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = info(config.max_model_len or CONTEXT)
@@ -68,6 +68,8 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         if manner(request) == "refuse":
             raise ValueError("prompt is refused; ask for less")
+        if manner(request) == "confuse":
+            raise TypeError("a number is no text")
         self.running[request.id] = request
         self.clients.add(request.client)
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)

@@ -57,9 +57,11 @@ def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None
 def test_refused_and_aborted_requests_end() -> None:
     async def run(client: EngineClient) -> None:
         await client.start(CONFIG)
-        refused, aborted = Collector(), Collector()
+        refused, confusing, aborted = Collector(), Collector(), Collector()
         client.submit(request("refused", namespace="refuse"), refused)
         assert isinstance(await refused.end, ValueError)
+        client.submit(request("confusing", namespace="confuse"), confusing)
+        assert "could not queue this request (TypeError)" in str(await confusing.end)
         client.submit(request("aborted", max_tokens=10**6, namespace="slow"), aborted)
         client.abort("aborted")
         client.abort("aborted")

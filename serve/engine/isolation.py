@@ -1,0 +1,116 @@
+"""Calls host stages so that what one of them raises ends one request, and never the engine.
+
+A stage works for many requests at a time, and where it raises it may have taken in the tokens of some. So each of them
+is admitted anew with its text, as after a preemption, and runs alone: a request for which the stage raises again fails,
+all others go on. As long as no stage raises, this costs nothing. Imports no torch.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
+from slipstream.serve.engine.plan import Edits
+from slipstream.serve.engine.scheduler import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class IsolatedStages:
+    """`fail` is told, once for a request, its slot and what a stage raised; from then on stages see nothing of it."""
+
+    def __init__(self, stages: list[HostStage], fail: Callable[[int, str], None]) -> None:
+        self.stages, self._fail = stages, fail
+        self._running: dict[int, Sequence] = {}  # by slot
+        self._failed = set[int]()  # slots
+        self._held = set[tuple[HostStage, int]]()  # that may hold a slot
+
+    def admit(self, sequence: Sequence) -> None:
+        self._running[sequence.slot] = sequence
+        for stage in self.stages:
+            try:
+                self._enter(stage, sequence)
+            except Exception as error:
+                self._end(stage, sequence.slot, error)
+
+    def release(self, sequence: Sequence) -> None:
+        """The request ends or is preempted in any case."""
+        slot, request = sequence.slot, sequence.request
+        for stage in self.stages:
+            try:
+                stage.release(slot, sequence.tokens)
+                self._held.discard((stage, slot))
+            except Exception as error:
+                if slot not in self._failed:
+                    logger.error("%s failed as request %s left", type(stage).__name__, request.id, exc_info=error)
+        del self._running[slot]
+        self._failed.discard(slot)
+
+    def wants(self, stage: HostStage, slots: list[int]) -> bool:
+        if self._failed:
+            slots = [slot for slot in slots if slot not in self._failed]
+        try:
+            return stage.wants(slots)
+        except Exception as error:
+            cause, num_failed = error, len(self._failed)
+        wanting = [slot for slot in slots if slot in self._running and self._wants_one(stage, slot)]
+        self._tell_if_none(stage, cause, num_failed)
+        return bool(wanting)
+
+    def run(self, stage: HostStage, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        if self._failed:
+            given = given.at([index for index, slot in enumerate(given.slots) if slot not in self._failed])
+        if not given.slots:
+            return Edits()
+        try:
+            return stage.run(given, width, late=late)
+        except Exception as error:
+            cause, num_failed = error, len(self._failed)
+        edits = Edits()
+        for index in range(len(given.slots)):
+            edits += self._run_one(stage, given.at([index]), width, late=late)
+        self._tell_if_none(stage, cause, num_failed)
+        return edits
+
+    def _wants_one(self, stage: HostStage, slot: int) -> bool:
+        try:
+            return stage.wants([slot])
+        except Exception as error:
+            self._end(stage, slot, error)
+            return False
+
+    def _run_one(self, stage: HostStage, given: Emitted | Proposed, width: int, *, late: bool) -> Edits:
+        [slot] = given.slots
+        try:
+            # The scheduler may lack the tokens of a step that was read just before this one. That is never so for a
+            # stage that reads proposals, which both steps waited for, and a stage that drafts may lack them, too.
+            self._enter(stage, self._running[slot])
+            edits = stage.run(given, width, late=late)
+        except Exception as error:
+            self._end(stage, slot, error)
+            return Edits()
+        # A stage may use the arrays of its proposals again in a call soon after.
+        return replace(edits, proposals=tuple(replace(one, nodes=one.nodes.copy()) for one in edits.proposals))
+
+    def _enter(self, stage: HostStage, sequence: Sequence) -> None:
+        key = stage, sequence.slot
+        if key in self._held:  # by this request, or by an earlier one where admission or release have raised
+            with suppress(Exception):
+                stage.release(sequence.slot, [])
+        self._held.add(key)
+        stage.admit(sequence.slot, sequence.request, sequence.tokens)
+
+    def _tell_if_none(self, stage: HostStage, cause: Exception, num_failed: int) -> None:
+        """Logs what a stage raised for a step, where no request alone has failed since."""
+        if len(self._failed) == num_failed:
+            logger.warning("%s raised for a step, but for none of its requests", type(stage).__name__, exc_info=cause)
+
+    def _end(self, stage: HostStage, slot: int, error: Exception) -> None:
+        """Has a request fail, unless it does so already."""
+        if slot in self._failed:
+            return
+        self._failed.add(slot)
+        name, request = type(stage).__name__, self._running[slot].request
+        logger.error("%s failed on request %s", name, request.id, exc_info=error)
+        self._fail(slot, f"{name} failed on this request with {type(error).__name__}; its traceback is in the log")
