@@ -10,8 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
@@ -35,7 +36,16 @@ WORDS = {  # for types in messages; null is omitted
 class HelpFormatter(DefaultHelpFormatter):
     """Spells options as the documentation does: --max-length, and --overlap/--no-overlap for a switch."""
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action)
+        if action.default == "":  # nothing is no value
+            text = text.replace(", default: %(default)s", "")
+        listed = get_origin(getattr(action, "_typehint", None)) is Literal  # the metavar has its values
+        return text.replace("type: %(type)s, ", "") if listed else text
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._HelpAction):
+            return ", ".join(action.option_strings)
         first = super()._format_action_invocation(action).split(", --")[0]  # a list has another one, to append to it
         flag, _, value = first.partition(" ")
         name = flag.replace("_", "-")
@@ -100,10 +110,23 @@ def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         return parser.parse_args(argv)
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
         message = sentence(str(error).strip())
-        print(f"{parser.prog}: error: {message}", file=sys.stderr)
         if any(words in message for words in ("unrecognized", "does not accept", "is not accepted")):
-            print(f"valid options: {', '.join(option_names(parser))}", file=sys.stderr)
+            message = f"{message}; {suggestion(parser, message)}"
+        print(f"{parser.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def suggestion(parser: ArgumentParser, message: str) -> str:
+    """Names the options that the unknown ones in a message resemble, or else those of their group, or else all."""
+    options = [name.replace("_", "-") for name in option_names(parser)]
+    unknown = [word.replace("_", "-") for word in re.findall(r"[A-Za-z][\w.-]*", message)]
+    similar = [get_close_matches(word, options, n=1, cutoff=0.75) for word in unknown]
+    names = list(dict.fromkeys(name for matches in similar for name in matches))
+    if names:
+        return f"did you mean {' or '.join(f'--{name}' for name in names)}?"
+    groups = {f"{name.split('.')[0]}." for name in unknown if "." in name}
+    alike = [name for name in options if name.startswith(tuple(groups))]
+    return f"the options are {', '.join(f'--{name}' for name in alike or options)}"
 
 
 def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any]) -> None:

@@ -12,12 +12,14 @@ reads its settings once, when torch is imported.
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
+LONG_STAGE = 2.0  # seconds
 SPIN_COUNT = "1000"  # some 20 microseconds; also what GNU's OpenMP, torch's, takes itself for more threads than cores
 
 
@@ -58,7 +60,13 @@ def free_cores() -> int:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Logs how long a stage of a program's start took."""
+    """Logs how long a stage of a program's start took, and after `LONG_STAGE` seconds that it goes on."""
     began = time.monotonic()
-    yield
+    notice = threading.Timer(LONG_STAGE, logger.info, ("%s ...", name))
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
     logger.info("%s: %.1f s", name, time.monotonic() - began)

@@ -46,7 +46,8 @@ from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
-from slipstream.models.files.checkpoint import is_checkpoint, resolve
+from slipstream.models.files.checkpoint import resolve
+from slipstream.models.files.names import is_checkpoint
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.load import read_levels

@@ -17,7 +17,8 @@ import torch
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.drafts.base import Choices, DraftConfig, check_unquantized, quantized_draft
 from slipstream.models.drafts.speculators_layout import from_speculators
-from slipstream.models.files.checkpoint import is_checkpoint, read_draft_tensors, read_json, resolve
+from slipstream.models.files.checkpoint import read_draft_tensors, read_json, resolve
+from slipstream.models.files.names import is_checkpoint
 from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.sizes import target_size, weight_bytes

@@ -5,11 +5,12 @@ Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
+from slipstream.models.files.names import is_checkpoint
 from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
@@ -36,13 +37,13 @@ class EngineConfig:
     """Options of the drafter, by name."""
     revision: str | None = None
     """Hub revision of the target."""
-    dtype: str = "auto"
-    """auto (float32 on the CPU, the checkpoint's own elsewhere), float32, bfloat16 or float16."""
-    quantization: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the target computes in. auto: float32 on the CPU, the checkpoint's own elsewhere."""
+    quantization: Literal["fp8"] | None = None
     """fp8: quantise 16-bit weights when they are loaded, per output, and inputs of layers per row; head and embedding
     stay as they are. Quantised checkpoints need no option."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the target runs. auto: on a GPU if there is one."""
     width: int | None = None
     """Nodes verified of each request in a step (drafted tokens + 1). Default: the likeliest, as many as pay."""
     objective: str = "throughput"
@@ -55,7 +56,7 @@ class EngineConfig:
     draft=NAME. auto: sdpa on the CPU; on a GPU flashinfer for prefill and triton for the rest."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens. Default: the target's."""
-    page_size: int = 16
+    page_size: Literal[1, 16, 32, 64] = 16
     """Tokens per page of the KV cache."""
     max_running: int = 64
     """Most requests decoded at once."""
@@ -75,7 +76,7 @@ class EngineConfig:
     """On a GPU, read a step's tokens while the next one runs; needs captured passes."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. Default: from mem_fraction; on the CPU from free memory."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of the target's KV cache: auto, as the target computes; fp8: e4m3 with a scale for the keys and for the values of
     each head, from the checkpoint or calibrated at start-up. Twice the tokens; answers differ a little."""
     kv_cache_calibration: str | None = None
@@ -84,7 +85,7 @@ class EngineConfig:
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
     CPU the KV cache takes a quarter of free memory.)"""
-    logprobs_mode: str = "raw"
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     """Log-probabilities that requests get: raw, the target's own; or processed, of the distribution that is sampled
     from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
     simulate_accept_length: float | None = None
@@ -101,20 +102,7 @@ class EngineConfig:
     """Form in which the target reasons; auto: what its chat template tells; none: reasoning stays content."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "dtype": ("auto", "float32", "bfloat16", "float16"),
-            "quantization": (None, "fp8"),
-            "device": ("auto", "cpu", "cuda"),
-            "page_size": (1, 16, 32, 64),
-            "kv_cache_dtype": KV_CACHE_DTYPES,
-            "logprobs_mode": ("raw", "processed"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                remedy = f"choose one of {', '.join(map(str, allowed))}"
-                if None in allowed:
-                    remedy = f"choose {' or '.join(str(one) for one in allowed if one is not None)}, or leave it out"
-                raise ValueError(f"{name} is {getattr(self, name)!r}; {remedy}")
+        check_choices(self)
         for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -189,7 +177,7 @@ class ServeConfig(EngineConfig):
     """After SIGTERM, seconds to let open requests finish while new ones are refused."""
     health_timeout: float = 120.0
     """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
-    log_format: str = "text"
+    log_format: Literal["text", "json"] = "text"
     """text, or json: one object a line, with a line for every request, on stderr."""
     playground: bool = True
     """Serve a page at / that chats with the model and shows where each token comes from."""
@@ -204,8 +192,6 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"port is {self.port}; it must be between 0 (any free port) and 65535")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
-        if self.log_format not in ("text", "json"):
-            raise ValueError(f"log_format is {self.log_format!r}; choose text or json")
         check_date(self.date)
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
@@ -218,6 +204,19 @@ class ServeConfig(EngineConfig):
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+
+def check_choices(config: Any) -> None:
+    """Raises ValueError for a value that the Literal of its field does not list, also where this is optional."""
+    for option in fields(config):
+        kinds = (option.type, *get_args(option.type))
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
+        value = getattr(config, option.name)
+        if choices is None or value in choices or (value is None and type(None) in kinds):
+            continue
+        names = ", ".join(map(str, choices))
+        remedy = f"choose {names}, or leave it out" if type(None) in kinds else f"choose one of {names}"
+        raise ValueError(f"{option.name} is {value!r}; {remedy}")
 
 
 def check_draft_cache(dtype: str) -> None:
@@ -240,16 +239,21 @@ def parse_objective(objective: str) -> float | None:
     return float(match[1])
 
 
+def check_target_named(config: EngineConfig) -> None:
+    """Raises ValueError if neither the options nor a draft checkpoint can name the target."""
+    if not config.target and not is_checkpoint(config.draft):
+        raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
+
+
 def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Path]:
     """Name and folder of the target: `config.target`, else the target and revision that the draft names. `weights`:
     fetch them from the hub, too."""
-    from slipstream.models.files.checkpoint import is_checkpoint, named_target, read_json, resolve
+    from slipstream.models.files.checkpoint import named_target, read_json, resolve
 
     how: dict[str, bool] = {"trust_remote_code": config.trust_remote_code, "weights": weights}
     if config.target:
         return config.target, resolve(config.target, config.revision, **how)
-    if not is_checkpoint(config.draft):
-        raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
+    check_target_named(config)
     draft = resolve(config.draft, weights=weights)
     try:
         name = named_target(draft)

@@ -1,9 +1,11 @@
 """How OpenMP's threads are told to wait, and what the programs load before they do so."""
 
 import ast
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -35,6 +37,35 @@ def test_the_policy_is_set_unless_the_user_has_set_one(
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert runtime.set_thread_policy() == is_in_time
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == (chosen or {"GOMP_SPINCOUNT": "1000"})
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_long_stage_is_named_before_it_ends(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Timer:
+        def __init__(self, seconds: float, function: Callable[..., None], args: tuple[str, ...]) -> None:
+            self.ring = lambda: function(*args)
+            self.is_over = False
+            timers.append(self)
+
+        def start(self) -> None:
+            pass
+
+        def cancel(self) -> None:
+            self.is_over = True
+
+    timers: list[Timer] = []
+    monkeypatch.setattr(runtime.threading, "Timer", Timer)
+    caplog.set_level(logging.INFO)
+    with runtime.stage("loading the weights"):
+        [timer] = timers
+        if is_long:
+            timer.ring()
+    assert timer.is_over
+    begun = ["loading the weights ..."] if is_long else []
+    assert caplog.messages[:-1] == begun
+    assert caplog.messages[-1].startswith("loading the weights: 0.")
 
 
 def test_openmp_takes_it() -> None:

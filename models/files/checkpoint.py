@@ -21,11 +21,6 @@ SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers in old checkpoints that every loader recomputes
 
 
-def is_checkpoint(name: str) -> bool:
-    """True for a local folder or a hub id (owner/name); False for the bare name of a drafter."""
-    return "/" in name or (name != "" and Path(name).is_dir())
-
-
 def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """The local folder of a checkpoint. A hub id is downloaded: its small files and the weights that will be read,
     which are safetensors only.

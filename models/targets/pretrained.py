@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.files.names import is_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

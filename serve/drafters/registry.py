@@ -5,7 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from slipstream.models.drafts.base import drafter_of
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.files.checkpoint import read_json, resolve
+from slipstream.models.files.names import is_checkpoint
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.host_stages import HostStage

@@ -16,11 +16,11 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.fp8 import E4M3
 from slipstream.models.files.checkpoint import (
     checkpoint_fingerprint,
-    is_checkpoint,
     read_json,
     resolve,
     weights_fingerprint,
 )
+from slipstream.models.files.names import is_checkpoint
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear
 from slipstream.models.layers.rope import RotaryEmbedding

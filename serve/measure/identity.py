@@ -41,7 +41,8 @@ def read_identity(models: str | None, metrics: str | None, name: str | None) -> 
 
 def checkpoint_identity(target: str, draft: str) -> Identity:
     """Returns fingerprints of the checkpoints, paths or names on the hub; of a draft without a checkpoint its name."""
-    from slipstream.models.files.checkpoint import checkpoint_fingerprint, is_checkpoint, resolve  # loads torch
+    from slipstream.models.files.checkpoint import checkpoint_fingerprint, resolve  # loads torch
+    from slipstream.models.files.names import is_checkpoint
 
     def fingerprint(name: str) -> str:
         return checkpoint_fingerprint(Path(resolve(name))) if is_checkpoint(name) else name

@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.models.files import checkpoint
 from slipstream.models.files.checkpoint import (
-    is_checkpoint,
     read_json,
     read_tensors,
     resolve,
     tokenizer_hash,
     weights_fingerprint,
 )
+from slipstream.models.files.names import is_checkpoint
 
 
 def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

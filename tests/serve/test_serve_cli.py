@@ -100,7 +100,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
         ("- port", ["['port']", "name: value"]),
         ("# nothing", ["None", "name: value"]),
         ("draft: 5", ["draft", "5", "must be"]),
-        ("max-model-len: 64", ["max-model-len", "valid options"]),
+        ("max-model-len: 64", ["max-model-len", "did you mean --max-model-len?"]),
     ],
 )
 def test_bad_files_end_with_a_sentence(
@@ -123,7 +123,8 @@ loaded = [name for name in ("torch", "transformers", "huggingface_hub", "fastapi
 assert not loaded, loaded
 """
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    for words in ("--max-model-len MAX_MODEL_LEN", "--overlap/--no-overlap", "serve --draft DRAFT --help"):
+    spellings = ("-h, --help", "--max-model-len MAX_MODEL_LEN", "--overlap/--no-overlap", "{auto,cpu,cuda}")
+    for words in (*spellings, "serve --draft DRAFT --help"):
         assert words in shown
     assert not re.search(r"--\w*_", shown)
 
@@ -135,7 +136,8 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "depth: 3" in capsys.readouterr().out
 
 
-UNKNOWN = ["unrecognized arguments", "valid options: api_key, api_key_file, attention, control_tokens_as_text"]
+def unknown(flag: str, *words: str) -> tuple[list[str], list[str]]:
+    return ["--draft", "eagle3", flag, "3"], ["unrecognized arguments", *words]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,12 @@ UNKNOWN = ["unrecognized arguments", "valid options: api_key, api_key_file, atte
         (["--draft", "eagle3", "--drafter.depth", "99"], ["drafter.depth", "99", "63"]),
         (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
         # An abbreviation would turn a typing error into another option.
-        *((["--draft", "eagle3", flag, "3"], UNKNOWN) for flag in ("--drafter.dept", "--por", "--max-model", "--prot")),
+        unknown("--drafter.dept", "did you mean --drafter.depth?"),
+        unknown("--por", "did you mean --port?"),
+        unknown("--max-model", "did you mean --max-model-len?"),
+        unknown("--prot", "did you mean --port?"),
+        unknown("--xyzzy", "the options are --api-key, --api-key-file, --attention, --"),
+        (["--dtype", "bf16"], ["dtype", "bf16", "bfloat16"]),
     ],
 )
 def test_bad_options_end_with_a_sentence(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +178,8 @@ def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[
             [line] = capsys.readouterr().err.splitlines()
             assert words in line
             assert line.endswith(f"choose another {remedy}")
+    assert run(ServeConfig(draft="ngram", port=0), EngineClient(FakeEngine)) == 1
+    assert capsys.readouterr().err.endswith("draft 'ngram' is not a checkpoint that names one; add --target\n")
     target = str(write_target(tmp_path))
     assert run(ServeConfig(target=target, port=0), EngineClient(refuse_to_start)) == 1
     assert capsys.readouterr().err == f"serve: error: checkpoint {target} is cut short; fetch it again\n"
