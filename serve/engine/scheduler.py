@@ -347,7 +347,8 @@ class Scheduler:
 
     def _emit(self, sequence: Sequence, tokens: list[int], reason: FinishReason | None) -> Output:
         sequence.tokens += tokens
-        sequence.num_computed = len(sequence.tokens) - 1
+        if tokens:  # without, where max_tokens is 0, the whole prompt is computed, and its pages may be shared
+            sequence.num_computed = len(sequence.tokens) - 1
         sequence.stats.completion_tokens += len(tokens)
         if reason is not None:
             return self._end(sequence, tokens, reason)

@@ -149,8 +149,9 @@ def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
 
 
 def test_a_prompt_alone(build: Build, model: Any) -> None:
-    """No token is generated; beside others that get theirs."""
-    asked = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in (1, 2, 30)]
+    """No token is generated; beside others that get theirs. Prompts of whole pages, too."""
+    sizes = (1, 2, 16, 30, 48)
+    asked = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in sizes]
     requests = [*asked, make_request("other", random_prompt(12, 1), logprobs=1)]
     for drafter in ("none", "eagle3"):
         answers = run(build(drafter), requests)

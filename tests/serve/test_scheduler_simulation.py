@@ -338,7 +338,8 @@ class Simulation:
         steps = self.steps[name]
         assert stats.prompt_tokens == len(self.requests[name].prompt)
         assert stats.completion_tokens == len(self.answers[name])
-        assert stats.completion_tokens - stats.prefills == sum(kept for _, _, kept in steps)
+        num_first = stats.prefills if self.requests[name].params.max_tokens else 0
+        assert stats.completion_tokens - num_first == sum(kept for _, _, kept in steps)
         assert stats.rounds == len(steps)
         assert stats.drafted_tokens == sum(verified - 1 for verified, _, _ in steps)
         assert stats.cached_tokens in range(0, stats.prompt_tokens, self.page_size)
@@ -348,8 +349,10 @@ class Simulation:
 
 def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> Request:
     prompt = rng.choice(stems)[: rng.randrange(30)] + rng.choices(range(1, 4), k=rng.randrange(1, 8))
+    max_tokens = rng.randrange(32)
     params = SamplingParams(
-        max_tokens=rng.randrange(1, 32),
+        max_tokens=max_tokens,
+        prompt_logprobs=None if max_tokens else 0,
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.2 else (),
     )
