@@ -5,6 +5,8 @@ import random
 import struct
 import threading
 from collections import Counter
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import psutil
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 
 
 def paths(tree: Tree) -> list[list[int]]:
+MAGIC = 0x31454952544D47  # of a saved trie
+
     """The tokens from below the root to each node."""
     tokens, parents, _ = tree
     found: list[list[int]] = [[]]
@@ -463,10 +468,40 @@ def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
         path.write_bytes(piece)
         with pytest.raises(ValueError, match=f"^n-gram file {path} "):
             core.load(path)
+    with pytest.raises(OSError, match="Is a directory"):
+        NgramCore().load(tmp_path)
     num_loaded = 0
     for _ in range(400):  # a checksum that fits, as nobody makes it by accident
         changed = bytearray(data[:-8])
         for _ in range(rng.randint(1, 3)):
+def test_an_empty_trie_is_a_small_file(tmp_path: Path) -> None:
+    """No text was written, so no chunk of the log is."""
+    NgramCore().save(tmp_path / "trie")
+    assert (tmp_path / "trie").stat().st_size < 100
+    core = NgramCore()
+    core.load(tmp_path / "trie")
+    core.insert([1, 2, 3])
+    core.check()
+    assert core.branches() == [("", [token, *range(token + 1, 4)], [1]) for token in (1, 2, 3)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is read as Linux tells it")
+@pytest.mark.parametrize(
+    "start",
+    [b"", struct.pack("<Q", MAGIC), struct.pack("<Q6I", MAGIC, 1, 18, 1, 2, 2, 4)],
+    ids=["no header", "another version", "a header"],
+)
+def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(1 << 26)
+    before = psutil.Process().io_counters().read_chars
+    with pytest.raises(ValueError, match=f"^n-gram file {path} "):
+        NgramCore().load(path)
+    assert psutil.Process().io_counters().read_chars - before < 1 << 20
+
+
             changed[rng.randrange(len(changed))] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
         path.write_bytes(bytes(changed) + struct.pack("<Q", checksum(bytes(changed))))
         other = NgramCore(capacity=300, branch_length=6, max_match=5)

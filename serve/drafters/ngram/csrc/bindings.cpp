@@ -29,8 +29,6 @@ using IntsOut = py::array_t<int32_t, py::array::c_style>;
 using FloatsOut = py::array_t<float, py::array::c_style>;
 using BoolsOut = py::array_t<bool, py::array::c_style>;
 
-constexpr size_t MAX_NAME = 64;
-
 std::string shape(const py::array& array) { return py::str(py::tuple(array.attr("shape"))); }
 
 void expect_shape(const char* name, const py::array& array, const std::vector<py::ssize_t>& expected) {
@@ -42,7 +40,7 @@ void expect_shape(const char* name, const py::array& array, const std::vector<py
 
 // Names of any length, which users choose, take bounded memory.
 std::string digest(const std::string& name) {
-  if (name.size() < MAX_NAME) return name;
+  if (name.size() < ngram::MAX_NAME) return name;
   return py::module_::import("hashlib").attr("sha256")(py::bytes(name)).attr("hexdigest")().cast<std::string>();
 }
 

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
+#include <memory>
 
 namespace ngram {
 
@@ -75,9 +76,10 @@ std::string Snapshot::write(const Trie& trie) {
   }
   for (uint32_t leaf = nodes.oldest(); leaf != NONE; leaf = nodes.newer(leaf)) put(leaves, places[leaf]);
   uint32_t first = log.newest();
-  while (log.alive(first - 1)) --first;
-  const auto relative = [&](uint32_t serial) { return log.alive(serial) ? serial - first + 1 : 0; };
-  for (uint32_t serial = first; log.alive(serial); ++serial) {
+  while (first > 1 && log.alive(first - 1)) --first;  // where the numbers have begun again, older texts are left out
+  const uint32_t num_chunks = first == 0 ? 0 : log.newest() - first + 1;
+  const auto relative = [&](uint32_t serial) { return serial - first < num_chunks ? serial - first + 1 : 0; };
+  for (uint32_t serial = first; serial - first < num_chunks; ++serial) {
     Chunk chunk = log.at(serial);
     chunk.next = relative(chunk.next);
     put(chunks, chunk);
@@ -85,8 +87,7 @@ std::string Snapshot::write(const Trie& trie) {
   std::string bytes;
   bytes.reserve(sizeof(Header) + names.size() + ids.size() * sizeof(NodeRecord) + leaves.size() + chunks.size() + 8);
   put(bytes, Header{MAGIC, VERSION, trie.branch_length_, num_names, static_cast<uint32_t>(ids.size()),
-                    static_cast<uint32_t>(leaves.size() / sizeof(uint32_t)),
-                    static_cast<uint32_t>(chunks.size() / sizeof(Chunk))});
+                    static_cast<uint32_t>(leaves.size() / sizeof(uint32_t)), num_chunks});
   bytes += names;
   for (const uint32_t id : ids) {
     const Node& node = nodes[id];
@@ -114,23 +115,23 @@ void Snapshot::store(const std::string& bytes, const std::string& path) {
   throw FileError(path, number);
 }
 
-// Reads untrusted bytes: every number is checked before it is used.
+// Reads untrusted bytes: every number is checked before it is used, and no more is read than the numbers of a header of
+// ours allow.
 class Snapshot::Reader {
  public:
   Reader(const std::string& path, uint32_t capacity, uint32_t branch_length, int32_t vocab_size)
-      : path_(path), trie_(capacity, branch_length), vocab_size_(vocab_size) {
-    std::FILE* file = std::fopen(path.c_str(), "rb");
-    if (file == nullptr) throw FileError(path, errno);
-    char block[1 << 16];
-    size_t count;
-    while ((count = std::fread(block, 1, sizeof(block), file)) > 0) bytes_.append(block, count);
-    const int number = std::ferror(file) != 0 ? errno : 0;
-    std::fclose(file);
-    if (number != 0) throw FileError(path, number);
+      : path_(path),
+        trie_(capacity, branch_length),
+        vocab_size_(vocab_size),
+        file_(std::fopen(path.c_str(), "rb"), &std::fclose) {
+    if (file_ == nullptr) throw FileError(path, errno);
   }
 
   Trie read() {
+    read_bytes(sizeof(Header));
     read_header();
+    read_bytes(most_bytes() + 1);
+    check_sum();
     read_names();
     read_nodes();
     read_leaves();
@@ -153,30 +154,56 @@ class Snapshot::Reader {
     return value;
   }
 
+  // Until there are `count` bytes, or all of the file.
+  void read_bytes(uint64_t count) {
+    char block[1 << 16];
+    while (bytes_.size() < count) {
+      const size_t wanted = std::min<uint64_t>(sizeof(block), count - bytes_.size());
+      const size_t size = std::fread(block, 1, wanted, file_.get());
+      bytes_.append(block, size);
+      if (std::ferror(file_.get()) != 0) throw FileError(path_, errno);
+      if (size < wanted) return;
+    }
+  }
+
+  uint64_t most_bytes() const {
+    return sizeof(Header) + header_.num_names * uint64_t{sizeof(uint32_t) + MAX_NAME} +
+           header_.num_nodes * uint64_t{sizeof(NodeRecord)} + header_.num_leaves * uint64_t{sizeof(uint32_t)} +
+           header_.num_chunks * uint64_t{sizeof(Chunk)} + sizeof(uint64_t);
+  }
+
   void read_header() {
     header_ = take<Header>();
     require(header_.magic == MAGIC, "is not a saved trie; name another file");
     require(header_.version == VERSION, "has version " + std::to_string(header_.version) + ", not " +
                                             std::to_string(VERSION) + "; save it again");
-    require(bytes_.size() >= sizeof(Header) + sizeof(uint64_t), "is truncated; save it again");
-    uint64_t sum;
-    std::memcpy(&sum, bytes_.data() + bytes_.size() - sizeof(sum), sizeof(sum));
-    require(sum == checksum(bytes_.data(), bytes_.size() - sizeof(sum)), "is damaged or truncated; save it again");
     require(header_.branch_length <= trie_.branch_length_,
             "has branches of " + std::to_string(header_.branch_length) + " tokens; raise branch_length");
     require(header_.num_nodes <= trie_.nodes_.capacity(),
             "has " + std::to_string(header_.num_nodes) + " nodes; raise capacity");
+    require(header_.num_names <= header_.num_nodes && header_.num_leaves <= header_.num_nodes,
+            "has a header that cannot be");
+  }
+
+  void check_sum() const {
+    require(bytes_.size() <= most_bytes(), "has bytes too many");
+    require(bytes_.size() >= sizeof(Header) + sizeof(uint64_t), "is truncated; save it again");
+    uint64_t sum;
+    std::memcpy(&sum, bytes_.data() + bytes_.size() - sizeof(sum), sizeof(sum));
+    require(sum == checksum(bytes_.data(), bytes_.size() - sizeof(sum)), "is damaged or truncated; save it again");
   }
 
   void read_names() {
     for (uint32_t number = 0; number < header_.num_names; ++number) {
       const uint32_t size = take<uint32_t>();
+      require(size <= MAX_NAME, "has a name that is too long");
       require(size <= bytes_.size() - position_, "is truncated; save it again");
       const std::string name = bytes_.substr(position_, size);
       position_ += size;
       require(trie_.numbers_.emplace(name, number).second, "names a namespace twice");
       trie_.names_.push_back({name, 0, 0});
     }
+    trie_.free_names_.reserve(trie_.names_.capacity());
   }
 
   // Siblings are created last first, since each new one is listed before the others.
@@ -259,6 +286,7 @@ class Snapshot::Reader {
   const std::string& path_;
   Trie trie_;
   int32_t vocab_size_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
   std::string bytes_;
   size_t position_ = 0;
   Header header_{};

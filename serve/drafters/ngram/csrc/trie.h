@@ -15,6 +15,8 @@
 
 namespace ngram {
 
+constexpr size_t MAX_NAME = 64;  // bytes of a namespace's name
+
 // A string of `depth` tokens that occurs in the trie: the path to `node` and the first depth - node's depth tokens of
 // its tail. It is valid until the node is evicted, which a changed birth shows.
 struct Place {
