@@ -1,28 +1,30 @@
 """The n-gram drafter's core: compared with a plain model, and what it finds with brute force; its limits; its files."""
 
 import itertools
+import os
 import random
+import shutil
 import struct
-import threading
-from collections import Counter
 import subprocess
 import sys
+import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-import psutil
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 
-
-def paths(tree: Tree) -> list[list[int]]:
 MAGIC = 0x31454952544D47  # of a saved trie
 
+
+def paths(tree: Tree) -> list[list[int]]:
     """The tokens from below the root to each node."""
     tokens, parents, _ = tree
     found: list[list[int]] = [[]]
@@ -326,6 +328,40 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
     assert core.stats()["inserted_tokens"] + core.stats()["dropped_tokens"] == 2 * 50 * 200 + 4 * 50 * (18 + 180)
 
 
+WITHOUT_MEMORY = """
+import ctypes, sys
+from slipstream.tests.serve.ngram_fuzz import advance, load_core
+
+hook, core_class = ctypes.CDLL(sys.argv[1]), load_core(None)
+loaded = core_class(rows=3, capacity=300)
+loaded.insert([1, 2, 3], "loaded")
+loaded.save(sys.argv[2])
+core = core_class(rows=3, capacity=300)
+core.load(sys.argv[2])
+hook.deny_threads()
+for number in range(300):
+    row, start = number % 3, number * 60
+    core.admit(row, list(range(start, start + 20)), f"client {number}")
+    for token in range(start + 20, start + 60):
+        advance(core, row, 8, token)
+    core.release(row)
+core.flush()
+core.check()
+print(core.stats()["inserted_tokens"], hook.denied())
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs Linux and g++")
+def test_the_inserting_thread_needs_no_memory(tmp_path: Path) -> None:
+    """Nobody could catch its std::bad_alloc, which would end the process. Names and nodes come and go meanwhile."""
+    source, hook = Path(__file__).with_name("no_memory.cpp"), tmp_path / "no_memory.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(hook), str(source)], check=True)
+    script = [sys.executable, "-c", WITHOUT_MEMORY, str(hook), str(tmp_path / "trie")]
+    ended = subprocess.run(script, env={**os.environ, "LD_PRELOAD": str(hook)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(300 * 58), "0"]
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"capacity": 18}, "capacity is 18; it must be between 19 and"),
     ({"capacity": -1}, "capacity is -1; it must be between"),
@@ -432,8 +468,38 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         core.load(path)
     with pytest.raises(FileNotFoundError, match="nothing"):
         NgramCore().load(tmp_path / "nothing")
+    with pytest.raises(OSError, match="Is a directory"):
+        NgramCore().load(tmp_path)
     with pytest.raises(OSError, match="no folder"):
         core.save(tmp_path / "no folder" / "trie")
+
+
+def test_an_empty_trie_is_a_small_file(tmp_path: Path) -> None:
+    """No text was written, so no chunk of the log is."""
+    NgramCore().save(tmp_path / "trie")
+    assert (tmp_path / "trie").stat().st_size < 100
+    core = NgramCore()
+    core.load(tmp_path / "trie")
+    core.insert([1, 2, 3])
+    core.check()
+    assert core.branches() == [("", [token, *range(token + 1, 4)], [1]) for token in (1, 2, 3)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what is read as Linux tells it")
+@pytest.mark.parametrize(
+    "start",
+    [b"", struct.pack("<Q", MAGIC), struct.pack("<Q6I", MAGIC, 1, 18, 1, 2, 2, 4)],
+    ids=["no header", "another version", "a header"],
+)
+def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(1 << 26)
+    before = psutil.Process().io_counters().read_chars
+    with pytest.raises(ValueError, match=f"^n-gram file {path} "):
+        NgramCore().load(path)
+    assert psutil.Process().io_counters().read_chars - before < 1 << 20
 
 
 def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -468,40 +534,10 @@ def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
         path.write_bytes(piece)
         with pytest.raises(ValueError, match=f"^n-gram file {path} "):
             core.load(path)
-    with pytest.raises(OSError, match="Is a directory"):
-        NgramCore().load(tmp_path)
     num_loaded = 0
     for _ in range(400):  # a checksum that fits, as nobody makes it by accident
         changed = bytearray(data[:-8])
         for _ in range(rng.randint(1, 3)):
-def test_an_empty_trie_is_a_small_file(tmp_path: Path) -> None:
-    """No text was written, so no chunk of the log is."""
-    NgramCore().save(tmp_path / "trie")
-    assert (tmp_path / "trie").stat().st_size < 100
-    core = NgramCore()
-    core.load(tmp_path / "trie")
-    core.insert([1, 2, 3])
-    core.check()
-    assert core.branches() == [("", [token, *range(token + 1, 4)], [1]) for token in (1, 2, 3)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts what is read as Linux tells it")
-@pytest.mark.parametrize(
-    "start",
-    [b"", struct.pack("<Q", MAGIC), struct.pack("<Q6I", MAGIC, 1, 18, 1, 2, 2, 4)],
-    ids=["no header", "another version", "a header"],
-)
-def test_a_foreign_file_is_not_read_whole(start: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    with path.open("wb") as file:
-        file.write(start)
-        file.truncate(1 << 26)
-    before = psutil.Process().io_counters().read_chars
-    with pytest.raises(ValueError, match=f"^n-gram file {path} "):
-        NgramCore().load(path)
-    assert psutil.Process().io_counters().read_chars - before < 1 << 20
-
-
             changed[rng.randrange(len(changed))] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
         path.write_bytes(bytes(changed) + struct.pack("<Q", checksum(bytes(changed))))
         other = NgramCore(capacity=300, branch_length=6, max_match=5)

@@ -35,13 +35,18 @@ class InsertQueue {
     std::vector<int32_t> tokens;  // of all jobs, one after the other
   };
 
-  // False, and nothing queued, when there is no room.
+  // False, and nothing queued, when there is no room. Nor is anything queued where memory runs out.
   bool push(const Job& job, const int32_t* tokens) {
     const size_t num_tokens = static_cast<size_t>(job.num_tokens);
     std::lock_guard lock(mutex_);
     if (job.kind != JobKind::END && num_tokens + pending_.tokens.size() > max_tokens_) return false;
     pending_.jobs.push_back(job);
-    pending_.tokens.insert(pending_.tokens.end(), tokens, tokens + num_tokens);
+    try {
+      pending_.tokens.insert(pending_.tokens.end(), tokens, tokens + num_tokens);
+    } catch (...) {
+      pending_.jobs.pop_back();
+      throw;
+    }
     return true;
   }
 

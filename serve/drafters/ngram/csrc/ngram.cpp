@@ -17,6 +17,13 @@ const Options& validated(const Options& options) {
   return options;
 }
 
+std::vector<Writer> make_writers(const Options& options) {
+  std::vector<Writer> writers;  // not copies of one, which would reserve nothing
+  writers.reserve(static_cast<size_t>(options.rows));
+  for (int64_t row = 0; row < options.rows; ++row) writers.emplace_back(static_cast<uint32_t>(options.branch_length));
+  return writers;
+}
+
 struct LastTurn {
   explicit LastTurn(Turns& turns) : turns_(turns) { turns.lock_last(); }
   ~LastTurn() { turns_.unlock(); }
@@ -36,7 +43,7 @@ Ngram::Ngram(const Options& options)
       draft_(trie_, static_cast<uint32_t>(options.min_match), static_cast<uint32_t>(options.breadth),
              options.order == "breadth" ? Order::BREADTH : Order::PROBABILITY),
       warm_up_(trie_, static_cast<uint32_t>(options.max_match), static_cast<uint32_t>(options.breadth)),
-      writers_(static_cast<size_t>(options.rows)),
+      writers_(make_writers(options)),
       queue_(static_cast<size_t>(options.queue_tokens)),
       thread_([this] { work(); }) {}
 
@@ -178,7 +185,7 @@ void Ngram::queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_t
   if (request.is_lost) dropped_tokens_ += num_tokens;
 }
 
-void Ngram::work() {
+void Ngram::work() noexcept {
   InsertQueue::Batch batch;
   while (queue_.take(batch)) {
     const int32_t* tokens = batch.tokens.data();
@@ -207,7 +214,7 @@ void Ngram::append_in_slices(Writer& writer, const int32_t* tokens, size_t num_t
 void Ngram::insert(const int32_t* tokens, size_t num_tokens, const std::string& name) {
   check_tokens(tokens, num_tokens);
   std::lock_guard inserting(inserting_);
-  Writer writer;
+  Writer writer(static_cast<uint32_t>(options_.branch_length));
   {
     std::lock_guard turn(turns_);
     trie_.begin(writer, trie_.enter(name));

@@ -84,7 +84,7 @@ class Ngram {
   std::vector<uint32_t> draft(const int64_t* rows, size_t batch, const Trees& trees);
   void follow(const int64_t* rows, size_t batch);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
-  void work();
+  void work() noexcept;
   void append_in_slices(Writer& writer, const int32_t* tokens, size_t num_tokens);
 
   const Options options_;

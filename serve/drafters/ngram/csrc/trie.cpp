@@ -25,17 +25,19 @@ uint32_t Trie::enter(const std::string& name) {
     return known->second;
   }
   if (free_names_.empty()) {
-    free_names_.push_back(static_cast<uint32_t>(names_.size()));
     names_.emplace_back();
+    free_names_.reserve(names_.capacity());
+    free_names_.push_back(static_cast<uint32_t>(names_.size() - 1));
   }
   const uint32_t number = free_names_.back();
-  free_names_.pop_back();
-  names_[number] = {name, 0, 1};
+  Namespace space{name, 0, 1};
   numbers_.emplace(name, number);
+  names_[number] = std::move(space);  // nothing changes before all memory is there
+  free_names_.pop_back();
   return number;
 }
 
-void Trie::leave(uint32_t name) {
+void Trie::leave(uint32_t name) noexcept {
   --names_[name].num_users;
   forget_if_unused(name);
 }
@@ -55,7 +57,7 @@ void Trie::begin(Writer& writer, uint32_t name) const {
   writer.places.clear();
 }
 
-void Trie::append(Writer& writer, int32_t token) {
+void Trie::append(Writer& writer, int32_t token) noexcept {
   if (writer.tokens.size() == 2 * size_t{branch_length_}) {
     writer.tokens.erase(writer.tokens.begin(), writer.tokens.begin() + branch_length_);
     writer.positions.erase(writer.positions.begin(), writer.positions.begin() + branch_length_);

@@ -38,8 +38,14 @@ struct Namespace {
   uint32_t num_users = 0;     // requests
 };
 
-// A text being inserted.
+// A text being inserted. It reserves all that `append` needs, so that the inserting thread, on which nobody could catch
+// a std::bad_alloc, allocates nothing.
 struct Writer {
+  explicit Writer(uint32_t branch_length) {
+    tokens.reserve(2 * size_t{branch_length});
+    positions.reserve(2 * size_t{branch_length});
+    places.reserve(branch_length);
+  }
   uint32_t name = 0;                // number of its namespace
   Position end;                     // where its next token goes
   std::vector<int32_t> tokens;      // at least its last branch_length tokens
@@ -53,11 +59,11 @@ class Trie {
 
   // Numbers of namespaces. A namespace without users and branches is dropped.
   uint32_t enter(const std::string& name);
-  void leave(uint32_t name);
+  void leave(uint32_t name) noexcept;
 
   // Begins a text; `append` then adds a token to the text and to all of its branches.
   void begin(Writer& writer, uint32_t name) const;
-  void append(Writer& writer, int32_t token);
+  void append(Writer& writer, int32_t token) noexcept;
 
   // Extends the string by `token`; `text` points after the present string. False if it does not occur.
   bool step(Place& place, int32_t token, const int32_t* text) const;
@@ -95,7 +101,7 @@ class Trie {
   NodePool nodes_;
   TextLog log_;
   std::vector<Namespace> names_;
-  std::vector<uint32_t> free_names_;
+  std::vector<uint32_t> free_names_;  // with room for all: giving up a name allocates nothing
   std::unordered_map<std::string, uint32_t> numbers_;
   uint64_t num_evicted_ = 0;
   uint64_t num_inserted_ = 0;  // tokens
