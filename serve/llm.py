@@ -234,7 +234,8 @@ class LLM:
         return self._begin(name, tokens, params, self._chat.answer(choice, tokens, params.grammar), ())
 
     def close(self) -> None:
-        """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards."""
+        """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards. Raises OSError
+        where that cannot be saved."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,9 +300,10 @@ class Engine:
             self.trace(event, plan)
 
     def close(self) -> None:
-        """Lets the stages save what they keep. The engine is not used afterwards."""
-        for stage in self.stages:
-            stage.close()
+        """Lets the stages save what they keep. The engine is not used afterwards. Raises OSError where one cannot."""
+        with ExitStack() as closing:  # all of them, whichever fails
+            for stage in self.stages:
+                closing.callback(stage.close)
 
     def metrics(self) -> dict[str, float]:
         """Current gauges; a request's counts come with its last Output."""

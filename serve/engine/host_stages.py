@@ -87,4 +87,4 @@ class HostStage(ABC):
         return {}
 
     def close(self) -> None:
-        """Called once when the engine closes, after all requests have ended."""
+        """Called once when the engine closes, after all requests have ended. Raises OSError for what it cannot save."""

@@ -141,7 +141,10 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         logger.exception("the engine failed in a step")  # before the message, at which the server closes the pipe
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
         raise SystemExit(1) from error
-    engine.close()
+    try:
+        engine.close()
+    except (OSError, MemoryError) as error:
+        logger.error("what the drafter has learned is lost, since it could not be saved: %s", one_line(error))
 
 
 def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -> EngineLike:

@@ -153,6 +153,13 @@ class FakeEngine:
         pass
 
 
+class ForgetfulEngine(FakeEngine):
+    """Cannot save what its drafter has learned."""
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device", "learned.trie")
+
+
 def refuse_to_start(config: EngineConfig) -> FakeEngine:
     raise ValueError(f"checkpoint {config.target} is cut short; fetch it again")
 

@@ -1,6 +1,7 @@
 """The n-gram drafter in the engine: what it learns, from whom, and what it keeps. Its core: test_ngram_core.py."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from slipstream.serve.cli import read_config
+from slipstream.serve.drafters.ngram.stage import NgramOptions
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
@@ -120,6 +122,38 @@ def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["texts.trie"]
     loaded = build_engine(target, "ngram", drafter={"load": str(tmp_path / "texts.trie")})
     assert accept_length(run(loaded, requests_of())) > 6
+
+
+def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    engine, closed = build_engine(target, "ngram", drafter={"save": str(folder / "trie")}), list[str]()
+    engine.stages[-1].close = lambda: closed.append("last")  # type: ignore[method-assign]
+    folder.rmdir()
+    with pytest.raises(OSError, match="folder/trie"):
+        engine.close()
+    assert closed == ["last"]
+
+
+def test_what_save_would_spoil_is_found_at_the_start(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that cannot be written, the corpus, a file of somebody else. An earlier file of n-grams is replaced."""
+    (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2]}\n')
+    path, corpus = str(tmp_path / "trie"), str(tmp_path / "texts.jsonl")
+    build_engine(target, "ngram", drafter={"save": path}).close()
+    build_engine(target, "ngram", drafter={"save": path, "load": path}).close()
+    for options, message in (
+        ({"save": corpus}, f"drafter.save {corpus} is not a file of saved n-grams and is not replaced"),
+        ({"save": corpus, "corpus": corpus}, f"drafter.save {corpus} is drafter.corpus"),
+        ({"save": str(tmp_path)}, f"drafter.save {tmp_path} is a folder; name a file"),
+        ({"save": f"{tmp_path}/no/trie"}, "is in a folder that does not exist; create it first"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_engine(target, "ngram", drafter=options)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root, who may write everywhere
+    with pytest.raises(ValueError, match=f"drafter.save {path} cannot be written: you may not write to {tmp_path}"):
+        NgramOptions(save=path)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset"])

@@ -194,8 +194,8 @@ def test_a_target_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None
     assert len(error.splitlines()) == 1
 
 
-def ended_by(server: subprocess.Popen[str], end: signal.Signals) -> None:
-    """Both processes, by a signal to every process, as Ctrl-C and service managers send it."""
+def ended_by(server: subprocess.Popen[str], end: signal.Signals) -> str:
+    """Both processes, by a signal to every process, as Ctrl-C and service managers send it. Returns what they said."""
     children = psutil.Process(server.pid).children()
     os.killpg(server.pid, end)
     _, error = server.communicate(timeout=120)
@@ -203,6 +203,7 @@ def ended_by(server: subprocess.Popen[str], end: signal.Signals) -> None:
     assert "Traceback" not in error
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
+    return error
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -220,6 +221,14 @@ def test_a_signal_ends_both_processes(byte_target: str, end: signal.Signals) -> 
             rest = "".join(lines)
         assert "shutting down" in rest if end == signal.SIGINT else rest.endswith("[DONE]")
         ending.result()
+
+
+def test_what_cannot_be_saved_at_the_end_is_one_sentence(byte_target: str) -> None:
+    with start(byte_target, "ForgetfulEngine") as server:
+        read_banner(server)
+        error = ended_by(server, signal.SIGINT)
+    [line] = [line for line in error.splitlines() if "saved" in line]
+    assert "could not be saved: [Errno 28] No space left on device: 'learned.trie'" in line
 
 
 @pytest.mark.slow  # tests/serve/test_process.py stops a loading engine within this process

@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.files.outputs import check_output_file
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal
 from slipstream.serve.request import Request
 
 Ints = NDArray[np.int32]
+SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
 
 
@@ -62,6 +64,11 @@ class NgramOptions:
             raise ValueError(f"drafter.load {self.load} is not a file; name one written by drafter.save")
         if self.save and not Path(self.save).absolute().parent.is_dir():
             raise ValueError(f"drafter.save {self.save} is in a folder that does not exist; create it first")
+        if self.save:
+            inputs = {"drafter.corpus": [self.corpus]}
+            check_output_file(
+                self.save, is_saved_trie, "a file of saved n-grams", inputs, overwrite=True, option="drafter.save"
+            )
         if self.corpus and not Path(self.corpus).exists():
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
         self.core(1)
@@ -208,6 +215,11 @@ class Arrays(NamedTuple):
             "foreign": np.empty((batch, width), dtype=np.bool_),
         }
         return cls(nodes, outputs)
+
+
+def is_saved_trie(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(SAVED_MAGIC)) == SAVED_MAGIC
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:
