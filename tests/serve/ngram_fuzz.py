@@ -66,6 +66,7 @@ class Fuzz:
         self.core, self.model = self.make_core(), NgramModel(**self.options)
         self.texts = [self.random_text(60) for _ in range(4)]
         self.drafts: dict[int, list[int]] = {}  # of the running rows: what was drafted last, without the root
+        self.users: dict[int, tuple[str, ...]] = {}  # of the running rows: the namespaces that they see
         self.num_operations = 0
 
     def make_core(self) -> Any:
@@ -106,9 +107,13 @@ class Fuzz:
     def admit(self) -> None:
         row = self.rng.choice(sorted(set(range(self.num_rows)) - self.drafts.keys()))
         text, name = self.text(40), self.rng.choice(self.names)
-        self.core.admit(row, text, name)
+        common = self.rng.choice((None, *self.names))
+        self.core.admit(row, text, name, common)
         self.core.flush()
-        self.model.admit(row, text, name)
+        used = {user for users in self.users.values() for user in users}  # a namespace without texts is forgotten
+        used |= {branch[0] for branch in self.model.trie.branches()}
+        self.users[row] = (name, common) if common in used else (name,)
+        self.model.admit(row, text, *self.users[row])
         self.drafts[row] = []
         self.num_operations += 1
 
@@ -118,7 +123,7 @@ class Fuzz:
         self.core.release(row, max(0, num_tokens))
         self.core.flush()
         self.model.release(row, num_tokens)
-        del self.drafts[row]
+        del self.drafts[row], self.users[row]
         self.num_operations += 1
 
     def insert(self) -> None:

@@ -8,7 +8,7 @@ import math
 from bisect import insort
 from dataclasses import dataclass, field
 
-from slipstream.tests.serve.ngram_trie_model import Place, Trie, Writer
+from slipstream.tests.serve.ngram_trie_model import Node, Place, Trie, Writer
 
 LONG_GRAM = 3
 MAX_VISITED = 16
@@ -18,11 +18,19 @@ VISITS_PER_NODE = 4
 
 
 @dataclass(slots=True)
+class History:
+    """Where the last tokens of a request occur in a namespace."""
+
+    root: Node
+    seen: int = 0
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Request:
     tokens: list[int]
     writer: Writer
-    seen: int = 0
-    places: list[Place] = field(default_factory=list)
+    histories: list[History]
     private: list[int] = field(default_factory=list)  # the last tokens, of which others do not know yet
 
 
@@ -42,8 +50,10 @@ class NgramModel:
         self.scores: list[list[float]] = []  # of the trees that `advance` returned last
         self.foreign: list[list[bool]] = []  # likewise
 
-    def admit(self, row: int, tokens: list[int], name: str) -> None:
-        self.requests[row] = Request(list(tokens), Writer(self.trie.root(name)))
+    def admit(self, row: int, tokens: list[int], name: str, common: str | None = None) -> None:
+        names = [name, *([common] if common not in (None, name) else [])]
+        histories = [History(self.trie.root(each)) for each in names if each is not None]
+        self.requests[row] = Request(list(tokens), Writer(histories[0].root), histories)
         for token in tokens[-self.trie.branch_length :]:
             self.trie.append(self.requests[row].writer, token)
 
@@ -93,30 +103,31 @@ class NgramModel:
                     found.add((length, end + 1))
         return sorted(found, reverse=True)[:MAX_OCCURRENCES]
 
-    def follow(self, request: Request) -> None:
-        tokens = request.tokens
-        start = max(request.seen, len(tokens) - self.max_match)
-        if start > request.seen:
-            request.places = []
-        request.seen = len(tokens)
+    def follow(self, history: History, tokens: list[int]) -> None:
+        start = max(history.seen, len(tokens) - self.max_match)
+        if start > history.seen:
+            history.places = []
+        history.seen = len(tokens)
         for index in range(start, len(tokens)):
             text = tokens[:index]
-            places = [place for place in request.places if place.depth < self.max_match]
-            request.places = [place for place in places if self.trie.step(place, tokens[index], text)]
-            child = request.writer.root.find(tokens[index])
+            places = [place for place in history.places if place.depth < self.max_match]
+            history.places = [place for place in places if self.trie.step(place, tokens[index], text)]
+            child = history.root.find(tokens[index])
             if child is not None:
-                request.places.append(Place(child, child.birth, 1))
-        places = [place for place in request.places if self.trie.settle(place, tokens)]
-        request.places = [place for place in places if self.trie.continues(place)]
+                history.places.append(Place(child, child.birth, 1))
+        places = [place for place in history.places if self.trie.settle(place, tokens)]
+        history.places = [place for place in places if self.trie.continues(place)]
 
     def propose(self, row: int, width: int) -> tuple[list[int], list[int], int]:
         """tokens (N,), parents (N,), length of the longest match."""
         request = self.requests[row]
-        self.follow(request)
+        for history in request.histories:
+            self.follow(history, request.tokens)
         starts: list[tuple[int, Cursor]] = [
             (length, ("text", index, len(request.tokens) - index)) for length, index in self.occurrences(request.tokens)
         ]
-        starts += [(place.depth, self.at(place)) for place in self.informed_places(request)]
+        for history in request.histories:
+            starts += [(place.depth, self.at(place)) for place in self.informed_places(history)]
         if width == 1:
             starts = []
         tree = Tree(self, request.tokens, starts, width)
@@ -125,9 +136,9 @@ class NgramModel:
         self.foreign.append([*tree.foreign, *[True] * (width - len(tree.foreign))])
         return grown
 
-    def informed_places(self, request: Request) -> list[Place]:
+    def informed_places(self, history: History) -> list[Place]:
         chosen: list[Place] = []
-        for place in request.places:
+        for place in history.places:
             known = chosen[-1].node.frequency if chosen else 0
             if place.depth >= self.min_match and len(chosen) < MAX_PLACES and place.node.frequency > known:
                 chosen.append(place)

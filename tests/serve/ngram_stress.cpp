@@ -48,7 +48,7 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
   while (!is_over) {
     for (const int64_t row : rows) {
       const std::vector<int32_t> prompt = text(random, 1 + random() % 100);
-      core.admit(row, prompt.data(), prompt.size(), row % 2 == 0 ? "" : std::to_string(random() % 50));
+      core.admit(row, prompt.data(), prompt.size(), row % 2 == 0 ? "" : std::to_string(random() % 50), "");
     }
     for (int round = 0; round < ANSWER_ROUNDS; ++round) {
       const std::vector<int32_t> gained = text(random, BATCH * GAINED);

@@ -157,7 +157,7 @@ def test_what_save_would_spoil_is_found_at_the_start(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset"])
-def test_a_corpus_is_known_from_the_start(kind: str, target: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_known_from_the_start_to_all(kind: str, target: Path, tmp_path: Path) -> None:
     answers = plain_answers(target, requests_of())
     texts = [request.prompt + answers[request.id] for request in requests_of()]
     path = tmp_path / ("texts.jsonl" if kind == "jsonl" else "texts")
@@ -167,8 +167,12 @@ def test_a_corpus_is_known_from_the_start(kind: str, target: Path, tmp_path: Pat
         import datasets
 
         datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": texts})}).save_to_disk(path)
-    engine = build_engine(target, "ngram", drafter={"corpus": str(path)})
-    assert accept_length(run(engine, requests_of())) > 6
+    engine = build_engine(target, "ngram", drafter={"corpus": str(path), "save": str(tmp_path / "saved")})
+    for owner in ({}, {"namespace": "mine"}, {"client": "mine"}):
+        assert accept_length(run(engine, requests_of(**owner))) > 6
+    engine.close()
+    loaded = build_engine(target, "ngram", drafter={"load": str(tmp_path / "saved")})
+    assert accept_length(run(loaded, requests_of(client="yours"))) > 6
 
 
 @pytest.mark.parametrize(

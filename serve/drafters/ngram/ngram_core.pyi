@@ -42,9 +42,10 @@ class NgramCore:
         may wait for insertion.
         """
 
-    def admit(self, row: int, tokens: ArrayLike, namespace: str = "") -> None:
+    def admit(self, row: int, tokens: ArrayLike, namespace: str = "", common: str | None = None) -> None:
         """A request starts in slot `row` with these tokens (S,). It sees and feeds the texts of its namespace; the last
-        branch_length tokens of the prompt are inserted for others."""
+        branch_length tokens of the prompt are inserted for others. It sees those of the namespace `common`, too, if
+        that holds any, and does not feed it."""
 
     def advance(
         self,

@@ -27,6 +27,7 @@ from slipstream.serve.request import Request
 
 Ints = NDArray[np.int32]
 SAVED_MAGIC = b"GMTRIE1"  # csrc/snapshot.cpp
+CORPUS = "corpus"  # the namespace of texts that all requests see; names of clients and salts are digests
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
 
 
@@ -151,12 +152,12 @@ class NgramStage(HostStage):
         if self.options.load:
             self.core.load(self.options.load, self.vocab_size)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
-            self.core.insert(tokens)
+            self.core.insert(tokens, CORPUS)
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         if request.params.wants_drafts:
             client = "" if self.options.share_between_keys else request.client
-            self.core.admit(slot, np.asarray(tokens, dtype=np.int32), client + request.namespace)
+            self.core.admit(slot, np.asarray(tokens, dtype=np.int32), client + request.namespace, CORPUS)
         else:
             self._left_out.add(slot)
 

@@ -44,11 +44,13 @@ std::string digest(const std::string& name) {
   return py::module_::import("hashlib").attr("sha256")(py::bytes(name)).attr("hexdigest")().cast<std::string>();
 }
 
-void admit(Ngram& self, int64_t row, const Ints& tokens, const std::string& name) {
+void admit(Ngram& self, int64_t row, const Ints& tokens, const std::string& name,
+           const std::optional<std::string>& common) {
   expect_shape("tokens", tokens, {tokens.size()});
   const std::string short_name = digest(name);
+  const std::optional<std::string> short_common = common ? std::optional(digest(*common)) : std::nullopt;
   py::gil_scoped_release release;
-  self.admit(row, tokens.data(), static_cast<size_t>(tokens.size()), short_name);
+  self.admit(row, tokens.data(), static_cast<size_t>(tokens.size()), short_name, short_common);
 }
 
 std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitted, IntsOut tokens, IntsOut parents,
@@ -147,7 +149,8 @@ PYBIND11_MODULE(ngram_core, module) {
       .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
            py::arg("branch_length") = 18, py::arg("min_match") = 1, py::arg("max_match") = 12,
            py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
-      .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "")
+      .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "",
+           py::arg("common") = py::none())
       .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),
            py::arg("parents").noconvert(), py::arg("scores").noconvert(), py::arg("matches").noconvert(),
            py::arg("foreign").noconvert())

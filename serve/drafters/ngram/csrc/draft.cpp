@@ -9,7 +9,7 @@ namespace ngram {
 namespace {
 
 constexpr uint32_t MAX_OCCURRENCES = 4;  // starts in the own text
-constexpr uint32_t MAX_PLACES = 4;       // starts in the trie
+constexpr uint32_t MAX_PLACES = 4;       // starts in a namespace of the trie
 constexpr uint32_t VISITS_PER_NODE = 4;  // several starts may draft the same nodes
 constexpr uint32_t MAX_VISITS = VISITS_PER_NODE * MAX_WIDTH;
 
@@ -20,10 +20,10 @@ Draft::Draft(const Trie& trie, uint32_t min_match, uint32_t breadth, Order order
       min_match_(min_match),
       breadth_(breadth),
       order_(order),
-      candidates_(size_t{breadth} * (MAX_OCCURRENCES + MAX_PLACES + MAX_VISITS)),
+      candidates_(size_t{breadth} * (MAX_OCCURRENCES + MAX_HISTORIES * MAX_PLACES + MAX_VISITS)),
       waiting_(MAX_VISITS) {}
 
-uint32_t Draft::propose(const Context& context, const History& history, const Row& row) {
+uint32_t Draft::propose(const Context& context, const std::vector<History>& histories, const Row& row) {
   text_ = context.text().data();
   text_size_ = static_cast<uint32_t>(context.text().size());
   std::fill_n(row.tokens, row.width, -1);
@@ -36,7 +36,7 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
   size_ = 1;
   depth_[0] = num_children_[0] = 0;
   num_candidates_ = num_waiting_ = 0;
-  const uint32_t longest = row.width > 1 ? find_starts(context, history) : 0;
+  const uint32_t longest = row.width > 1 ? find_starts(context, histories) : 0;
   for (uint32_t visits = VISITS_PER_NODE * row.width; visits > 0 && size_ < row.width && num_waiting_ > 0; --visits) {
     const Ranked ranked = waiting_[--num_waiting_];
     const Candidate& candidate = candidates_[ranked.candidate];
@@ -46,15 +46,26 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
   return longest;
 }
 
-// Ranks what follows the longest matches. A shorter match in the trie counts only if more texts have it.
-uint32_t Draft::find_starts(const Context& context, const History& history) {
+// Ranks what follows the longest matches.
+uint32_t Draft::find_starts(const Context& context, const std::vector<History>& histories) {
   starts_.clear();
   context.search(MAX_OCCURRENCES, found_);
   for (const Occurrence& found : found_) {
     starts_.push_back({{Cursor::TEXT, 1, found.next, text_size_ - found.next}, found.length});
   }
+  for (const History& history : histories) find_places(history);
+  uint32_t longest = 0;
+  for (const Start& start : starts_) longest = std::max(longest, start.length);
+  for (const Start& start : starts_) {
+    follow(start.cursor, 0, start.length, static_cast<double>(start.length) / longest);
+  }
+  return longest;
+}
+
+// A shorter match in the trie counts only if more texts have it.
+void Draft::find_places(const History& history) {
   uint32_t frequency = 0;
-  size_t room = starts_.size() + MAX_PLACES;
+  const size_t room = starts_.size() + MAX_PLACES;
   for (const Place& place : history.places()) {
     if (place.depth < min_match_ || starts_.size() == room) break;
     const Node& node = trie_.nodes()[place.node];
@@ -67,12 +78,6 @@ uint32_t Draft::find_starts(const Context& context, const History& history) {
     }
     starts_.push_back({cursor, place.depth});
   }
-  uint32_t longest = 0;
-  for (const Start& start : starts_) longest = std::max(longest, start.length);
-  for (const Start& start : starts_) {
-    follow(start.cursor, 0, start.length, static_cast<double>(start.length) / longest);
-  }
-  return longest;
 }
 
 // Ranks the tokens at `cursor` as children of `parent`. The fewer tokens match and the more different ones followed

@@ -31,8 +31,8 @@ class Draft {
  public:
   Draft(const Trie& trie, uint32_t min_match, uint32_t breadth, Order order);
 
-  // Fills `row`; returns the length of the longest match, 0 if nothing is drafted.
-  uint32_t propose(const Context& context, const History& history, const Row& row);
+  // Fills `row`, from the text and at most MAX_HISTORIES of it; returns the length of the longest match, 0 if nothing is drafted.
+  uint32_t propose(const Context& context, const std::vector<History>& histories, const Row& row);
   // Nodes of the last drafted tree, root included.
   uint32_t size() const { return size_; }
 
@@ -60,7 +60,8 @@ class Draft {
     uint32_t candidate;
   };
 
-  uint32_t find_starts(const Context& context, const History& history);
+  uint32_t find_starts(const Context& context, const std::vector<History>& histories);
+  void find_places(const History& history);
   void follow(const Cursor& cursor, uint32_t parent, uint32_t length, double probability);
   void follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double probability);
   void push(int32_t token, uint32_t parent, uint32_t length, double probability, const Cursor& rest);

@@ -9,6 +9,8 @@
 
 namespace ngram {
 
+constexpr uint32_t MAX_HISTORIES = 2;  // of a request: of its own namespace and of a common one
+
 class History {
  public:
   void begin(uint32_t name);

@@ -52,7 +52,8 @@ Ngram::~Ngram() {
   thread_.join();
 }
 
-void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name) {
+void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name,
+                  const std::optional<std::string>& common) {
   std::lock_guard front(front_);
   if (row < 0 || row >= options_.rows) {
     throw std::invalid_argument("row is " + std::to_string(row) + "; it must be between 0 and " +
@@ -64,7 +65,10 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   check_tokens(tokens, num_tokens);
   {
     std::lock_guard turn(turns_);
-    request.history.begin(trie_.enter(name));
+    const bool sees_common = common.has_value() && *common != name && trie_.knows(*common);
+    request.histories.resize(sees_common ? 2 : 1);
+    request.histories[0].begin(trie_.enter(name));
+    if (sees_common) request.histories[1].begin(trie_.enter(*common));
   }
   request.is_running = true;
   request.is_lost = false;
@@ -82,6 +86,10 @@ void Ngram::release(int64_t row, size_t num_tokens) {
   Request& request = running(row);
   share(row, std::min(num_tokens, request.context.text().size()));
   queue(row, JobKind::END, nullptr, 0);
+  if (request.histories.size() > 1) {
+    std::lock_guard turn(turns_);
+    trie_.leave(request.histories[1].name());
+  }
   request.is_running = false;
   request.context = Request(options_).context;  // gives the memory back
   queue_.set_busy(--num_running_ > 0);
@@ -132,7 +140,7 @@ std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, const Tree
     const size_t start = index * trees.width;
     const Row row{static_cast<uint32_t>(trees.width), trees.tokens + start, trees.parents + start, trees.scores + start,
                   trees.foreign + start};
-    const uint32_t match = draft_.propose(request.context, request.history, row);
+    const uint32_t match = draft_.propose(request.context, request.histories, row);
     trees.matches[index] = static_cast<int32_t>(match);
     if (trees.width > 1) ++match_lengths_[match];
     sizes[index] = draft_.size();
@@ -157,14 +165,19 @@ void Ngram::follow(const int64_t* rows, size_t batch) {
   warm_up_.clear();
   for (size_t index = 0; index < batch; ++index) {
     const Request& request = running(rows[index]);
-    num_steps_.push_back(warm_up_.add(request.history, request.context.text()));
+    for (const History& history : request.histories) {
+      num_steps_.push_back(warm_up_.add(history, request.context.text()));
+    }
   }
   const uint32_t* firsts = warm_up_.steps().data();
+  const size_t* num_steps = num_steps_.data();
   for (size_t index = 0; index < batch; ++index) {
     Request& request = running(rows[index]);
-    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match), firsts);
-    firsts += num_steps_[index];
-    warm_up_.add_match(request.history);
+    for (History& history : request.histories) {
+      history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match), firsts);
+      firsts += *num_steps++;
+      warm_up_.add_match(history);
+    }
   }
   warm_up_.drafts();
 }
@@ -179,7 +192,7 @@ void Ngram::share(int64_t row, size_t num_tokens) {
 
 void Ngram::queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens) {
   Request& request = requests_[static_cast<size_t>(row)];
-  const Job job{kind, static_cast<int32_t>(row), static_cast<int32_t>(request.history.name()),
+  const Job job{kind, static_cast<int32_t>(row), static_cast<int32_t>(request.name()),
                 static_cast<int32_t>(num_tokens)};
   request.is_lost = !queue_.push(job, tokens);
   if (request.is_lost) dropped_tokens_ += num_tokens;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,8 +43,10 @@ class Ngram {
   explicit Ngram(const Options& options);
   ~Ngram();
 
-  // A request starts in slot `row`.
-  void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
+  // A request of namespace `name` starts in slot `row`. It sees the texts of namespace `common`, too, if there are any,
+  // and does not feed it.
+  void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name,
+             const std::optional<std::string>& common);
   // Requests have gained the tokens that a step emitted, (B, 1 + K) with their number first, and get a tree of `width`
   // nodes each. Returns how many nodes each tree has (B,). Other requests see these tokens when this one has gained
   // more or has ended, at most as many as `release` says.
@@ -73,7 +76,9 @@ class Ngram {
     bool is_lost = false;   // tokens were dropped: the next ones start a new text
     size_t num_shared = 0;  // tokens of its text that have been queued, or dropped
     Context context;
-    History history;
+    std::vector<History> histories;  // in its namespace, and in the common one if it sees that
+
+    uint32_t name() const { return histories.front().name(); }
   };
 
   Request& running(int64_t row);
@@ -91,7 +96,7 @@ class Ngram {
   std::mutex front_;  // requests and counters; locked before the trie
   std::vector<Request> requests_;
   int64_t num_running_ = 0;
-  std::vector<size_t> num_steps_;  // of a batch: tokens to follow for each request
+  std::vector<size_t> num_steps_;  // of a batch: tokens to follow for each history
   uint64_t drafted_tokens_ = 0, dropped_tokens_ = 0;
   std::vector<uint64_t> match_lengths_;
 

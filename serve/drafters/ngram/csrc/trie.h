@@ -59,6 +59,7 @@ class Trie {
 
   // Numbers of namespaces. A namespace without users and branches is dropped.
   uint32_t enter(const std::string& name);
+  bool knows(const std::string& name) const { return numbers_.count(name) > 0; }
   void leave(uint32_t name) noexcept;
 
   // Begins a text; `append` then adds a token to the text and to all of its branches.
