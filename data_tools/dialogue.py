@@ -1,17 +1,18 @@
 """Conversations whose answers a model generates again, turn by turn.
 
-Invariant: the prompt of an answer has exactly the tokens that a server would hold at that point. A row is dropped if
-the chat template renders an earlier turn differently in a later prompt.
+Invariant: the prompt of an answer has exactly the tokens that a server would hold at that point. A row either holds the
+tokens of its answers, or messages that the chat template renders as what the model wrote.
 """
 
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.data_tools.conversations import Example, content_hash, to_example
+from slipstream.data_tools.masking import Document, is_empty, read_turn
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
@@ -21,7 +22,9 @@ from slipstream.models.chat.messages import Message
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     id: str  # unique within a run
-    questions: list[list[Message]]  # before each answer: user turns, with system turns before them
+    questions: list[
+        list[Message]
+    ]  # before each answer: turns of the user, the system and tools, and calls of the latter
     tools: list[Any] | None = None
 
 
@@ -34,11 +37,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    text: str
-    finish_reason: str  # "stop" or "length"
+    message: Message
+    finish_reason: str  # "length" if max_tokens ended it
     num_tokens: int
     token_ids: list[int] | None = None  # with the end token; None if only text came back
-    reasoning: str | None = None  # if the endpoint returns it separately
+    text: str = ""  # that came back, with or without special tokens; empty if `token_ids` or only a message did
+    model: str | None = None  # as the endpoint names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +92,6 @@ class DialogueReader:
 
     def _dialogue(self, example: Example) -> Dialogue | None:
         assert example.messages is not None
-        if any(message.get("tool_calls") for message in example.messages):
-            self.dropped["tool_calls"] += 1
-            return None
         questions = split_questions(example.messages)
         if not questions:
             self.dropped["no_user_turn"] += 1
@@ -108,14 +109,26 @@ class DialogueReader:
 
 
 def split_questions(messages: Sequence[Message]) -> list[list[Message]]:
-    """The messages before each answer. Every user turn gets an answer; others are left out."""
+    """The messages before each answer.
+
+    Every user turn and every result of a tool gets an answer, except where the conversation goes on with calls of
+    tools: these stay in it, since their results belong to them. Other answers are left out.
+    """
     questions: list[list[Message]] = [[]]
     for message in messages:
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or message.get("tool_calls"):
             questions[-1].append(message)
-        elif any(earlier["role"] == "user" for earlier in questions[-1]):
+        elif is_question(questions[-1]):
             questions.append([])
-    return [question for question in questions if any(message["role"] == "user" for message in question)]
+    while questions[-1] and questions[-1][-1]["role"] == "assistant":  # calls without results
+        questions[-1].pop()
+    return [question for question in questions if is_question(question)]
+
+
+def is_question(messages: Sequence[Message]) -> bool:
+    """Whether an answer may follow: to a user's turn, or to the results of an assistant's calls."""
+    roles = [message["role"] for message in messages]
+    return roles[-1:] != ["assistant"] and bool({"user", "assistant"} & set(roles))
 
 
 def row_seed(seed: int, identity: str) -> int:
@@ -123,49 +136,85 @@ def row_seed(seed: int, identity: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:4], "big") >> 1
 
 
-def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -> Conversing:
+def converse(
+    dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool, end_ids: Set[int] = frozenset()
+) -> Conversing:
     """Yields the prompts of `dialogue`, takes their answers and returns the row.
 
-    Without `chat` the endpoint renders the messages, unchecked. `keep_cut` keeps answers that max_tokens ended; a
-    truncated answer ends its conversation.
+    Without `chat` the endpoint renders the messages, unchecked. `keep_cut` keeps answers that max_tokens ended. A
+    truncated answer ends its conversation, and so does one that calls a tool, whose result is not known.
     """
     assert dialogue.questions
     messages: list[Message] = []
-    history: list[int] = []  # tokens up to and including the last answer
+    answers: list[tuple[int, Answer]] = []  # each with the number of messages up to it
+    document: Document | None = ([], [])  # None once the tokens of the conversation are not those of its answers
     try:
-        for number, question in enumerate(dialogue.questions, 1):
-            messages = messages + question
-            prompt_ids = _continue(chat, messages, dialogue.tools, history, prompt=True)
+        for question in dialogue.questions:
+            messages = [*messages, *question]
+            prompt_ids = [] if chat is None else chat.encode([chat.render(messages, dialogue.tools, prompt=True)])[0]
             answer = yield Prompt(messages, dialogue.tools, prompt_ids)
             is_cut = answer.finish_reason == "length"
             if is_cut and not keep_cut:
                 return Result(id=dialogue.id, dropped="cut_by_max_tokens")
-            reasoning = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
-            messages = [*messages, {"role": "assistant", "content": answer.text, **reasoning}]
-            is_last = is_cut or number == len(dialogue.questions)
-            is_exact = is_last and number == 1 and answer.token_ids is not None
-            if not is_exact:  # the tokens of an exact row are written; nothing renders it again
-                history = _continue(chat, messages, dialogue.tools, prompt_ids, prompt=False)
-            if is_last:
+            if is_empty(answer.message):
+                return Result(id=dialogue.id, dropped="empty_answer")
+            messages = [*messages, answer.message]
+            answers.append((len(messages), answer))
+            document = _extended(document, prompt_ids, answer)
+            if is_cut or answer.message.get("tool_calls"):
                 break
+        if chat is not None and document is None:
+            for length, said in answers:
+                check_written(chat, messages[:length], dialogue.tools, said, end_ids)
     except RowDropped as error:
         return Result(id=dialogue.id, dropped=error.reason)
-    row: dict[str, Any] = {"id": dialogue.id, "messages": messages, "finish_reason": answer.finish_reason}
+    return Result(id=dialogue.id, row=_row(dialogue, messages, answers, document if chat else None, chat))
+
+
+def _extended(document: Document | None, prompt_ids: list[int], answer: Answer) -> Document | None:
+    """`document` with the rest of the next prompt and its answer; None if one of them is not known, or another."""
+    if document is None or answer.token_ids is None or prompt_ids[: len(document[0])] != document[0]:
+        return None
+    mask = document[1] + [False] * (len(prompt_ids) - len(document[1])) + [True] * len(answer.token_ids)
+    return prompt_ids + answer.token_ids, mask
+
+
+def _row(
+    dialogue: Dialogue,
+    messages: Sequence[Message],
+    answers: Sequence[tuple[int, Answer]],
+    document: Document | None,
+    chat: ChatTemplate | None,
+) -> dict[str, Any]:
+    said = {length - 1 for length, _ in answers}
+    marked = [
+        {**message, "weight": 0} if message["role"] == "assistant" and index not in said else message
+        for index, message in enumerate(messages)
+    ]
+    last = answers[-1][1]
+    row: dict[str, Any] = {"id": dialogue.id, "messages": marked, "finish_reason": last.finish_reason}
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
-    if chat is not None and is_exact and answer.token_ids is not None:
-        mask = [0] * len(prompt_ids) + [1] * len(answer.token_ids)
-        row |= {"input_ids": prompt_ids + answer.token_ids, "loss_mask": mask, "tokenizer_hash": chat.tokenizer_hash}
-    return Result(id=dialogue.id, row=row)
+    if last.model is not None:
+        row["model"] = last.model
+    if chat is not None and document is not None:
+        ids, mask = document
+        row |= {"input_ids": ids, "loss_mask": list(map(int, mask)), "tokenizer_hash": chat.tokenizer_hash}
+    return row
 
 
-def _continue(
-    chat: ChatTemplate | None, messages: list[Message], tools: list[Any] | None, before: list[int], *, prompt: bool
-) -> list[int]:
-    """Tokens of `messages`, which must begin with the tokens `before`; empty if the endpoint renders them."""
-    if chat is None:
-        return []
-    token_ids = chat.encode([chat.render(messages, tools, prompt=prompt)])[0]
-    if token_ids[: len(before)] != before:
-        raise RowDropped("history_rewritten", "the template renders an earlier turn differently in a later prompt")
-    return token_ids
+def check_written(
+    chat: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, answer: Answer, end_ids: Set[int]
+) -> None:
+    """Raises RowDropped unless the template renders the last message as the text that the model wrote."""
+    turn = read_turn(chat, messages, tools, end_ids, is_cut=answer.finish_reason == "length")
+    rendered = _texts(chat, turn.ids[turn.start :], end_ids)
+    written = {answer.text} if answer.token_ids is None else _texts(chat, answer.token_ids, end_ids)
+    if rendered.isdisjoint(written):
+        raise RowDropped("answer_rewritten", "the template renders the answer otherwise than the model wrote it")
+
+
+def _texts(chat: ChatTemplate, ids: Sequence[int], end_ids: Set[int]) -> set[str]:
+    """The text of an answer without its end token, with special tokens and without."""
+    ids = [token for token in ids if token not in end_ids]
+    return {str(chat.tokenizer.decode(ids, skip_special_tokens=skips)) for skips in (False, True)}

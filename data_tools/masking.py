@@ -75,17 +75,33 @@ def read_turn(
     if not text.startswith(prompt):
         raise RowDropped("prompt_rewritten", f"message {number} does not follow the template's own prompt")
     check_rendered(answer, text[len(prompt) :], number)
+    if is_cut:
+        text = prompt + cut_text(answer, text[len(prompt) :], number)
     ids, start = token_ids(prompt, text, chat.encode)
     end = end_of_answer(ids, start, end_ids)
     return Turn(ids[: end - 1] if is_cut and ids[end - 1] in end_ids else ids[:end], start)
 
 
+def cut_text(answer: Message, text: str, number: int) -> str:
+    """`text`, of an answer that max_tokens ended, up to what the target wrote last: a template closes the reasoning,
+    and writes an end token. Raises RowDropped if that is not found."""
+    if answer.get("tool_calls"):
+        return text  # the end token of calls is found in the tokens
+    whole = answer["content"] or reasoning_of(answer)
+    for written in (whole, whole.strip()):
+        place = text.rfind(written)
+        if place >= 0:
+            return text[: place + len(written)]
+    part = "content" if answer["content"] else "reasoning"
+    raise RowDropped(f"cut_in_{part}", f"the template does not show where message {number} was cut")
+
+
 def check_rendered(answer: Message, text: str, number: int) -> None:
     """Raises RowDropped if `text`, of the answer as rendered, lacks what the target wrote."""
-    if not any(answer.get(part) for part in (*REASONING_FIELDS, "thinking", "tool_calls")) and not answer["content"]:
+    if is_empty(answer):
         raise RowDropped("empty_answer", f"message {number} has no content")
-    reasoning, _, content = answer["content"].rpartition(END_OF_THINKING)
-    reasoning = answer.get(REASONING_FIELDS[0]) or answer.get("thinking") or reasoning.replace(THINKING, "")
+    thinking, _, content = answer["content"].rpartition(END_OF_THINKING)
+    reasoning = reasoning_of(answer) or thinking.replace(THINKING, "")
     rendered = squeezed(text)
     for part, written in (("reasoning", reasoning), ("content", content)):
         if squeezed(written) not in rendered:
@@ -94,6 +110,15 @@ def check_rendered(answer: Message, text: str, number: int) -> None:
         name = call.get("function", call).get("name", "")
         if squeezed(name) not in rendered:
             raise RowDropped("calls_not_rendered", f"the template leaves out the call of {name} in message {number}")
+
+
+def is_empty(answer: Message) -> bool:
+    """Whether an answer has neither content nor reasoning nor calls."""
+    return not (answer["content"] or reasoning_of(answer) or answer.get("tool_calls"))
+
+
+def reasoning_of(answer: Message) -> str:
+    return answer.get(REASONING_FIELDS[0]) or answer.get("thinking") or ""
 
 
 def squeezed(text: str) -> str:

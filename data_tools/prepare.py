@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.config import run
 from slipstream.data_tools.dataset import Conversation, Tokens, write_dataset
 from slipstream.data_tools.options import TokenizeOptions, check_named, counted, show_table
-from slipstream.data_tools.rows import read_rows
+from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
-from slipstream.models.files.outputs import DATASET, check_output_folder
+from slipstream.models.files.outputs import DATASET, check_output_folder, output_errors
 
 EXAMPLES_PER_REASON = 3
 SHOWN_TOKENS = 300
@@ -100,20 +100,24 @@ def prepare(config: PrepareConfig) -> None:
     output = Path(config.output)
     inputs = {**config.inputs(), "heldout_data": config.heldout_data}
     check_output_folder(config.output, DATASET, inputs, overwrite=config.overwrite)
+    heldout = dataclasses.replace(config, data=config.heldout_data)
+    for options in (config, heldout) if config.heldout_data else (config,):
+        check_data(options)
     target = load_target_tokenizer(config)
     tokenizer = RowTokenizer(target, config)
     tally = Tally()
     print(template_note(tokenizer))
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
-    heldout = dataclasses.replace(config, data=config.heldout_data)
-    report = write_dataset(
-        rows,
-        output,
-        heldout=config.heldout,
-        seed=config.seed,
-        describe=lambda: describe(tokenizer, tally),
-        heldout_conversations=tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None,
-    )
+    heldout_rows = tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None
+    with output_errors(output):
+        report = write_dataset(
+            rows,
+            output,
+            heldout=config.heldout,
+            seed=config.seed,
+            describe=lambda: describe(tokenizer, tally),
+            heldout_conversations=heldout_rows,
+        )
     show_report(report, output)
     assert tally.first is not None
     print(f"\nOne row, its supervised tokens in brackets:\n{marked(target.tokenizer, *tally.first)}")

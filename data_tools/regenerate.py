@@ -3,16 +3,17 @@
     python data_tools/regenerate.py --data chats.jsonl --target Qwen/Qwen3-8B --output answers.jsonl
     slipstream regenerate --data chats.jsonl --endpoint http://a:8000/v1 http://b:8000/v1 --output answers.jsonl
 
-Invariant: an answer depends on the row, the options and the seed alone, not on time or on other rows. Rows are appended
-as they finish; after an interrupt the same command continues and ends with the same file. OUTPUT.dropped lists the rows
-left out on purpose; OUTPUT.report counts everything.
+Invariant: an answer depends on the row, the model, the options and the seed alone, not on time or on other rows. Rows
+are appended as they finish; after an interrupt the same command continues and ends with the same file. OUTPUT.dropped
+lists the rows left out on purpose; OUTPUT.report counts everything, and lists the rows that failed, which the next run
+asks last: rows that always fail do not keep the others from being answered.
 """
 
 import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +22,22 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.data_tools.answers import EndpointAnswers, EngineAnswers, served_models
+from slipstream.data_tools.answers import AnswerReader, EngineAnswers
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, counted, show_table
-from slipstream.data_tools.target_tokenizer import ChatTemplate, load_target_tokenizer
+from slipstream.data_tools.endpoints import EndpointAnswers, shared_model
+from slipstream.data_tools.options import (
+    ConversationOptions,
+    check_at_least,
+    check_named,
+    counted,
+    read_text_file,
+    show_table,
+)
+from slipstream.data_tools.rows import check_data
+from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.models.files.atomic import atomic_file, open_locked
 from slipstream.models.files.checkpoint import read_json
-from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.outputs import check_output_file, output_errors
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams
@@ -49,7 +59,7 @@ class RegenerateConfig(ConversationOptions):
     """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
     rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
     model: str | None = None
-    """Name of the model at the endpoints. Default: the first that the first endpoint lists."""
+    """Name of the model at the endpoints, which all must list. Default: the first that the first endpoint lists."""
     api_key_file: str | None = None
     """File with the endpoints' API key."""
     concurrency: int = 64
@@ -58,8 +68,10 @@ class RegenerateConfig(ConversationOptions):
     """Retries of a request after status 429, 5xx or a broken connection."""
     retry_pause: float = 1.0
     """Seconds before the first retry; doubles with each further one."""
+    timeout: float = 600.0
+    """Seconds without a piece of an answer after which it is given up. Endpoints stream, so answers may take longer."""
     max_failures: int = 100
-    """Stop when this many rows have failed."""
+    """Stop when this many rows in a row got no answer."""
     draft: str = "none"
     """Draft checkpoint for the target in this process; changes speed, not answers."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +101,8 @@ class RegenerateConfig(ConversationOptions):
                 raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
         check_at_least(self, 0, "retries", "retry_pause")
         check_at_least(self, 1, "concurrency", "max_failures")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; give a number of seconds above 0")
         unknown = self.engine.keys() - {option.name for option in dataclasses.fields(EngineConfig)}
         if unknown:
             raise ValueError(f"engine has no option {', '.join(sorted(unknown))}; see `serve --help`")
@@ -134,11 +148,12 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.is_new = not path.exists()
         self.ids: set[str] = set()
-        self._file = open_locked(path)
+        with output_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.is_new = not path.exists()
+            self._file = open_locked(path)
         try:
             self._file.truncate(0 if anew else self._read())
         except BaseException:
@@ -163,15 +178,16 @@ class Journal:
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        with output_errors(self.path):
+            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
         self.ids.add(row["id"])
 
 
 def sort_rows(path: Path, position: Mapping[str, int]) -> None:
     """Sorts the rows by `position`; rows without one go last. The order of arrival is gone."""
     places, start = [], 0
-    with path.open("rb") as file:
+    with output_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             places.append((position.get(_row_id(path, number, line), len(position)), start, len(line)))
             start += len(line)
@@ -195,7 +211,7 @@ class Progress:
         self.kept, self._dropped, self._bar = kept, dropped, bar
         self._start = time.monotonic()
         self.tokens = 0
-        self.failures: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}  # id -> fault
 
     def write(self, result: Result) -> None:
         if result.row is not None:
@@ -203,7 +219,7 @@ class Progress:
         elif result.dropped:
             self._dropped.append({"id": result.id, "reason": result.dropped})
         else:
-            self.failures[result.failed] += 1
+            self.failures[result.id] = result.failed
         self._bar.update()
 
     def count(self, num_tokens: int) -> None:
@@ -221,70 +237,104 @@ def regenerate(config: RegenerateConfig) -> None:
     output = Path(config.output)
     dropped_path, report_path = (output.with_name(output.name + ending) for ending in (".dropped", ".report"))
     check_files(config, dropped_path, report_path)
-    if output.exists() and not config.overwrite:
-        check_options(config, output, dropped_path, report_path)
-    reader = DialogueReader(config)
+    check_data(config)
+    source = Source.find(config)
+    options = config.answer_options | {"model": source.model}
+    continues = output.exists() and not config.overwrite
+    if continues:
+        check_options(options, output, dropped_path, report_path)
+    failed = read_failed(report_path) if continues else set()
+    every = DialogueReader(config)
+    total = sum(1 for _ in tqdm(every, unit=" rows", desc="read", leave=False))
+    if not total and not every.dropped:
+        raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
     with (
         Journal(output, anew=config.overwrite) as kept,
         # If the output is gone, the list of dropped rows is from another run.
         Journal(dropped_path, anew=config.overwrite or kept.is_new) as dropped,
-        tqdm(unit=" rows", desc="regenerate") as bar,
+        tqdm(total=total, initial=len((kept.ids | dropped.ids) & every.ids.keys()), unit=" rows", desc="answer") as bar,
     ):
-        write_report(report_path, {"options": config.answer_options})
         progress = Progress(kept, dropped, bar)
-        done = kept.ids | dropped.ids
-        answer_all(config, (dialogue for dialogue in reader if dialogue.id not in done), progress)
+        write_report(report_path, {"options": options, "failed_ids": sorted(failed)})
+        try:
+            answer_all(config, source, in_order(DialogueReader(config), kept.ids | dropped.ids, failed), progress)
+        finally:
+            report = summary(options, every, progress, dropped, failed)
+            write_report(report_path, report)
         for path in (output, dropped_path):
-            sort_rows(path, reader.ids)
-    report = summary(config, reader, progress, dropped_path)
-    write_report(report_path, report)
-    print(f"{output}:")
-    figures = {**report, "rows_dropped": counted(report["rows_dropped"])}
-    show_table({name.replace("_", " "): value for name, value in figures.items() if name != "options"})
-    if report["rows_in"] == 0:
-        raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
+            sort_rows(path, every.ids)
+    show_report(output, report)
     if progress.failures:
-        first = next(iter(progress.failures))
+        first = next(iter(progress.failures.values()))
         raise ValueError(f"{report['rows_failed']:,} rows failed ({first}); the same command tries them again")
 
 
-def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress: Progress) -> None:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who answers."""
+
+    target: TargetTokenizer | None  # None: the endpoints render the messages
+    model: str | None = None  # at the endpoints
+    context: int | None = None  # tokens of a prompt and its answer, where known
+    api_key: str | None = None
+
+    @classmethod
+    def find(cls, config: RegenerateConfig) -> "Source":
+        """Raises ValueError if the target is missing, or the endpoints do not have one model in common."""
+        target = load_target_tokenizer(config) if config.target else None
+        own_context = None if target is None else target.context
+        if not config.endpoint:
+            return cls(target, context=own_context)
+        api_key = None if config.api_key_file is None else read_text_file("api_key_file", config.api_key_file).strip()
+        model, context = shared_model(config.urls, config.model, api_key)
+        return cls(target, model, context or own_context, api_key)
+
+
+def in_order(reader: Iterable[Dialogue], done: Set[str], failed: Set[str]) -> Iterator[Dialogue]:
+    """The dialogues that are not done, those that failed in an earlier run last."""
+    late = []
+    for dialogue in reader:
+        if dialogue.id in failed and dialogue.id not in done:
+            late.append(dialogue)
+        elif dialogue.id not in done:
+            yield dialogue
+    yield from late
+
+
+def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dialogue], progress: Progress) -> None:
     """Answers `dialogues` with the engine in this process or with the endpoints, whichever `config` names."""
-    chat = context = None
-    if config.target:
-        target = load_target_tokenizer(config)
-        context = target.context
-        chat = ChatTemplate(target.tokenizer, date=config.date, variables=config.template, tokenizer_hash=target.hash)
-    if chat is None:
+    chat, target = None, source.target
+    if target is None:
         tqdm.write("The endpoints render the messages: dates and rewritten turns in their templates go unnoticed.")
     else:
+        chat = ChatTemplate(target.tokenizer, date=config.date, variables=config.template, tokenizer_hash=target.hash)
         tqdm.write(f"Prompts are rendered here with the chat template of {config.target}{chat.date_note}.")
-    shared: dict[str, Any] = {"chat": chat, "params": config.sampling(), "keep_cut": config.cut == "keep"}
-    shared |= {"on_result": progress.write, "on_tokens": progress.count}
-    if config.endpoint:
-        EndpointAnswers(**shared, **endpoint_options(config, context)).run(dialogues)
+    shared: dict[str, Any] = {
+        "chat": chat,
+        "reader": None if target is None else AnswerReader(target.tokenizer),
+        "end_ids": frozenset() if target is None else target.end_ids,
+        "params": config.sampling(),
+        "keep_cut": config.cut == "keep",
+        "on_result": progress.write,
+        "on_tokens": progress.count,
+    }
+    if source.model is not None:
+        answers = EndpointAnswers(
+            **shared,
+            urls=config.urls,
+            model=source.model,
+            context=source.context,
+            api_key=source.api_key,
+            concurrency=config.concurrency,
+            retries=config.retries,
+            retry_pause=config.retry_pause,
+            timeout=config.timeout,
+            max_failures=config.max_failures,
+        )
+        answers.run(dialogues)
         return
     model = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     EngineAnswers(**shared, llm=LLM(config.target, config.draft, **{**model, **config.engine})).run(dialogues)
-
-
-def endpoint_options(config: RegenerateConfig, context: int | None) -> dict[str, Any]:
-    """`context` is the target's; an endpoint's own, if listed, replaces it."""
-    api_key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
-    try:
-        models = served_models(config.urls[0], api_key)
-    except ValueError:
-        if config.model is None:
-            raise
-        models = {}  # a gateway may list nothing; the context is then the target's
-    model = config.model or next(iter(models))
-    return {
-        "urls": config.urls,
-        "model": model,
-        "context": models.get(model) or context,
-        "api_key": api_key,
-        **{name: getattr(config, name) for name in ("concurrency", "retries", "retry_pause", "max_failures")},
-    }
 
 
 def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:
@@ -313,13 +363,13 @@ def is_dropped(path: Path) -> bool:
         return False
 
 
-def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, report_path: Path) -> None:
+def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, report_path: Path) -> None:
     """Raises ValueError if `output` has rows made with other options. A run that ended before its first row, for
     example with a misspelt target, does not bind the next."""
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     earlier = read_json(report_path).get("options", {})
-    for name, value in config.answer_options.items():
+    for name, value in options.items():
         if earlier.get(name) != value:
             raise ValueError(
                 f"{name} is {value!r}, but {output} was started with {earlier.get(name)!r}; use that, name "
@@ -327,21 +377,36 @@ def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, re
             )
 
 
-def summary(config: RegenerateConfig, reader: DialogueReader, progress: Progress, dropped_path: Path) -> dict[str, Any]:
-    with dropped_path.open() as file:
-        dropped = reader.dropped + Counter(json.loads(line)["reason"] for line in file)
+def read_failed(report_path: Path) -> set[str]:
+    """Ids of the rows that failed in earlier runs."""
+    return set(read_json(report_path).get("failed_ids", ())) if report_path.exists() else set()
+
+
+def summary(
+    options: Mapping[str, Any], reader: DialogueReader, progress: Progress, dropped: Journal, failed: Set[str]
+) -> dict[str, Any]:
+    """`reader` has read all rows; `failed` are ids of earlier runs."""
+    with dropped.path.open() as file:
+        reasons = reader.dropped + Counter(json.loads(line)["reason"] for line in file)
     return {
-        "options": config.answer_options,
+        "options": options,
         "rows_in": len(reader.ids) + reader.dropped.total(),
         "rows_kept": len(progress.kept.ids),
-        "rows_dropped": dict(dropped.most_common()),
-        "rows_failed": progress.failures.total(),
+        "rows_dropped": dict(reasons.most_common()),
+        "rows_failed": len(progress.failures),
         "tokens_this_run": progress.tokens,
+        "failed_ids": sorted((failed | progress.failures.keys()) - progress.kept.ids - dropped.ids),
     }
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    with atomic_file(path) as temporary:
+def show_report(output: Path, report: Mapping[str, Any]) -> None:
+    figures = {**report, "rows_dropped": counted(report["rows_dropped"])}
+    print(f"{output}:")
+    show_table({name.replace("_", " "): figures[name] for name in figures if name not in ("options", "failed_ids")})
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    with output_errors(path), atomic_file(path) as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")
 
 

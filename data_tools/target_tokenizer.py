@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.data_tools.options import ConversationOptions, check_named
+from slipstream.data_tools.options import ConversationOptions, check_named, read_text_file
 from slipstream.models.chat.messages import Message
 from slipstream.models.chat.template import PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
@@ -31,7 +30,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     folder = resolve(options.target, options.revision, trust_remote_code=trust, weights=False)
     tokenizer = load_tokenizer(folder, trust)
     if options.chat_template is not None:
-        tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text_file("chat_template", options.chat_template)
     end_ids = end_of_text_ids(folder, trust)
     kept = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *end_ids}
     text = read_config(folder, trust).get_text_config() if (folder / "config.json").exists() else None

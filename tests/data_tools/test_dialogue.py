@@ -14,9 +14,13 @@ from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import CHATML, THINKING, build_tokenizer, chat, write_jsonl
 
 
-def turns(letters: str) -> list[dict[str, str]]:
-    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [{"role": roles[letter], "content": str(number)} for number, letter in enumerate(letters)]
+def turns(letters: str) -> list[dict[str, Any]]:
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "c": "assistant"}
+    calls = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]}
+    return [
+        {"role": roles[letter], "content": str(number), **(calls if letter == "c" else {})}
+        for number, letter in enumerate(letters)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,12 @@ def turns(letters: str) -> list[dict[str, str]]:
         ("aua", [[1]]),
         ("uaa", [[0]]),
         ("uuatua", [[0, 1], [3, 4]]),
+        ("ucta", [[0, 1, 2]]),  # c: a call
+        ("uctctau", [[0, 1, 2, 3, 4], [6]]),
+        ("uac", [[0]]),
+        ("uc", [[0]]),
+        ("uct", [[0, 1, 2]]),
+        ("ucau", [[0, 1, 3]]),
         ("sa", []),
         ("uas", [[0]]),
     ],
@@ -64,13 +74,12 @@ def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
-    rows = [{"messages": turns("sa")}, {"messages": [*chat("a"), call]}, {"text": "no chat"}, {"messages": chat("b")}]
+    rows = [{"messages": turns("sa")}, {"text": "no chat"}, {"messages": chat("b")}]
     rows.append({"messages": [*chat("c"), {"role": "assistant", "content": "d", "tool_calls": []}]})
     dialogues, reader = read(tmp_path, rows, skip_bad=True)
     assert len(dialogues) == 2
-    assert reader.dropped == {"no_user_turn": 1, "tool_calls": 1, "malformed": 1}
-    with pytest.raises(RowError, match="line 3: is not a conversation"):
+    assert reader.dropped == {"no_user_turn": 1, "malformed": 1}
+    with pytest.raises(RowError, match="line 2: is not a conversation"):
         read(tmp_path, rows)
 
 
@@ -88,10 +97,13 @@ def test_row_seeds_fit_31_bits_and_differ() -> None:
 
 def drive(template: str | None, questions: list[str], answers: list[Answer], keep_cut: bool = True) -> Any:
     """The prompts that a dialogue asks for and its result."""
-    wrapped = None
+    wrapped, end_ids = None, set[int]()
     if template is not None:
-        wrapped = ChatTemplate(build_tokenizer(template), date="2024-07-26", variables={})
-    conversing = converse(Dialogue("x", [chat(question) for question in questions]), wrapped, keep_cut=keep_cut)
+        tokenizer = build_tokenizer(template)
+        wrapped = ChatTemplate(tokenizer, date="2024-07-26", variables={})
+        end_ids = {tokenizer.eos_token_id}
+    dialogue = Dialogue("x", [chat(question) for question in questions])
+    conversing = converse(dialogue, wrapped, keep_cut=keep_cut, end_ids=end_ids)
     prompts = []
     try:
         prompts.append(next(conversing))
@@ -102,8 +114,14 @@ def drive(template: str | None, questions: list[str], answers: list[Answer], kee
     raise AssertionError("the dialogue did not end")
 
 
-def say(text: str, **fields: Any) -> Answer:
-    return Answer(**{"text": text, "finish_reason": "stop", "num_tokens": 1, **fields})
+def say(content: str, *, reasoning: str = "", ids: bool = False, **fields: Any) -> Answer:
+    """An answer of which the text came back, or with `ids` its tokens, the end token included."""
+    message = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+    fields = {"finish_reason": "stop", "text": content, **fields}
+    token_ids = build_tokenizer(CHATML)(fields["text"])["input_ids"] if ids else None
+    if token_ids is not None and fields["finish_reason"] == "stop":
+        token_ids = [*token_ids, build_tokenizer(CHATML).eos_token_id]
+    return Answer(message=message, num_tokens=1, token_ids=token_ids, **fields)
 
 
 def test_a_dialogue_asks_turn_by_turn_with_its_own_answers() -> None:
@@ -117,22 +135,32 @@ def test_a_dialogue_asks_turn_by_turn_with_its_own_answers() -> None:
     assert result == Result(id="x", row={"id": "x", "messages": messages, "finish_reason": "stop"})
 
 
-def test_exact_tokens_are_written_for_a_single_answer() -> None:
-    (prompt,), result = drive(CHATML, ["Hello"], [say("fine", token_ids=[50, 51, 2])])
-    assert result.row["input_ids"] == prompt.token_ids + [50, 51, 2]
-    assert result.row["loss_mask"] == [0] * len(prompt.token_ids) + [1, 1, 1]
-    _, several = drive(CHATML, ["Hello", "What?"], [say("fine", token_ids=[50]), say("four", token_ids=[51])])
-    assert several.row.keys() == {"id", "messages", "finish_reason"}
+def test_exact_tokens_are_written_where_prompts_go_on_with_them() -> None:
+    answers = [say("fine", ids=True), say("four", ids=True)]
+    prompts, result = drive(CHATML, ["Hello", "What?"], answers)
+    tokens = [(prompt.token_ids, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert result.row["input_ids"] == tokens[1][0] + tokens[1][1]
+    ends = [len(tokens[0][0]), len(tokens[0][0] + tokens[0][1]), len(tokens[1][0]), len(result.row["input_ids"])]
+    assert result.row["loss_mask"] == [int(ends[0] <= place < ends[1] or ends[2] <= place) for place in range(ends[3])]
+    _, result = drive(CHATML, ["Hello", "What?"], [answers[0], say("four")])
+    assert result.row.keys() == {"id", "messages", "finish_reason"}
 
 
-def test_a_template_that_rewrites_earlier_answers_ends_the_row() -> None:
-    thought = say("<think>hm</think>fine")
+def test_rows_without_exact_tokens_render_as_what_was_written() -> None:
+    thought = say("<think>hm</think>fine", ids=True)
     prompts, result = drive(THINKING, ["Hello", "What?"], [thought, thought])
-    assert (len(prompts), result) == (1, Result(id="x", dropped="history_rewritten"))
-    assert drive(THINKING, ["Hello"], [thought])[1].row is not None
-    assert drive(THINKING, ["Hello", "What?"], [say("fine"), thought])[1].row is not None
-    # If the endpoint renders, the rewriting goes unnoticed.
-    assert drive(None, ["Hello", "What?"], [thought, thought])[1].row is not None
+    assert len(prompts) == 2, "a prompt without the earlier thinking is what a server would hold"
+    assert result.row["messages"][1::2] == [thought.message] * 2
+    assert "input_ids" not in result.row
+    assert "input_ids" in drive(THINKING, ["Hello"], [thought])[1].row
+    # The template writes less than came back, and the row is no proof of what the model would write.
+    for text in ("<|head|>fine", "fine ", "hm fine"):
+        said = say("fine", text=text)
+        assert drive(CHATML, ["Hello"], [said])[1] == Result(id="x", dropped="answer_rewritten")
+        assert drive(None, ["Hello"], [said])[1].row is not None, "the endpoint renders"
+    said = say("fine", reasoning="hm", text="hm fine")
+    assert drive(CHATML, ["Hello"], [said])[1] == Result(id="x", dropped="reasoning_not_rendered")
+    assert drive(CHATML, ["Hello"], [say("<|head|>fine", text="fine")])[1].row, "special tokens may not come back"
 
 
 def test_a_template_that_refuses_drops_the_row() -> None:
@@ -144,16 +172,43 @@ def test_a_cut_answer_ends_its_dialogue() -> None:
     prompts, result = drive(CHATML, ["Hello", "What?"], [cut])
     assert len(prompts) == 1
     assert result.row == {"id": "x", "messages": chat("Hello", "fi"), "finish_reason": "length"}
-    prompts, result = drive(CHATML, ["Hello", "What?", "Are you?"], [say("fine", token_ids=[50]), cut])
+    prompts, result = drive(CHATML, ["Hello", "What?", "Are you?"], [say("fine", ids=True), cut])
     assert result.row == {"id": "x", "messages": chat("Hello", "fine", "What?", "fi"), "finish_reason": "length"}
-    (prompt,), result = drive(CHATML, ["Hello", "What?"], [say("fi", finish_reason="length", token_ids=[50])])
-    assert result.row["input_ids"] == [*prompt.token_ids, 50], "the only answer, whose tokens are known"
+    said = say("fi", finish_reason="length", ids=True)
+    (prompt,), result = drive(CHATML, ["Hello", "What?"], [said])
+    assert result.row["input_ids"] == [*prompt.token_ids, *said.token_ids], "the only answer, whose tokens are known"
     assert drive(CHATML, ["Hello", "What?"], [cut], keep_cut=False)[1] == Result(id="x", dropped="cut_by_max_tokens")
 
 
+def test_an_answer_that_calls_a_tool_ends_its_dialogue() -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    answer = Answer(
+        message={"role": "assistant", "content": "", "tool_calls": calls}, finish_reason="stop", num_tokens=1
+    )
+    prompts, result = drive(None, ["Hello", "What?"], [answer])
+    assert (len(prompts), result.row["messages"]) == (1, [*chat("Hello"), answer.message])
+
+
+def test_calls_of_the_input_are_history() -> None:
+    dialogue = Dialogue("x", [turns("uct")])
+    conversing = converse(dialogue, None, keep_cut=True)
+    assert next(conversing).messages == turns("uct")
+    with pytest.raises(StopIteration) as stop:
+        conversing.send(say("fine"))
+    messages = stop.value.value.row["messages"]
+    assert messages == [
+        turns("u")[0], {**turns("uc")[1], "weight": 0}, turns("uct")[2], {"role": "assistant", "content": "fine"}
+    ]  # fmt: skip
+
+
+def test_empty_answers_are_dropped() -> None:
+    assert drive(CHATML, ["Hello"], [say("")])[1] == Result(id="x", dropped="empty_answer")
+
+
 def test_reasoning_returned_apart_is_kept_apart() -> None:
-    _, result = drive(None, ["Hello"], [say("fine", reasoning="hm")])
-    assert result.row["messages"][-1] == {"role": "assistant", "content": "fine", "reasoning_content": "hm"}
+    for content, reason in (("fine", "stop"), ("", "length")):
+        _, result = drive(None, ["Hello"], [say(content, reasoning="hm", finish_reason=reason)])
+        assert result.row["messages"][-1] == {"role": "assistant", "content": content, "reasoning_content": "hm"}
 
 
 def test_a_journal_cuts_off_a_half_written_row(tmp_path: Path) -> None:

@@ -165,6 +165,26 @@ def test_a_cut_answer_has_no_end_token(template: str, turns: Any) -> None:
     assert mask(template, CONVERSATION, turns=turns, is_cut=True) == (ids[:-1], supervised[:-1])
 
 
+@pytest.mark.parametrize(
+    ("message", "written"),
+    [
+        ({"content": "fine", "reasoning_content": "hm"}, "<think>hm</think>fine"),
+        ({"content": "", "reasoning_content": "hm"}, "<think>hm"),
+        ({"content": " fine ", "reasoning_content": "hm"}, "<think>hm</think> fine "),
+    ],
+)
+def test_a_cut_answer_ends_where_it_was_cut(message: dict[str, str], written: str) -> None:
+    """A template closes the thinking that max_tokens ended."""
+    thinking = CHATML.replace("m['content']", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content "
+                                              "else '') + m.content")  # fmt: skip
+    messages = [*chat("Hello"), {"role": "assistant", **message}]
+    pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", False), (written, True)]
+    assert mask(thinking, messages, is_cut=True) == join(build_tokenizer(thinking), pieces)
+    trimmed = thinking.replace("m.reasoning_content +", "m.reasoning_content[:1] +")
+    with pytest.raises(RowDropped, match="reasoning_not_rendered"):
+        mask(trimmed, messages, is_cut=True)
+
+
 CALLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}{{ '<call>' + ARGUMENTS }}{% endfor %}"

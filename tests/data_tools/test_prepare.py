@@ -242,7 +242,9 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
         (ROWS[:1], ("--target", "/absent"), "checkpoint /absent does not exist"),
         (ROWS[:1], ("--target", ""), "target is empty"),
-        (ROWS[:1], ("--chat-template", "/absent"), "No such file"),
+        (ROWS[:1], ("--chat-template", "/absent"), "chat_template is '/absent', which cannot be read .No such file"),
+        (ROWS[:1], ("--target", "/absent", "--data", "no.jsonl"), "no.jsonl does not exist"),
+        (ROWS[:1], ("--target", "/absent", "--heldout-data", "no.jsonl"), "no.jsonl does not exist"),
     ],
 )
 def test_impossible_runs_get_one_sentence(
@@ -262,6 +264,13 @@ def test_impossible_runs_get_one_sentence(
     assert error.startswith("slipstream prepare: error: ")
     assert re.search(message, error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "rows.jsonl"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, target, ROWS, "--output", "/proc/x/out")
+    message = "output /proc/x/out cannot be written (No such file or directory); name another place"
+    assert message in capsys.readouterr().err
 
 
 def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import load_from_disk
 from transformers import AutoTokenizer
 
-from slipstream.data_tools import regenerate
+from slipstream.data_tools import prepare, regenerate
 from slipstream.data_tools.dialogue import row_seed
-from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
+from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
 from slipstream.tests.random_targets import change_json
 
@@ -40,7 +42,10 @@ def test_endpoints_get_messages(tmp_path: Path, endpoint: FakeEndpoint) -> None:
         "temperature": 0.0,
         "top_p": 1.0,
         "seed": row_seed(0, "row0"),
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
+    assert {row["model"] for row in rows} == {report(tmp_path)["options"]["model"]} == {"fake-model"}
     assert report(tmp_path)["tokens_this_run"] == 32 * 7
 
 
@@ -48,12 +53,13 @@ def test_endpoints_get_tokens_when_the_target_is_known(
     tmp_path: Path, make_folder: Callable[..., Path], endpoint: FakeEndpoint
 ) -> None:
     target = make_folder(CHATML)
-    run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--model", "mine", rows=ROWS[:3])
+    run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--model", "fake-model", rows=ROWS[:3])
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = [tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True) for row in ROWS[:3]]
     assert endpoint.paths == {"/v1/completions": 3}
     assert sorted(body["prompt"] for body in endpoint.bodies) == sorted(prompt["input_ids"] for prompt in prompts)
-    assert {body["model"] for body in endpoint.bodies} == {"mine"}
+    assert {body["model"] for body in endpoint.bodies} == {"fake-model"}
+    assert all(body["return_token_ids"] and not body["skip_special_tokens"] for body in endpoint.bodies)
 
 
 def test_requests_are_spread_over_endpoints(tmp_path: Path, endpoint: FakeEndpoint) -> None:
@@ -67,31 +73,127 @@ def test_requests_are_spread_over_endpoints(tmp_path: Path, endpoint: FakeEndpoi
     assert [row["messages"] for row in again] == EXPECTED
 
 
-def test_retries_and_failures(tmp_path: Path, endpoint: FakeEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    questions = ["flaky", "refused", "broken", "odd", "fine", "long"]
+@pytest.mark.parametrize("streams", [True, False])
+def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    questions = ["fine", "flaky", "refused", "broken", "odd", "aborted", "filtered", "long", "thinks", "calls"]
     rows = [{"id": question, "messages": chat(question)} for question in questions]
-    options = ("--endpoint", endpoint.url, "--retries", 3, "--retry-pause", 0.01)
-    message = error(capsys, tmp_path, *options, rows=rows)
-    assert "3 rows failed" in message
-    assert "the same command tries them again" in message
-    assert [row["id"] for row in lines(tmp_path)] == ["flaky", "fine", "long"]
-    assert (report(tmp_path)["rows_kept"], report(tmp_path)["rows_failed"]) == (3, 3)
-    asked = [body["messages"][0]["content"] for body in endpoint.bodies]
-    assert {question: asked.count(question) for question in questions} == {
-        "flaky": 4, "refused": 1, "broken": 4, "odd": 1, "fine": 1, "long": 1
-    }  # fmt: skip
-    assert lines(tmp_path)[2]["finish_reason"] == "length"
-    error(capsys, tmp_path, *options, rows=rows)  # tries the failed rows again, and only those
-    asked = [body["messages"][0]["content"] for body in endpoint.bodies]
-    assert (asked.count("fine"), asked.count("refused")) == (1, 2)
+    with FakeEndpoint(streams=streams) as endpoint:
+        options = ("--endpoint", endpoint.url, "--retries", 4, "--retry-pause", 0.01)
+        message = error(capsys, tmp_path, *options, rows=rows)
+        assert "3 rows failed" in message
+        assert "the same command tries them again" in message
+        made = {row["id"]: (row["finish_reason"], row["messages"][-1]) for row in lines(tmp_path)}
+        assert list(made) == ["fine", "flaky", "long", "thinks", "calls"]
+        assert made["thinks"] == ("length", {"role": "assistant", "content": "", "reasoning_content": "hm hm"})
+        reason, called = made["calls"]
+        assert reason == "tool_calls"
+        assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert made["flaky"] == ("stop", answered(rows[1])[-1])
+        found = report(tmp_path)
+        assert (found["rows_kept"], found["rows_failed"]) == (5, 3)
+        assert found["rows_dropped"] == {"refused_by_endpoint": 1, "no_answer": 1}
+        expected = dict.fromkeys(questions, 1) | {"flaky": 5, "broken": 5}
+        assert Counter(endpoint.questions) == expected
+        error(capsys, tmp_path, *options, rows=rows)  # tries the failed rows again, and only those
+        again = {"broken": 10, "odd": 2, "aborted": 2}
+        assert Counter(endpoint.questions) == expected | again
 
 
-def test_too_many_failures_end_the_run(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
-    rows = [{"messages": chat(f"refused {number}")} for number in range(50)]
-    message = error(capsys, tmp_path, "--endpoint", endpoint.url, "--max-failures", 5, "--concurrency", 2, rows=rows)
-    assert "5 rows failed, the last: " in message
-    assert "answered 400: " in message
-    assert len(endpoint.bodies) <= 7
+def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys: Any) -> None:
+    """Every fifth row; and more at the beginning than end a run."""
+    options = ("--retries", 0, "--concurrency", 1, "--max-failures", 4)
+    sound = [f"fine {n}" for n in range(20)]
+    fifths = [question for n in range(0, 20, 4) for question in [f"broken {n}", *sound[n : n + 4]]]
+    for questions, runs in ((fifths, 1), ([*(f"broken {n}" for n in range(6)), *sound], 2)):
+        rows = [{"id": question, "messages": chat(question)} for question in questions]
+        with FakeEndpoint() as endpoint:
+            for number in range(runs):
+                words = (*options, "--endpoint", endpoint.url, *(() if number else ("--overwrite",)))
+                error(capsys, tmp_path, *words, rows=rows)
+            assert {row["id"] for row in lines(tmp_path)} == set(sound)
+            assert Counter(endpoint.questions) >= Counter(sound)
+            assert Counter(endpoint.questions)["fine 0"] == 1
+            assert report(tmp_path)["rows_dropped"] == {}
+
+
+def test_a_refusal_of_every_row_drops_none(tmp_path: Path, capsys: Any) -> None:
+    for status, most in ((404, 1), (401, 1), (400, 5), (503, 5)):
+        with FakeEndpoint(status=status) as endpoint:
+            options = ("--endpoint", endpoint.url, "--max-failures", 5, "--concurrency", 1, "--retries", 0)
+            message = error(capsys, tmp_path, *options)
+            assert f"answered {status}" in message
+            assert len(endpoint.bodies) == most
+    with FakeEndpoint() as endpoint:
+        assert [row["messages"] for row in run(tmp_path, "--endpoint", endpoint.url)] == EXPECTED
+
+
+def test_a_silent_endpoint_is_not_asked_again_at_once(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
+    rows = [{"id": "a", "messages": chat("silent")}, {"id": "b", "messages": chat("fine")}]
+    options = ("--endpoint", endpoint.url, "--timeout", 0.5, "--concurrency", 1)
+    assert "sent nothing for 0.5 seconds; raise --timeout" in error(capsys, tmp_path, *options, rows=rows)
+    assert endpoint.questions == ["silent", "fine"]
+    error(capsys, tmp_path, *options, rows=rows)
+    assert endpoint.questions == ["silent", "fine", "silent"]
+
+
+def test_one_model_answers_a_file(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
+    with FakeEndpoint(model="other-model") as other:
+        run(tmp_path, "--endpoint", endpoint.url, rows=ROWS[:3])
+        message = error(capsys, tmp_path, "--endpoint", other.url)
+        assert "model is 'other-model', but" in message
+        assert "was started with 'fake-model'" in message
+        message = error(capsys, tmp_path, "--endpoint", endpoint.url, other.url, "--overwrite")
+        assert f"model 'fake-model' is not at endpoint {other.url}, which lists other-model" in message
+        assert "model 'mine' is not at" in error(capsys, tmp_path, "--endpoint", other.url, "--model", "mine")
+        assert other.bodies == []
+    assert len(lines(tmp_path)) == 3
+
+
+HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
+HARMONY_TEMPLATE = (  # in small
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+THOUGHT = (
+    "<|channel|>analysis<|message|>Easy sum<|end|><|start|>assistant<|channel|>final<|message|>four"  # and <|return|>
+)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "kept"),
+    [((), "exact"), (("return_token_ids",), "text"), (("return_token_ids", "skip_special_tokens"), "none")],
+)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_special_tokens_of_a_format_are_not_lost(
+    tmp_path: Path, unknown: tuple[str, ...], kept: str, turns: int
+) -> None:
+    tokenizer = build_tokenizer(HARMONY_TEMPLATE, "<|eot|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": HARMONY})
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.save_pretrained(tmp_path / "target")
+    messages = [message for number in range(turns) for message in chat(f"What is {number}?", "")]
+    with FakeEndpoint(tokenizer=tokenizer, written=lambda _: THOUGHT, unknown=unknown) as endpoint:
+        rows = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=[{"messages": messages}])
+        assert len(endpoint.bodies) == turns + len(unknown)
+    if kept == "none":
+        assert (rows, report(tmp_path)["rows_dropped"]) == ([], {"answer_rewritten": 1})
+        return
+    [row] = rows
+    said = {"role": "assistant", "content": "four", "reasoning_content": "Easy sum"}
+    assert row["messages"][1::2] == [said] * turns
+    assert ("input_ids" in row) == (kept == "exact" and turns == 1)
+    out = tmp_path / "prepared"
+    words = ("--target", str(tmp_path / "target"), "--output", str(out), "--heldout", "0")
+    prepare.main(["--data", str(tmp_path / "out.jsonl"), *words])
+    supervised = [
+        tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
+        for row in load_from_disk(out)["train"]
+    ]
+    assert supervised == [f"{THOUGHT}<|return|>"] * turns
 
 
 SHORT = [*ROWS[:2], {"id": "big", "messages": chat("What is it? " * 30)}]
