@@ -139,7 +139,11 @@ def forced_share(llm: LLM, grammar: Grammar, tokens: Sequence[int]) -> float:
     """Of an answer's tokens: how many were the only one that the grammar allowed, or began like all others."""
     [stage] = [stage for stage in llm.engine.stages if isinstance(stage, Constraints)]
     assert stage.grammars is not None
-    matcher, forced, last = stage.grammars.matcher(grammar, llm.engine.scheduler.stop_ids), 0, 0
+    matcher, forced, last = (
+        stage.grammars.matcher(stage.grammars.compile(grammar).result(), llm.engine.scheduler.stop_ids),
+        0,
+        0,
+    )
     for token in tokens:
         forced += len(matcher.forced(last, 1)[0])
         matcher.push([token])

@@ -228,6 +228,7 @@ class Request:
     choice: int = 0  # index among `n`; hashed into the noise key
     namespace: str = ""  # cached prefixes are shared within a namespace only
     client: str = ""  # whose it is; n-grams are shared between requests of one client and namespace, if not with all
+    compiled_grammar: Any = field(default=None, repr=False, compare=False)  # the engine's, for as long as it runs
 
     def __post_init__(self) -> None:
         if self.params.seed is None:

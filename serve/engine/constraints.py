@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks
-from slipstream.serve.request import Grammar, Request
+from slipstream.serve.request import Request
 
 WORD_BITS = 32
 MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
 
 class Grammars(Protocol):
-    def matcher(self, grammar: Grammar, ends: Collection[int]) -> Matcher: ...
+    def matcher(self, compiled: Any, ends: Collection[int]) -> Matcher: ...
 
     def allowed(
         self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -96,7 +96,7 @@ class Constraints(HostStage):
         held = Constrained([], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts)
         if params.grammar is not None:
             assert self.grammars is not None
-            held.matcher = self.grammars.matcher(params.grammar, ends)
+            held.matcher = self.grammars.matcher(request.compiled_grammar, ends)
         held.push(tokens[len(request.prompt) :])
         if not held.is_done:
             self._held[slot] = held

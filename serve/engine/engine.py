@@ -120,14 +120,17 @@ class Engine:
             error = future.exception()
             if error is None:
                 del self._compiling[name]
-                self.scheduler.add(request)
+                self.scheduler.add(replace(request, compiled_grammar=future.result()))
             else:
                 is_refusal = isinstance(error, ValueError)
                 failed.append(replace(self._end_early(name, "error", str(error)), is_refusal=is_refusal))
         return failed
 
     def _end_early(self, request_id: str, reason: FinishReason, error: str = "") -> Output:
-        request, _ = self._compiling.pop(request_id)
+        request, future = self._compiling.pop(request_id)
+        if all(future is not other for _, other in self._compiling.values()):
+            assert request.params.grammar is not None
+            self._grammars.cancel(request.params.grammar)
         stats = RequestStats(prompt_tokens=len(request.prompt))
         return Output(request_id=request_id, tokens=[], finish_reason=reason, stats=stats, error=error)
 

@@ -8,10 +8,12 @@ Letters: N nodes of a proposal, root included; V vocabulary.
 import json
 import os
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2  # grammars that are compiled at a time
+NICENESS = 10  # of what compiles
 WORTH_SHARING_S = 5e-4  # work: threads take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
 MOST_PREFIXES = 64  # tokens among which a longest one that begins like all others is looked for
@@ -141,9 +144,10 @@ class Grammars:
         self._filler = Filler()
 
     def compile(self, grammar: Grammar) -> "Future[Any]":
-        """At once if it is known. The result raises ValueError, in a sentence, where a grammar cannot be compiled."""
+        """At once if it is known. The result, which the caller keeps as long as it needs it, raises ValueError, in a
+        sentence, where a grammar cannot be compiled."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar")
+            self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
             self._compiler = self._threads.submit(self._make_compiler)
         if grammar not in self._compiled:
             self._compiled[grammar] = self._threads.submit(self._compile, grammar)
@@ -154,11 +158,15 @@ class Grammars:
             del self._compiled[other]
         return self._compiled[grammar]
 
-    def matcher(self, grammar: Grammar, ends: Collection[int]) -> "Matcher":
-        """Of a compiled grammar, for an answer that one of the token ids `ends` ends."""
+    def cancel(self, grammar: Grammar) -> None:
+        """Forgets a grammar that nobody waits for, unless it is compiled already, or just now."""
+        if grammar in self._compiled and self._compiled[grammar].cancel():
+            del self._compiled[grammar]
+
+    def matcher(self, compiled: Any, ends: Collection[int]) -> "Matcher":
+        """Of a result of `compile`, for an answer that one of the token ids `ends` ends."""
         import xgrammar
 
-        compiled = self.compile(grammar).result()
         assert self._compiler is not None
         own = self._compiler.result()
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end for end in ends if end < own.size))
@@ -195,6 +203,12 @@ class Grammars:
         if own.trial is not None:
             own.trial.check(grammar)
         return compile_with(own.compiler, grammar)
+
+
+def lower_priority() -> None:
+    """Lets the threads of steps go first where cores are few. The library's threads inherit it."""
+    with suppress(OSError, AttributeError):  # macOS has no priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def make_compiler(vocabulary: str) -> Any:

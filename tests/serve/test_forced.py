@@ -47,7 +47,7 @@ def choice(*texts: str) -> Grammar:
 def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammars: Grammars) -> None:
     """At every place of the only text; after it the end."""
     end, tokens = tokenizer.eos_token_id, tokenizer(text).input_ids
-    matcher = grammars.matcher(choice(text), [end])
+    matcher = grammars.matcher(grammars.compile(choice(text)).result(), [end])
     for place, last in enumerate([0, *tokens]):
         found, masks = matcher.forced(last, 64)
         rest = [*tokens[place:], end]
@@ -65,7 +65,7 @@ def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammar
 def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, grammars: Grammars) -> None:
     text, end, rng = TEXTS[0], tokenizer.eos_token_id, random.Random(0)
     for _ in range(20):
-        matcher, written, last = grammars.matcher(choice(text), [end]), "", 0
+        matcher, written, last = grammars.matcher(grammars.compile(choice(text)).result(), [end]), "", 0
         while written != text:
             found, _ = matcher.forced(last, 64)
             assert tokenizer.decode(found, skip_special_tokens=True) == text[len(written) :]
@@ -83,7 +83,7 @@ def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars)
         ["é1", "è2"],
         ["日本", "日木"],
     ):
-        matcher = grammars.matcher(choice(*texts), [end])
+        matcher = grammars.matcher(grammars.compile(choice(*texts)).result(), [end])
         found, _ = matcher.forced(0, 64)
         spelled = [tokenizer(text).input_ids for text in texts]
         assert all(found == own[: len(found)] for own in spelled), texts
@@ -101,15 +101,17 @@ def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: 
         {"type": "const_string", "value": "hello"},
     ]
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    matcher = grammars.matcher(Grammar("structural_tag", json.dumps(tag)), [end])
+    matcher = grammars.matcher(grammars.compile(Grammar("structural_tag", json.dumps(tag))).result(), [end])
     expected = [*tokenizer("ab c").input_ids, start, *tokenizer("hello").input_ids, end]
     assert matcher.forced(0, 64)[0] == expected
-    spelled = grammars.matcher(choice(f"a{name}b"), [end]).forced(0, 64)[0]
+    spelled = grammars.matcher(grammars.compile(choice(f"a{name}b")).result(), [end]).forced(0, 64)[0]
     assert start not in spelled
 
 
 def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
-    matcher = grammars.matcher(Grammar("ebnf", 'root ::= "ab " root'), [tokenizer.eos_token_id])
+    matcher = grammars.matcher(
+        grammars.compile(Grammar("ebnf", 'root ::= "ab " root')).result(), [tokenizer.eos_token_id]
+    )
     found, _ = matcher.forced(0, 15)
     assert 8 <= len(found) <= 15
     assert matcher.push(found)
@@ -117,7 +119,7 @@ def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
 
 def test_what_is_free_is_not_forced(tokenizer: Any, grammars: Grammars) -> None:
     for grammar in (Grammar("regex", "[a-z]+"), Grammar("json_schema", '{"type": "integer"}'), choice("a", "b")):
-        assert grammars.matcher(grammar, [tokenizer.eos_token_id]).forced(0, 15)[0] == []
+        assert grammars.matcher(grammars.compile(grammar).result(), [tokenizer.eos_token_id]).forced(0, 15)[0] == []
 
 
 def test_a_proposal_that_knows_more_is_kept() -> None:

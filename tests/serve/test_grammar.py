@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer
 
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
-from slipstream.serve.grammar.grammars import Grammars, Matcher, check, parse
+from slipstream.serve.grammar.grammars import Grammars, Matcher, check, compile_with, parse
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.options import EngineConfig
@@ -449,7 +450,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
     grammars.compile(grammar).result()
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcx"]
     for _ in range(20):
-        matcher, tokens, parents = grammars.matcher(grammar, [end]), [letters[0]], [-1]
+        matcher, tokens, parents = grammars.matcher(grammars.compile(grammar).result(), [end]), [letters[0]], [-1]
         assert matcher.push(tokens)
         for node in range(1, 8):
             parents.append(rng.randrange(node))
@@ -459,7 +460,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
         for node in range(1, 8):
             paths.append([*paths[parents[node]], tokens[node]])
         for node, path in enumerate(paths):
-            alone = grammars.matcher(grammar, [end])
+            alone = grammars.matcher(grammars.compile(grammar).result(), [end])
             taken = alone.push(path)
             if taken and end not in path:
                 assert np.array_equal(found[node], alone.allowed([path[-1]], [-1])[0])
@@ -474,9 +475,9 @@ def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -
     larger = Grammars(lambda: tokenizer, size + 93, [end])
     first, second = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
     tokens, parents = [first, second, size + 90, second], [-1, 0, 1, 2]
-    found = larger.matcher(grammar, [end, size + 5])
+    found = larger.matcher(larger.compile(grammar).result(), [end, size + 5])
     assert found.push([first])
-    masks, alone = found.allowed(tokens, parents), grammars.matcher(grammar, [end])
+    masks, alone = found.allowed(tokens, parents), grammars.matcher(grammars.compile(grammar).result(), [end])
     assert alone.push([first])
     right, words = alone.allowed(tokens[:2], parents[:2]), -(-size // 32)
     assert masks.shape == (4, -(-(size + 93) // 32))
@@ -493,7 +494,7 @@ def test_masks_of_many_requests_on_threads_are_those_of_each(
     rng, letters, end = random.Random(1), tokenizer.convert_tokens_to_ids(list("abc")), tokenizer.eos_token_id
     matchers, trees = [], []
     for least in range(1, 6):
-        matchers.append(grammars.matcher(Grammar("regex", f"[ab]{{{least},9}}c*"), [end]))
+        matchers.append(grammars.matcher(grammars.compile(Grammar("regex", f"[ab]{{{least},9}}c*")).result(), [end]))
         assert matchers[-1].push(letters[:1])
         parents = [-1, *(rng.randrange(node) for node in range(1, least))]
         trees.append(([letters[0], *rng.choices([*letters, end], k=least - 1)], parents))
@@ -579,7 +580,7 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
     for request in asked:
         answer, grammar = answers[request.id], request.params.grammar
         assert grammar is not None
-        matcher = grammars.matcher(grammar, [tokenizer.eos_token_id])
+        matcher = grammars.matcher(grammars.compile(grammar).result(), [tokenizer.eos_token_id])
         assert matcher.push(answer.tokens), "a beginning at least"
         if answer.finish_reason == "stop":
             ends += 1
@@ -671,6 +672,47 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build) -> No
     assert (output.finish_reason, output.tokens) == ("abort", [])
     assert not engine.has_work
     assert engine.abort("0") is None
+
+
+def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the store forgets it before the request has a slot, and again while the request is preempted."""
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.MOST_COMPILED", 1)
+    counts = Counter[Grammar]()
+
+    def compile_counted(compiler: Any, grammar: Grammar) -> Any:
+        counts[grammar] += 1
+        return compile_with(compiler, grammar)
+
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_counted)
+    engine = build("none", max_running=2, kv_cache_tokens=100, page_size=1)
+    patterns = [Grammar("regex", f"[ab ]{{80}}{index}") for index in range(5)]
+    asked = [make_request(one.text, [5, 6, 7], max_tokens=60, grammar=one) for one in patterns]
+    assert {one.finish_reason for one in run(engine, asked).values()} == {"length"}
+    assert engine.scheduler.num_preemptions > 0
+    assert [counts[one] for one in patterns] == [1] * len(patterns)
+
+
+def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.NUM_THREADS", 1)
+    may_go, compiled = threading.Event(), list[str]()
+
+    def compile_slowly(compiler: Any, grammar: Grammar) -> Any:
+        may_go.wait()
+        compiled.append(grammar.text)
+        return compile_with(compiler, grammar)
+
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_slowly)
+    engine = build("none")
+    for name, text in (("first", "a"), ("left", "b"), ("one of two", "c"), ("other", "c")):
+        engine.add(make_request(name, [5, 6], max_tokens=2, grammar=Grammar("regex", text)))
+    engine.abort("left")
+    engine.abort("one of two")
+    may_go.set()
+    ended = set[str]()
+    while engine.has_work:
+        ended |= {output.request_id for output in engine.step() if output.finish_reason}
+    assert ended == {"first", "other"}
+    assert compiled == ["a", "c"]
 
 
 def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build) -> None:

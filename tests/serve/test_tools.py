@@ -67,7 +67,7 @@ class Sampler:
         assert answers.grammar is not None
         assert answers.parser is not None
         ends, rng, tokens = [self.tokenizer.eos_token_id, *answers.stop_ids], random.Random(seed), list[int]()
-        matcher = self.grammars.matcher(answers.grammar, ends)
+        matcher = self.grammars.matcher(self.grammars.compile(answers.grammar).result(), ends)
         while len(tokens) < most and not matcher.is_over:
             bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: len(self.tokenizer)])
