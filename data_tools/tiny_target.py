@@ -193,7 +193,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, moe: bool = False
         "pad_token_id": pad_id,
     }
     model = Qwen3MoeForCausalLM(moe_config(shared)) if moe else Qwen3ForCausalLM(dense_config(shared))
-    model.generation_config = GenerationConfig(eos_token_id=[end_id, pad_id], pad_token_id=pad_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[end_id, pad_id], pad_token_id=pad_id, do_sample=True, temperature=0.3
+    )
     return model
 
 

@@ -268,7 +268,7 @@ def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -
     page.fill("#schema", "{")
     page.fill("#message", "x")
     page.click("#send")
-    assert "This is not JSON" in page.locator("#schema-problem").inner_text()
+    assert "This is not JSON" in page.locator("#settings-problem").inner_text()
     assert page.locator("#schema").get_attribute("aria-invalid") == "true"
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for name, value in {"schema": json.dumps(schema), "temperature": "0.5", "seed": "7", "system": "Be brief."}.items():
@@ -346,6 +346,9 @@ def test_errors_say_what_happened_and_what_to_do(open_page: Open, byte_target: s
         alert.get_by_text("The engine failed during the answer. It says: no memory.").wait_for()
         assert "it ends here, since it failed" in page.locator(".summary").inner_text()
         page.unroute_all()
+        page.click("#send")  # its question is back in the field; what failed leaves the page
+        page.locator("#status", has_text="Done").wait_for(state="attached")
+        assert page.locator(".turn").count() == 1
         salted(page, "crash")
         page.click("#new-chat")
         ask(page, waits=False)
@@ -373,10 +376,11 @@ def test_by_keyboard_alone(open_page: Open, server: Server) -> None:
         "How to read this page",
         "message",
         "compare",
+        "example",
         "send",
         "Settings",
     ]
-    assert seen[:7] == expected
+    assert seen[:8] == expected
     page.locator("#message").focus()
     page.keyboard.type("hello")
     page.keyboard.press("Enter")
@@ -465,6 +469,62 @@ def test_with_a_real_engine(open_page: Open) -> None:
         assert page.locator(".answer").nth(1).locator(".token:not(.target)").count() == 0
 
 
+SHOWN = """() => {
+  const bottom = document.getElementById("composer").getBoundingClientRect().top;
+  const boxes = [...document.querySelectorAll(".answer .token")].map((token) => token.getBoundingClientRect());
+  return boxes.filter((box) => box.top >= 0 && box.bottom <= bottom).length;
+}"""
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 412])
+def test_the_end_of_an_answer_stays_in_sight(open_page: Open, server: Server, width: int) -> None:
+    """On phones, where the page grows beyond the screen, until the user scrolls up."""
+    page = open_page(server.url, viewport={"width": width, "height": 700}, has_touch=True)
+    ask(page, "ab " * 20, tokens=150)
+    last = page.locator(".answer .token").last.bounding_box()
+    assert last["y"] + last["height"] <= page.locator("#composer").bounding_box()["y"]
+    assert page.evaluate(SHOWN) > 10
+    salted(page, "slow")
+    page.click("#new-chat")
+    ask(page, "ab " * 20, tokens=150, waits=False)
+    page.locator(".answer .token").nth(3).wait_for()
+    page.evaluate("window.scrollTo({top: 0})")
+    page.locator(".answer .token").nth(20).wait_for()
+    assert page.evaluate("window.scrollY") == 0
+    page.keyboard.press("Escape")
+    page.locator(".summary", has_text="stopped").wait_for()
+
+
+def test_a_setting_that_cannot_be_sent_is_shown(open_page: Open, server: Server) -> None:
+    """Also where the settings are closed, by Send and by Enter."""
+    page = open_page(server.url)
+    page.locator("#temperature").evaluate("(field) => { field.value = 400; }")
+    page.get_by_role("button", name="Fill in an example").click()
+    for send in (lambda: page.click("#send"), lambda: page.locator("#message").press("Enter")):
+        page.locator("#settings").evaluate("(settings) => { settings.open = false; }")
+        send()
+        assert page.locator("#settings-problem").inner_text().startswith("Temperature: ")
+        assert page.evaluate("document.activeElement.id") == "temperature"
+        assert page.input_value("#message") == "Tom has 3 boxes of 12 eggs. How many eggs does he have?"
+        assert page.locator(".turn").count() == 0
+    page.fill("#temperature", "1")
+    page.click("#send")
+    page.locator("#status", has_text="Done").wait_for(state="attached")
+    assert page.locator("#settings-problem").inner_text() == ""
+
+
+def test_a_question_is_taken_back(open_page: Open, server: Server) -> None:
+    page, asked = open_page(server.url), list[dict[str, Any]]()
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    for question in ("one", "two", "three"):
+        ask(page, question)
+    page.get_by_role("button", name="Edit").nth(1).click()
+    assert page.locator(".turn").count() == 1
+    assert page.input_value("#message") == "two"
+    ask(page, "other")
+    assert [message["content"] for message in asked[-1]["messages"] if message["role"] == "user"] == ["one", "other"]
+
+
 def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> None:
     """320 pixels, as WCAG's reflow asks; the details stay within."""
     page = open_page(server.url, viewport={"width": 320, "height": 600}, has_touch=True)
@@ -473,7 +533,7 @@ def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> Non
     page.locator(".answer .token").nth(20).tap()
     box = page.locator("#details").bounding_box()
     assert 0 <= box["x"] <= box["x"] + box["width"] <= 320
-    page.locator("h3").last.tap()
+    page.locator("h1").tap()
     assert page.locator("#details").is_hidden()
     page.locator("summary", has_text="Settings").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 320

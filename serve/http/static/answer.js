@@ -43,7 +43,6 @@ export class Answer {
   #shown = []; // {token, span}
   #byRound = new Map(); // round -> spans
   #picked = -1;
-  #isOver = false;
 
   constructor(parent, title) {
     const id = `answer-${(lastId += 1)}`;
@@ -56,8 +55,11 @@ export class Answer {
     });
     this.walk = element("div", { class: "walk", hidden: "" }, element("label", { for: id }, "Inspect token"), this.slider);
     this.summary = element("p", { class: "summary quiet" });
+    this.copy = element("button", { type: "button", class: "small", hidden: "" }, "Copy");
+    this.copy.addEventListener("click", () => this.#copyText());
     this.node = element("section", { class: "answer", "aria-label": title, "aria-busy": "true" },
-      element("h4", {}, title), this.thinking, this.content, this.walk, this.summary);
+      element("div", { class: "row heading" }, element("h4", {}, title), this.copy),
+      this.thinking, this.content, this.walk, this.summary);
     parent.append(this.node);
     for (const type of ["input", "focus"]) {
       this.slider.addEventListener(type, () => this.pick(this.slider.valueAsNumber - 1, this.walk));
@@ -91,9 +93,15 @@ export class Answer {
   /** how: why it ended, if that needs saying. */
   end(how = "") {
     this.node.setAttribute("aria-busy", "false");
-    this.#isOver = true;
+    this.copy.hidden = !navigator.clipboard; // only over https and on this machine
     this.summary.textContent = [this.told(), how].filter(Boolean).join(" · ");
     if (!this.progress.tokens.some((token) => token.text)) this.content.append(element("p", { class: "quiet" }, "(no text)"));
+  }
+
+  async #copyText() {
+    await navigator.clipboard.writeText(this.message.content);
+    this.copy.textContent = "Copied";
+    setTimeout(() => (this.copy.textContent = "Copy"), 2000);
   }
 
   told() {
@@ -194,7 +202,8 @@ function detailsOf(token) {
   if (token.round) {
     const others = token.rows - token.drafted - 1;
     const rows = `${token.rows} ${token.rows === 1 ? "row" : "rows"}${others > 0 ? `, ${others} of them for others` : ""}`;
-    facts.push(["Round", `${token.round}: ${token.drafted} guessed tokens checked, in a pass of ${rows}`]);
+    const guesses = `${token.drafted} guessed ${token.drafted === 1 ? "token" : "tokens"}`;
+    facts.push(["Round", `${token.round}: ${guesses} checked, in a pass of ${rows}`]);
   } else facts.push(["Round", "none: it came with the prompt"]);
   if (token.refused.length) facts.push(["Refused here", token.refused.map(nameOfGuess).join("  ")]);
   facts.push(["Probability", token.logprob > -9999 ? percent(Math.exp(token.logprob)) : "none, by the server’s settings"]);

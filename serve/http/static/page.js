@@ -8,6 +8,8 @@ import { ALTERNATIVES, differences } from "./tokens.js";
 
 const MOST_KEYS = 4; // positions in the legend
 const SEEDS = 2 ** 32;
+const AT_END = 40; // pixels from the end of the page within which it is in sight
+const EXAMPLE = "Tom has 3 boxes of 12 eggs. How many eggs does he have?";
 
 const api = new Api();
 const charts = new Charts(byId("charts"));
@@ -15,6 +17,9 @@ let messages = []; // the conversation so far
 let running = null; // an AbortController while an answer comes
 let retry = null; // what the alert's button does
 let afterKey = null; // what to do once there is a key
+let follows = true; // the end of the page stays in sight while it grows
+let lastScroll = 0;
+let failedTurn = null; // whose question is back in the message field
 
 async function connect(then = null) {
   try {
@@ -23,7 +28,9 @@ async function connect(then = null) {
     const drafts = model.num_spec_tokens;
     const told = drafts ? `up to ${drafts} guesses per pass` : "no draft: only text that a format fixes is guessed";
     byId("model").textContent = `${model.id} · ${told}`;
-    showKeys(drafts);
+    const guesser = model.draft_fingerprint === "ngram" ? "ngram" : "draft"; // n-grams have no checkpoint, and so a name
+    byId("guesser").textContent = guesser === "ngram" ? "from text that repeats itself" : "by a small draft model";
+    showKeys(guesser === "ngram" ? 0 : drafts);
     byId("compare-label").hidden = drafts === 0;
     const [longest, most] = [byId("max-tokens"), Math.ceil(model.max_model_len / 2)];
     if (longest.value > most) longest.value = most;
@@ -69,19 +76,26 @@ function readSettings() {
   return settings;
 }
 
+/** The settings, or null where one cannot be sent: it is then shown with what is wrong. */
 function checkedSettings() {
-  const [field, problem] = [byId("schema"), byId("schema-problem")];
-  problem.textContent = "";
-  field.removeAttribute("aria-invalid");
+  byId("settings-problem").textContent = "";
+  for (const field of byId("settings").querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  for (const field of byId("settings").querySelectorAll("input")) {
+    if (!field.checkValidity()) return refuseSetting(field, `${field.labels[0].textContent.trim()}: ${field.validationMessage}`);
+  }
   try {
     return readSettings();
   } catch (error) {
-    problem.textContent = `This is not JSON (${error.message}). Correct it, or leave the field empty.`;
-    field.setAttribute("aria-invalid", "true");
-    byId("settings").open = true;
-    field.focus();
-    return null;
+    return refuseSetting(byId("schema"), `This is not JSON (${error.message}). Correct it, or leave the field empty.`);
   }
+}
+
+function refuseSetting(field, problem) {
+  byId("settings-problem").textContent = problem;
+  field.setAttribute("aria-invalid", "true");
+  byId("settings").open = true;
+  field.focus();
+  return null;
 }
 
 function bodyOf(question, settings, enabled) {
@@ -96,13 +110,22 @@ function bodyOf(question, settings, enabled) {
 async function send(question) {
   const settings = checkedSettings();
   if (settings === null || running) return;
+  byId("message").value = "";
   clearProblem();
+  failedTurn?.remove();
+  failedTurn = null;
   const [compares, continues, conversation] = [byId("compare").checked, byId("continues").checked, messages];
-  const turn = element("article", { class: "turn" }, element("h3", {}, continues ? "Text" : "You"), element("p", { class: "question" }, question));
+  const edit = element("button", { type: "button", class: "small" }, "Edit");
+  const turn = element("article", { class: "turn" },
+    element("div", { class: "row heading" }, element("h3", {}, continues ? "Text" : "You"), edit),
+    element("p", { class: "question" }, question));
+  const numMessages = messages.length;
+  edit.addEventListener("click", () => takeBack(turn, numMessages, question));
   const answers = element("div", { class: "answers" });
   turn.append(answers);
   byId("turns").append(turn);
   turn.scrollIntoView({ block: "start" });
+  follows = true;
   charts.clear();
   setRunning(new AbortController());
   say("The model is answering.");
@@ -129,7 +152,7 @@ async function answered(parent, title, which, body) {
   let how = "";
   const draw = () => {
     if (!arrived.length) return;
-    following(() => arrived.splice(0).forEach(([choice, time]) => answer.add(choice, time)));
+    arrived.splice(0).forEach(([choice, time]) => answer.add(choice, time));
     if (answer.node.isConnected) charts.update(which, answer.progress);
   };
   try {
@@ -142,23 +165,38 @@ async function answered(parent, title, which, body) {
   } catch (error) {
     if (!running.signal.aborted) {
       draw();
-      following(() => answer.end("it ends here, since it failed"));
+      answer.end("it ends here, since it failed");
       throw error;
     }
     how = "stopped";
   }
   draw();
-  following(() => answer.end(how));
+  answer.end(how);
   if (answer.node.isConnected) charts.update(which, answer.progress, true);
   return answer;
 }
 
-/** Keeps the end of the page in sight, where it is, while a change makes it longer. */
-function following(change) {
+/** Keeps the end of the page in sight while it grows, until the user scrolls up. */
+function followEnd() {
   const page = document.documentElement;
-  const isAtEnd = window.innerHeight + window.scrollY > page.scrollHeight - 40;
-  change();
-  if (isAtEnd) window.scrollTo({ top: page.scrollHeight });
+  const isAtEnd = () => window.innerHeight + window.scrollY > page.scrollHeight - AT_END;
+  window.addEventListener("scroll", () => {
+    follows = isAtEnd() || (follows && window.scrollY >= lastScroll);
+    lastScroll = window.scrollY;
+  }, { passive: true });
+  new ResizeObserver(() => {
+    if (follows) window.scrollTo({ top: page.scrollHeight });
+  }).observe(document.body);
+}
+
+/** Puts a question back into the message field; it and what came after it leave the conversation. */
+function takeBack(turn, numMessages, question) {
+  running?.abort();
+  messages = messages.slice(0, numMessages);
+  while (turn.nextElementSibling) turn.nextElementSibling.remove();
+  turn.remove();
+  byId("message").value = question;
+  byId("message").focus();
 }
 
 function compared(turn, drafted, plain) {
@@ -176,7 +214,7 @@ function compared(turn, drafted, plain) {
   const why = count ? " Two tokens that are almost equally likely can change places on some hardware; " : "";
   const link = count ? element("a", { href: "playground/help.html#differences" }, "when that happens") : null;
   const verdict = element("p", { class: `verdict ${count ? "unequal" : "equal"}` }, same, pace, why, link);
-  following(() => turn.append(verdict));
+  turn.append(verdict);
   return same + pace;
 }
 
@@ -220,6 +258,7 @@ function failed(error, turn, question) {
     askForKey(error, () => connect(() => send(question)));
   } else {
     if (!byId("message").value) byId("message").value = question;
+    failedTurn = turn;
     showProblem(error, again);
   }
 }
@@ -234,7 +273,7 @@ function showProblem(error, again) {
     retry();
   });
   const told = element("p", {}, element("strong", {}, what), ` ${remedy}`);
-  following(() => byId("alert").replaceChildren(told, button));
+  byId("alert").replaceChildren(told, button);
   say("");
 }
 
@@ -256,8 +295,11 @@ function askForKey(error, then) {
 
 function setRunning(controller) {
   running = controller;
-  byId("stop").hidden = controller === null;
-  byId("send").disabled = controller !== null;
+  const [shown, hidden] = controller ? [byId("stop"), byId("send")] : [byId("send"), byId("stop")];
+  const hadFocus = document.activeElement === hidden;
+  shown.hidden = false;
+  hidden.hidden = true;
+  if (hadFocus) shown.focus();
 }
 
 function say(text) {
@@ -266,9 +308,7 @@ function say(text) {
 
 function submitMessage() {
   const question = byId("message").value.trim();
-  if (!question || running) return;
-  byId("message").value = "";
-  send(question);
+  if (question && !running) send(question);
 }
 
 byId("composer").addEventListener("submit", (event) => {
@@ -284,10 +324,18 @@ byId("stop").addEventListener("click", () => {
   running?.abort();
   byId("message").focus();
 });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && byId("details").hidden && !byId("key-dialog").open) running?.abort();
+}, { capture: true }); // before the details are closed by it
+byId("example").addEventListener("click", () => {
+  byId("message").value = EXAMPLE;
+  byId("message").focus();
+});
 byId("new-chat").addEventListener("click", () => {
   running?.abort();
   messages = [];
   byId("turns").replaceChildren();
+  failedTurn = null;
   clearProblem();
   charts.clear();
   byId("message").focus();
@@ -303,5 +351,6 @@ byId("key-dialog").addEventListener("close", () => {
   byId("key").value = "";
 });
 watchDetails();
+followEnd();
 showKeys(3);
 connect();
