@@ -1,14 +1,33 @@
-"""Random bodies of requests, most of them a little wrong, for tests and for soaks of a real server."""
+"""Random bodies of requests for tests and for soaks of a real server, grown from the schemas of the API.
+
+Each field of a body's class gets values of its type, ends of its range among them, so a new field is covered as it is
+written. Fields whose types do not say what is right have examples here.
+"""
 
 import json
 import random
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from slipstream.serve.http.responses_body import ResponsesBody
+from slipstream.serve.http.schemas import ChatBody, CompletionBody
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+Body = ChatBody | CompletionBody | ResponsesBody
+BODIES: dict[str, type[Body]] = {
+    CHAT: ChatBody,
+    COMPLETIONS: CompletionBody,
+    RESPONSES: ResponsesBody,
+}
 MODEL = "byte-model"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}
+FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 MESSAGES: list[Any] = [
     [{"role": "user", "content": "hello"}],
@@ -16,32 +35,22 @@ MESSAGES: list[Any] = [
     [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     + [{"role": "tool", "tool_call_id": "c", "content": "7"}],
 ]
-PROMPTS: list[Any] = ["x", [5, 6], ["a", "b"], [[5], [6]]]
-FIELDS: dict[str, list[Any]] = {  # values that are right in some body
+ITEMS: list[Any] = [
+    {"role": "user", "content": "hello"},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y", "annotations": []}]},
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "c", "output": "7"},
+]
+EXAMPLES: dict[str, list[Any]] = {  # values that are right in some body
     "model": [MODEL],
     "max_tokens": [1, 3, 0],
     "max_completion_tokens": [2],
-    "temperature": [0, 0.7, 2],
-    "top_p": [1, 0.5],
-    "top_k": [-1, 0, 20],
-    "min_p": [0, 0.1],
-    "n": [1, 2],
-    "seed": [0, 2**63],
-    "stop": ["x", ["a", "b"], None],
-    "stop_token_ids": [[5], []],
-    "stream": [True, False],
-    "stream_options": [{"include_usage": True}, None],
+    "stop": ["x", ["a", "b"]],
     "logit_bias": [{"5": 3}, {}],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
-    "repetition_penalty": [1.2],
-    "min_tokens": [0, 2],
-    "bad_words": [["x"], []],
-    "ignore_eos": [True],
+    "bad_words": [["x"], "and", []],
     "logprobs": [True, 3, 0],
-    "top_logprobs": [2, 0],
-    "prompt_logprobs": [1],
-    "echo": [True],
     "response_format": [
         {"type": "json_object"},
         {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
@@ -52,63 +61,125 @@ FIELDS: dict[str, list[Any]] = {  # values that are right in some body
     "json_schema": [json.dumps(SCHEMA)],
     "tools": [[TOOL], [TOOL, TOOL], []],
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
-    "parallel_tool_calls": [True, False],
-    "reasoning_effort": ["low"],
+    "reasoning_effort": ["low", None],
     "chat_template_kwargs": [{"enable_thinking": False}],
-    "include_reasoning": [False],
-    "cache_salt": ["a"],
-    "speculation": [{"enabled": False}, {"trace": True}, {}, None],
-    "user": ["u"],
-    "add_generation_prompt": [True],
-    "best_of": [1],
-    "suffix": [None],
-    "priority": [0],
+    "messages": MESSAGES,
+    "prompt": ["x", [5, 6], ["a", "b"], [[5], [6]]],
 }
-FLAT = {"type": "function", **TOOL["function"]}
-ITEMS: list[Any] = [
-    {"role": "user", "content": "hello"},
-    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
-    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y", "annotations": []}]},
-    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
-    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
-    {"type": "function_call_output", "call_id": "c", "output": "7"},
-]
-OF_RESPONSES: dict[str, list[Any]] = {
-    **{name: FIELDS[name] for name in ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")},
-    **{name: FIELDS[name] for name in ("logit_bias", "min_tokens", "bad_words", "structured_outputs", "regex", "user")},
+EXAMPLES_IN_RESPONSES: dict[str, list[Any]] = {
+    "input": ["x", *([item] for item in ITEMS), ITEMS],
     "max_output_tokens": [1, 3],
-    "instructions": ["be brief", None],
     "tools": [[FLAT], []],
     "tool_choice": ["auto", "none", "required", {"type": "function", "name": "f"}]
     + [{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}],
-    "parallel_tool_calls": [True, False],
     "reasoning": [{"effort": None, "summary": "auto"}, {"effort": "low"}],
     "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}],
     "include": [["message.output_text.logprobs"], []],
-    "top_logprobs": [2, 0],
-    "metadata": [{"a": "b"}],
-    "store": [False],
-    "truncation": ["disabled"],
-    "previous_response_id": [None],
 }
+NEEDS: dict[str, dict[str, Any]] = {  # fields that others are refused without
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+}
+NEEDS_IN_RESPONSES = NEEDS | {"top_logprobs": {"include": ["message.output_text.logprobs"]}}
 ODD: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**64, -(2**70), 1.5, 1e308, "", "x", "é\ud83d", "\u0000", "7", "(" * 60, "[" * 300,
     [], [[]], [{}], [None], ["x"] * 20, [1, "x"], [-1], [2**40],
     {}, {"a": {}}, {"type": "x"}, {"type": None}, {"": ""}, {"5": "x"},
 ]  # fmt: skip
+TEXTS = ["x", "", "hello", "the ", "é漢😀", "\u0000", "\n", " " * 70, "<|im_end|>", '{"a": 1}', "a" * 300]
+TOKENS = [0, 1, 2, 5, 7, 30, 101]
+INTEGERS = [-1, 20, 21, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**70]
+NUMBERS = [0, 1, 0.5, 2, -2, 0.7, 1e-4, 1e-300, 5e-324, 0.999999999, 1.2, 20, 100, -100, 1e4, 1e38, 1e39, -1e308]
+
+
+class Generator:
+    """Draws bodies from `rng`, for a target whose token ids are below `vocab_size`."""
+
+    def __init__(self, rng: random.Random, vocab_size: int = 260) -> None:
+        self.rng, self.integers = rng, [*INTEGERS, *3 * TOKENS, vocab_size - 1, vocab_size]
+
+    def body(self, path: str, *names: str) -> dict[str, Any]:
+        """Fields that may each be right, `names` among them."""
+        kind, rng = BODIES[path], self.rng
+        drawn = rng.sample(list(kind.model_fields), rng.randrange(8))
+        fields = {name: self.field(kind, name) for name in dict.fromkeys((kind.prompt_field, *names, *drawn))}
+        if rng.random() < 0.2:
+            name, allowed = rng.choice(list(kind.neutral.items()))
+            fields.setdefault(name, deepcopy(rng.choice(ODD if allowed is None else [None, *allowed])))
+        needs = NEEDS_IN_RESPONSES if path == RESPONSES else NEEDS
+        for name in list(fields):
+            fields |= deepcopy(needs.get(name, {})) if rng.random() < 0.8 else {}
+        fields.setdefault(kind.length_field, 3)
+        return fields
+
+    def field(self, kind: type[Body], name: str) -> Any:
+        """A value of a field: an example, where there are some, or any of its type."""
+        examples = EXAMPLES.get(name, [])
+        if issubclass(kind, ResponsesBody):
+            examples = EXAMPLES_IN_RESPONSES.get(name, examples)
+        if examples and self.rng.random() < (0.95 if name == kind.prompt_field else 0.8):
+            return deepcopy(self.rng.choice(examples))
+        field = kind.model_fields[name]
+        return self.value(field.annotation, field.metadata)
+
+    def value(self, kind: Any, metadata: Sequence[Any] = ()) -> Any:
+        """A value of a type, as JSON has it. Where `metadata` of pydantic bounds it, mostly within its bounds."""
+        rng, origin, parts = self.rng, get_origin(kind), get_args(kind)
+        if origin is Annotated:
+            return self.value(parts[0], [*parts[1:], *metadata])
+        if origin in (Union, UnionType):
+            part = rng.choice([part for part in parts if part is not NoneType])
+            return None if NoneType in parts and rng.random() < 0.1 else self.value(part, metadata)
+        if origin is Literal:
+            return rng.choice(parts)
+        if origin is list:
+            return [self.value(parts[0]) for _ in range(self.length(metadata))]
+        if origin is dict:
+            values = {self.value(parts[0]): self.value(parts[1]) for _ in range(self.length(metadata))}
+            return {str(key): value for key, value in values.items()}
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names = [name for name in kind.model_fields if rng.random() < 0.7]
+            fields = {name: kind.model_fields[name] for name in names}
+            return {name: self.value(field.annotation, field.metadata) for name, field in fields.items()}
+        if kind is bool:
+            return rng.random() < 0.5
+        if kind is int:
+            return self.integer(metadata)
+        return deepcopy(rng.choice(NUMBERS if kind is float else TEXTS if kind is str else ODD))
+
+    def length(self, metadata: Sequence[Any]) -> int:
+        """Of a list: mostly short, now and then as long as it may be, or longer."""
+        most = bounds_of(metadata).get("max_length", 20)
+        return self.rng.choice([0, 1, 1, 1, 2, 2, 3, 3, most, most + 1])
+
+    def integer(self, metadata: Sequence[Any]) -> int:
+        """Mostly within the bounds, often at one of them."""
+        bounds = bounds_of(metadata)
+        ends = [bounds[name] for name in ("ge", "le") if name in bounds]
+        ends += [bounds[name] + step for name, step in (("gt", 1), ("lt", -1)) if name in bounds]
+        if ends and self.rng.random() < 0.1:
+            return self.rng.choice([min(ends) - 1, max(ends) + 1])
+        low = max((bounds[name] for name in ("ge", "gt") if name in bounds), default=-(2**80))
+        high = min((bounds[name] for name in ("le", "lt") if name in bounds), default=2**80)
+        return self.rng.choice([*ends, *(value for value in self.integers if low <= value <= high)])
+
+
+def bounds_of(metadata: Sequence[Any]) -> dict[str, int]:
+    """Those that pydantic knows, by their names in its Field."""
+    found = dict[str, int]()
+    for part in metadata:
+        if isinstance(part, FieldInfo):
+            found |= bounds_of(part.metadata)
+        for name in ("ge", "gt", "le", "lt", "max_length"):
+            if isinstance(bound := getattr(part, name, None), int):
+                found[name] = bound
+    return found
 
 
 def body(rng: random.Random, path: str) -> dict[str, Any]:
-    known = OF_RESPONSES if path == RESPONSES else FIELDS
-    fields = {name: rng.choice(known[name]) for name in rng.sample(list(known), rng.randrange(7))}
-    if path == RESPONSES:
-        fields["input"] = rng.choice(["x", rng.sample(ITEMS, rng.randrange(1, 5))])
-        fields.setdefault("max_output_tokens", 3)
-    else:
-        fields |= {"messages": rng.choice(MESSAGES)} if path == CHAT else {"prompt": rng.choice(PROMPTS)}
-        fields.setdefault("max_tokens", 3)
-    made: dict[str, Any] = json.loads(json.dumps(fields))
-    for _ in range(rng.choice((0, 1, 1, 2))):
+    """A body that is often a little wrong."""
+    made: dict[str, Any] = json.loads(json.dumps(Generator(rng).body(path)))
+    for _ in range(rng.choice((0, 0, 1, 2))):
         mutate(made, rng)
     return made
 

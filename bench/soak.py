@@ -5,8 +5,10 @@ python bench/soak.py fuzz --draft ngram --requests 100000
 
 Starts `serve` on a free port and ends it by SIGTERM. `clients`: streaming clients, of which some hang up at a random
 token; each request must end with a finish reason, a 429, or its own hanging up, and none may be lost or answered twice.
-`fuzz`: bodies of bench/fuzzed.py; none may get a 5xx or no answer. Both then ask the server what is left: no open
-request and no KV page in use. Prints one line of JSON, and exits with status 1 where anything of that does not hold.
+`fuzz`: bodies of bench/fuzzed.py; none may get a 5xx or no answer. Each tenth request is one of BYSTANDERS, which must
+get the answer that it gets alone: 99 % of them, since a CPU's sums depend a little on the requests beside. Both then
+ask the server what is left: no open request and no KV page in use. Prints one line of JSON, and exits with status 1
+where anything of that does not hold.
 """
 
 import argparse
@@ -40,6 +42,11 @@ SETTLE_SECONDS = 30.0  # within which what clients have left must be gone
 QUESTION = "Tom has {} boxes of {} eggs and gives {} of them away. How many eggs does he have?"
 SLOWEST = 60.0  # seconds for an answer to a random request, beyond which the server counts as hung
 JSON = {"content-type": "application/json"}
+BYSTANDERS: list[dict[str, Any]] = [  # requests whose answers are known
+    {"prompt": "Tom has 12 boxes.", "max_tokens": 24, "temperature": 0},
+    {"prompt": "Tom has 12 boxes.", "max_tokens": 24, "temperature": 1, "seed": 1, "top_p": 0.9, "min_tokens": 20},
+    {"prompt": "A word: ", "max_tokens": 24, "temperature": 1, "seed": 2, "regex": "[a-c ]{5,20}"},
+]
 HANG_UP = 0.3  # share of streaming clients that leave before the end
 
 
@@ -49,6 +56,7 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    same_answers: Counter[bool] = field(default_factory=Counter)  # of bystanders: whether each is the one it gets alone
     ids: set[str] = field(default_factory=set)
     health_s: list[float] = field(default_factory=list)
     memory_mb: list[tuple[float, float]] = field(default_factory=list)  # seconds, of both processes
@@ -185,13 +193,18 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
     async def client() -> None:
         for number in numbers:
             rng = random.Random(number)
-            path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
-            sent = json.dumps(body(rng, path))
+            path, expected = rng.choice((CHAT, COMPLETIONS, RESPONSES)), None
+            if number % 10:
+                sent = json.dumps(body(rng, path))
+            else:
+                path, index = COMPLETIONS, rng.randrange(len(BYSTANDERS))
+                sent, expected = json.dumps(BYSTANDERS[index]), alone[index]
             try:
-                async with asyncio.timeout(SLOWEST), session.post(path, data=sent, headers=JSON) as answer:
-                    text = await answer.text()
-                is_wrong = answer.status >= 500 or '"server_error"' in text
-                tally.end(str(answer.status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
+                status, text = await post(session, path, sent)
+                is_wrong = status >= 500 or '"server_error"' in text
+                tally.end(str(status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
+                if expected is not None and status == 200:
+                    tally.same_answers[answer_of(text) == expected] += 1
             except (aiohttp.ClientError, TimeoutError) as error:
                 tally.end("no answer", wrong=f"{number} {path} {sent}: {error!r}")
                 if isinstance(error, aiohttp.ClientConnectorError):
@@ -200,7 +213,17 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
                 print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
 
     async with session_to(server) as session:
+        alone = [answer_of((await post(session, COMPLETIONS, json.dumps(one)))[1]) for one in BYSTANDERS]
         await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def post(session: aiohttp.ClientSession, path: str, sent: str) -> tuple[int, str]:
+    async with asyncio.timeout(SLOWEST), session.post(path, data=sent, headers=JSON) as answer:
+        return answer.status, await answer.text()
+
+
+def answer_of(text: str) -> str:
+    return json.loads(text)["choices"][0]["text"]
 
 
 async def leftovers(server: Server) -> dict[str, float]:
@@ -229,6 +252,7 @@ def summary(tally: Tally, seconds: float) -> dict[str, Any]:
         **{f"health_{name}_ms": round(ms, 1) for name, ms in zip(("p50", "p99", "max"), health, strict=True)},
         "starved": round(tally.starved, 2),
         "memory_mb_after_30_s": [round(settled[0]), round(max(settled)), round(settled[-1])],  # first, most, last
+        "other_answers": tally.same_answers[False],
         "wrong": len(tally.wrong),
     }
 
@@ -265,7 +289,8 @@ def main() -> int:
     lines.print()
     for wrong in tally.wrong[:20]:
         print(wrong, file=sys.stderr)
-    return int(bool(tally.wrong) or any(figures["left"].values()) or figures["exit"] != -signal.SIGTERM)
+    is_misled = tally.same_answers[False] > 0.01 * tally.same_answers.total()
+    return int(bool(tally.wrong) or is_misled or any(figures["left"].values()) or figures["exit"] != -signal.SIGTERM)
 
 
 if __name__ == "__main__":
