@@ -34,7 +34,8 @@ def traces(client: httpx.Client, path: str, body: dict[str, Any], *, stream: boo
 def expected(client: httpx.Client, prompt: str, count: int) -> list[Entry]:
     """The fake engine's answer of `count` bytes."""
     ids = client.post("/tokenize", json={"prompt": "".join(map(chr, range(256)))[:128]}).json()["tokens"]
-    names = {token: chr(code) for code, token in enumerate(ids)}
+    names: dict[int | None, str | None] = {token: chr(code) for code, token in enumerate(ids)}
+    names[None] = None  # withheld
     tokens = [ids[ord(letter)] for letter in islice(cycle(prompt), count)]
     found = trace_of(tokens[:1], 0)
     for number, start in enumerate(range(1, count, ROUND), 1):

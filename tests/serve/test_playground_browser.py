@@ -125,6 +125,7 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
     assert f"{one['round']}: {one['drafted']} guessed tokens checked, in a pass of {one['rows']} rows" in told
     assert f"{100 * math.exp(chance):.0f} %" in told
     assert f"id {one['id']}" in told
+    assert "(withheld)" in told
     assert details.locator("tbody tr").count() == 5
     page.keyboard.press("Escape")
     assert details.is_hidden()
