@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.machinery
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_INSTALLED = ("tests", "bench", "configs", "assets", "deploy", "docs")
 SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def python_files() -> list[Path]:
@@ -58,3 +61,24 @@ def test_console_scripts_lead_to_a_function(script: str) -> None:
 def test_the_version_is_the_packages() -> None:
     module = PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"].removesuffix(".__version__")
     assert importlib.import_module(module).__version__
+
+
+def anchor(heading: str) -> str:
+    """The name that GitHub gives to a heading."""
+    text = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+    return text.strip().replace(" ", "-")
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    broken = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("assets/*/README.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for link in LINK.findall(text):
+            path, _, name = link.partition("#")
+            if "://" in link:
+                continue
+            file = page.parent / path if path else page
+            headings = HEADING.findall(file.read_text()) if name and file.suffix == ".md" and file.exists() else []
+            if not file.exists() or (name and name not in map(anchor, headings)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
