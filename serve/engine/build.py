@@ -342,7 +342,9 @@ class Builder:
         saved = cost_files.load(key)
         if saved is not None:
             try:
-                return CostTables.from_json(saved)
+                tables = CostTables.from_json(saved)
+                tables.check_sizes(steps.timed_sizes, drafts.timed_sizes if drafts is not None else [])
+                return tables
             except ValueError as error:
                 logger.warning("step times are measured again: %s", error)
         tables = CostTables(steps.time_all(), drafts.time_all() if drafts is not None else {"plain": {}, "all": {}})

@@ -8,7 +8,7 @@ step may be slow for reasons of its own, so none moves a prediction far. Imports
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from statistics import median
@@ -77,11 +77,17 @@ class CostTables:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no tables of step times: {error!r}") from error
-        times = [ms for table in target.values() for ms in table.values()]
-        times += [ms for table in draft.values() for ms in table.values()]
-        if not all(target.values()) or not all(0 <= ms < float("inf") for ms in times):
-            raise ValueError("no tables of step times: a time is missing, negative or infinite")
+        times = [ms for table in (*target.values(), *draft.values()) for ms in table.values()]
+        if not all(target.values()) or not all(0 < ms < float("inf") for ms in times):
+            raise ValueError("no tables of step times: a time is missing, or not above 0, or infinite")
+        if any(table["plain"].keys() != table["all"].keys() for table in (target, draft)):
+            raise ValueError("no tables of step times: those with filters and those without have other sizes")
         return cls(target, draft)
+
+    def check_sizes(self, target: Collection[int], draft: Collection[tuple[int, int]]) -> None:
+        """Raises ValueError unless these are the sizes of the tables."""
+        if self.target["plain"].keys() != set(target) or self.draft["plain"].keys() != set(draft):
+            raise ValueError("the step times are those of passes of other sizes")
 
 
 class Costs(ABC):

@@ -261,6 +261,11 @@ class StepGraphs(Graphs[StepKey]):
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
 
+    @property
+    def timed_sizes(self) -> list[int]:
+        """Numbers of rows that `time_all` has times of."""
+        return [*self.sizes, *(rows for rows in self.prompt_sizes if rows > self.sizes[-1])]
+
     def drop(self, sizes: Iterable[int]) -> None:
         """Frees passes of these numbers of rows, in whose place larger ones are as fast. Not the largest over nodes
         alone: passes with prompts do not take its place."""
@@ -386,6 +391,11 @@ class DraftGraphs(Graphs[DraftKey]):
                 self.runner.state.send_drafting(tuple(range(size)))
                 tables[mode][size, width] = self._time((size, width, mode))
         return tables
+
+    @property
+    def timed_sizes(self) -> list[tuple[int, int]]:
+        """Requests and widths that `time_all` has times of."""
+        return list(dict.fromkeys((size, width) for size, width, _ in self.keys()))
 
     def run(self, slots: tuple[int, ...], mode: SamplingMode, width: int) -> bool:
         """Whether there is a graph for it."""

@@ -27,14 +27,13 @@ from slipstream.tests.serve.test_overlap import build_overlapping
 
 BATCH = 6  # bodies at a time, beside one other request
 CONTEXT = 96
-GRAMMAR_TIMEOUT = 600.0  # more than a busy machine needs
 MOST_TRIES = 200
 
 
 @pytest.fixture(scope="module", params=[build_engine, pytest.param(build_overlapping, marks=SLOW)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {"max_model_len": CONTEXT, "kv_cache_tokens": 128, "page_size": 1, "grammar_drafts": True}
-    built = request.param(TINY, "ngram", grammar_timeout=GRAMMAR_TIMEOUT, **options)
+    built = request.param(TINY, "ngram", **options)
     yield built
     built.close()
 
@@ -57,7 +56,7 @@ def bystanders() -> dict[str, tuple[Request, list[int]]]:
         {"logprobs": 3, "speculation": {"trace": True}},
     ]
     requests = [make_request(f"beside {index}", prompt, seed=index, **kind) for index, kind in enumerate(kinds)]
-    alone = build_engine(TINY, max_running=1, grammar_timeout=GRAMMAR_TIMEOUT)
+    alone = build_engine(TINY, max_running=1)
     answers = tokens_of(run(alone, requests))
     alone.close()
     return {request.id: (request, answers[request.id]) for request in requests}

@@ -186,6 +186,11 @@ def test_tables_as_json() -> None:
         lambda data: data["draft"].update(plain=[[1, 2, "x"]]),
         lambda data: data["target"].update(plain=[[1, float("nan")]]),
         lambda data: data["target"].update(plain=None),
+        lambda data: data["target"]["plain"][0].__setitem__(1, 0.0),
+        lambda data: data["target"]["plain"][0].__setitem__(1, -1.0),
+        lambda data: data["draft"]["all"][0].__setitem__(2, 0.0),
+        lambda data: data["target"]["all"].pop(),
+        lambda data: data["draft"]["plain"].pop(),
     ],
 )
 def test_other_json_is_refused(damage) -> None:  # type: ignore[no-untyped-def]

@@ -1,9 +1,10 @@
 """Captured passes against those launched as they are, without a GPU: fixed sizes over static buffers filled up with
 padding, budgets that the device spends, prompts beside nodes, steps in flight."""
 
+import json
 import pickle
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from itertools import pairwise as neighbours
 from itertools import product
@@ -18,9 +19,10 @@ from torch import Tensor
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
+from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan, slots_of
-from slipstream.serve.engine.step_costs import CostTables
+from slipstream.serve.engine.step_costs import MODES, CostTables
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner import cuda_graphs
@@ -473,6 +475,7 @@ def test_the_largest_passes_are_timed(
     assert {mode: set(table) for mode, table in tables.items()} == {
         mode: {*steps.sizes, *(rows for rows in steps.prompt_sizes if rows > steps.sizes[-1])} for mode in tables
     }
+    assert set(steps.timed_sizes) == set(tables["plain"])
     assert len(timed) == sum(map(len, tables.values()))
     for (rows, *_), passes in timed.items():
         num_nodes = min(rows, steps.sizes[-1])
@@ -482,6 +485,36 @@ def test_the_largest_passes_are_timed(
         assert len(first[:num_nodes].unique()) > num_nodes / 2  # of a small vocabulary
     assert torch.equal(state.proposals, before)
     check_untouched(state)
+
+
+@pytest.mark.parametrize("damage", [None, "target", "draft"])
+def test_step_times_of_other_sizes_are_measured_again(
+    damage: str | None, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path))
+    builder = PlayingBuilder(configure("qwen3", "eagle3 tree"))
+    runner = builder.build().runner
+    steps, drafts = runner.steps, runner.drafts
+    assert steps is not None
+    assert drafts is not None
+    key, measured = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", ""), list[str]()
+
+    def times(sizes: Collection[Any]) -> dict[str, dict[Any, float]]:
+        measured.append("")
+        return {mode: dict.fromkeys(sizes, 1.5) for mode in MODES}
+
+    monkeypatch.setattr(builder, "cost_key", lambda: key)
+    monkeypatch.setattr(steps, "time_all", lambda: times(steps.timed_sizes))
+    monkeypatch.setattr(drafts, "time_all", lambda: times(drafts.timed_sizes))
+    tables = builder.find_tables(steps, drafts)
+    if damage is not None:
+        saved = tables.to_json()
+        for table in saved[damage].values():
+            del table[1]
+        cost_files.save(key, saved)
+    assert builder.find_tables(steps, drafts) == tables
+    assert len(measured) == (2 if damage is None else 4)
+    assert cost_files.load(key) == json.loads(json.dumps(tables.to_json()))
 
 
 def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
