@@ -154,7 +154,7 @@ def test_no_answer_shows_another_clients_text(
         tokens = tokenizer(secret, add_special_tokens=False).input_ids
         message = {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0}
         answers(victim, CHAT, message)
-        for end in sorted(rng.sample(range(4, len(tokens)), 5)):
+        for end in sorted(rng.sample(range(4, len(tokens)), 4)):
             known = tokens[:end]
             body = body_of(known, tokenizer.decode(known))
             shared, withheld = told(answers(attacker, path, body))
