@@ -47,6 +47,7 @@ class Delta:
     finish_reason: FinishReason | Literal["tool_calls"] | None
     scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
     traced: Sequence[TracedToken] = ()  # likewise, and those without text
+    tokens: Sequence[int] = ()  # new ones, whether their text is held back or not
 
     @property
     def text(self) -> str:
@@ -66,7 +67,8 @@ class Delta:
         pieces = [piece for one in deltas for piece in one.pieces]
         scored = [token for one in deltas for token in one.scored]
         traced = [token for one in deltas for token in one.traced]
-        return cls(deltas[0].index, pieces, deltas[-1].finish_reason, scored, traced)
+        tokens = [token for one in deltas for token in one.tokens]
+        return cls(deltas[0].index, pieces, deltas[-1].finish_reason, scored, traced, tokens)
 
 
 class RequestFailed(Exception):
@@ -102,9 +104,12 @@ class Choice:
         self._num_scored = 0  # tokens that do not wait any more
         self._untold: list[TracedToken] = []  # tokens whose trace is not sent yet
         self._num_traced = 0  # tokens whose trace is sent
+        self._tokens: list[int] = []  # whose ids are not sent yet
+        self._num_told = 0  # tokens whose ids are sent
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
+        self._tokens += output.tokens
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
         reason, scored = output.finish_reason, list[Scored]()
@@ -128,7 +133,14 @@ class Choice:
             told = "tool_calls" if has_calls else reason
             scored += self._settled(output)
             traced = self._traced(is_last=reason is not None)
-            self._completion.put(Delta(self._index, pieces, told, scored, traced))
+            self._completion.put(Delta(self._index, pieces, told, scored, traced, self._new_tokens()))
+
+    def _new_tokens(self) -> list[int]:
+        """Those up to the one that completes a stop string, a last stop id among them."""
+        told = self._tokens[: self._text.num_tokens - self._num_told]
+        self._tokens.clear()
+        self._num_told += len(told)
+        return told
 
     def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         if self.parser is not None:
@@ -327,6 +339,7 @@ class Call(NamedTuple):
     wants_trace: bool
     num_spec_tokens: int  # most tokens that a round drafts for a choice
     texts: TokenTexts
+    wants_token_ids: bool
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody, frontend: Frontend) -> "Call":
@@ -340,7 +353,7 @@ class Call(NamedTuple):
         scored = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs
         asked = body.stream, body.include_usage, body.stop, body.n
         tail = speculation.trace, num_spec_tokens, frontend.texts
-        return cls(*head, *asked, requests, answers, shows_reasoning, *scored, *tail)
+        return cls(*head, *asked, requests, answers, shows_reasoning, *scored, *tail, body.return_token_ids)
 
     def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
         """`answers`: all of each choice."""
@@ -380,12 +393,16 @@ class Call(NamedTuple):
         for call in calls:
             parts += [{"tool_calls": [one]} for one in call_events(call)]
         place = max(len(parts) - 1, 0)  # of the log-probabilities
-        has_more = delta.finish_reason or delta.scored or delta.traced
+        has_more = delta.finish_reason or delta.scored or delta.traced or (delta.tokens and self.wants_token_ids)
         if (delta.finish_reason is not None and calls) or (not parts and has_more):
             parts.append({})
         choices = [self._part(delta.index, part, None) for part in parts]
         if choices:
-            choices[place] |= {"logprobs": self._logprobs(delta.scored), **self._trace(delta.traced)}
+            choices[place] |= {
+                "logprobs": self._logprobs(delta.scored),
+                **self._trace(delta.traced),
+                **self._ids(delta),
+            }
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self._event([choice]) for choice in choices]
 
@@ -426,13 +443,16 @@ class Call(NamedTuple):
             if answer.calls:
                 message["tool_calls"] = [whole_call(call) for call in answer.calls]
             content = {"message": message}
-        details = {"logprobs": self._logprobs(answer.scored), **self._trace(answer.traced)}
+        details = {"logprobs": self._logprobs(answer.scored), **self._trace(answer.traced), **self._ids(answer)}
         return {"index": answer.index, **content, **details, "finish_reason": answer.finish_reason}
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         return (chat_logprobs if self.is_chat else completion_logprobs)(scored, self.logprobs, self.texts)
+
+    def _ids(self, answer: Delta) -> dict[str, Any]:
+        return {"token_ids": list(answer.tokens)} if self.wants_token_ids else {}
 
     def _trace(self, traced: Sequence[TracedToken]) -> dict[str, Any]:
         return {"speculation": {"trace": trace_entries(traced, self.texts)}} if self.wants_trace else {}

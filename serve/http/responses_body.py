@@ -34,6 +34,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # kinds of parts, and the key of their text
 
 NEUTRAL_IN_RESPONSES: Neutral = NEUTRAL_OF_OTHERS | {
+    "return_token_ids": (False,),
     "max_tool_calls": None,  # of tools that the server calls, of which there are none
     "prompt_cache_key": None,
     "prompt_cache_retention": None,

@@ -74,7 +74,6 @@ NEUTRAL_OF_OTHERS: Neutral = {  # vLLM's and SGLang's
     "logits_processors": ([],),
     "no_stop_trim": (False,),
     "priority": (0,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
@@ -343,6 +342,7 @@ class Body(SamplingBody):
     max_tokens: NumTokens | None = None
     response_format: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
+    return_token_ids: bool = False  # vLLM's: `token_ids` beside the text of a choice
     # vLLM's: how many likeliest tokens at the place of each token of the prompt.
     prompt_logprobs: NumLogprobs | None = None
 

@@ -69,6 +69,26 @@ def test_completions(client: httpx.Client, ids: dict[str, int], stop: list[str],
             assert shown == {names[token]: value for token, value in zip(top_ids, top, strict=True)} | {letter: own}
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["", "lo", "l"])
+def test_token_ids(client: httpx.Client, stop: str, stream: bool, path: str) -> None:
+    """They are counted as the usage counts them: those of a stop string are among them."""
+    asked = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO, "add_generation_prompt": False}
+    body = {**asked, "max_tokens": 12, "stop": [stop] if stop else [], "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    response = client.post(path, json={**body, "return_token_ids": True})
+    found = events(response) if stream else [response.json()]
+    told = [token for event in found for choice in event["choices"] for token in choice.get("token_ids", [])]
+    assert len(told) == found[-1]["usage"]["completion_tokens"]
+    text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
+    whole = "hellohellohe" if path == COMPLETIONS else "<|user|>hello" * 2
+    assert text == (whole[: whole.index(stop) + len(stop)] if stop else whole)
+    response = client.post(path, json=body)
+    plain = events(response) if stream else [response.json()]
+    assert not any("token_ids" in choice for event in plain for choice in event["choices"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(client: httpx.Client, ids: dict[str, int], stream: bool) -> None:
     body = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "a你"}}
