@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,7 @@ from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, 
 from slipstream.data_tools.state_shards import Capturer, Document, measure, plan_shards, read_documents
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.drafts.dflash import default_block_aux_layers
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
@@ -162,14 +164,17 @@ def capture_states(config: CaptureConfig) -> None:
     if is_main:
         check_room(output, job.num_bytes, index.layout)
     capturer = Capturer(path, index.form, accelerator.device, config.batch_tokens, config.trust_remote_code)
-    if is_main:
-        describe(job)
-        estimate_time(job, capturer, accelerator.num_processes)
-        confirm(config)
-        folder.prepare()
-    accelerator.wait_for_everyone()
-    capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
-    accelerator.wait_for_everyone()
+    with ExitStack() as stack:
+        if is_main:
+            describe(job)
+            estimate_time(job, capturer, accelerator.num_processes)
+            confirm(config)
+            folder.prepare()
+            stack.enter_context(FolderLock(output))
+            check_output(folder, output, index)  # again: another capture may have begun meanwhile
+        accelerator.wait_for_everyone()
+        capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
+        accelerator.wait_for_everyone()
     accelerator.print(f"{output}: {len(job.pending)} shards written; {folder.use()}")
 
 

@@ -2,7 +2,7 @@
 
 Invariants: a folder under its final name is complete (models/files/atomic.py). A run killed at any moment continues
 from its newest step-N as if it had never stopped, or starts over if there is none. Only what a run wrote is deleted or
-replaced, and only after all checks have passed.
+replaced, and only after all checks have passed. One run at a time writes into the folder.
 """
 
 import json
@@ -24,7 +24,15 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from slipstream.config import flatten
-from slipstream.models.files.atomic import atomic_folder, check_staging, recover, remove_folder, staged_name
+from slipstream.models.files.atomic import (
+    FolderLock,
+    InUseError,
+    atomic_folder,
+    check_staging,
+    recover,
+    remove_folder,
+    staged_name,
+)
 from slipstream.models.files.checkpoint import disk_errors
 from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.trackers import is_metrics
@@ -89,7 +97,8 @@ class Checkpoints:
     """Every method is called by all processes; the first one writes what is not sharded.
 
     `identity`: what must match for a run to continue: its options and the hashes of their files. `run`: the provenance
-    for every run.json. `write_draft` writes a servable folder from a full state dict.
+    for every run.json. `write_draft` writes a servable folder from a full state dict. `lock` of the output is held by
+    the first process.
     """
 
     accelerator: Accelerator
@@ -99,6 +108,8 @@ class Checkpoints:
     identity: Mapping[str, Any]
     run: Mapping[str, Any]
     write_draft: WriteDraft
+    lock: FolderLock | None
+    newest: int = 0  # step of the newest checkpoint that this run loaded or wrote
 
     def __post_init__(self) -> None:
         self.identity = json.loads(json.dumps(flatten(self.identity)))  # as it reads back from progress.json
@@ -110,6 +121,7 @@ class Checkpoints:
         if resume == "never":
             self.check_empty(found)
         progress = self.load(found[-1]) if found else Progress()
+        self.newest = progress.step
         self.accelerator.wait_for_everyone()  # all have read
         if self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -164,6 +176,7 @@ class Checkpoints:
     def save_step(self, progress: Progress) -> Path:
         folder = self.output / f"step-{progress.step}"
         self._save(folder, progress, with_state=True)
+        self.newest = progress.step
         self.drop_old()
         return folder
 
@@ -177,11 +190,24 @@ class Checkpoints:
                     remove_folder(old)
         self.accelerator.wait_for_everyone()
 
+    def check_alone(self) -> None:
+        """Raises InUseError if another run has written here since, which a file system that grants a lock twice lets
+        happen."""
+        if self.lock is not None:
+            self.lock.check()
+        for folder in step_folders(self.output)[-1:]:
+            if folder.name != f"step-{self.newest}":
+                raise InUseError(
+                    f"output {self.output} holds {folder.name} of another run, and the newest of this one is "
+                    f"{self.newest}; this run ends, and the same command continues from {folder.name}"
+                )
+
     def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
         tensors = self.accelerator.get_state_dict(self.model)
         with ExitStack() as stack:
             shared: list[Any] = [None]
             if self.accelerator.is_main_process:
+                self.check_alone()
                 kind = STEP if with_state else CHECKPOINT
                 shared = [stack.enter_context(atomic_folder(path, kind.check))]
                 self.write_draft(tensors, shared[0], {**self.run, **asdict(progress)})

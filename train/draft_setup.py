@@ -1,6 +1,7 @@
 """What all training programs share: options and files of the target, the data, the run."""
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.models.drafts.base import HEAD, DraftNetwork, Network
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -175,22 +177,44 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
     if not options.dry_run:
         check_output(options)
     accelerator = start(options)
-    target = TargetFiles.find(options, accelerator, kind)
-    splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
-    train_rows = PackedRows(splits["train"], options.data.max_length)
-    heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
-    Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
-    if options.dry_run:
-        with init_empty_weights():
-            training = build(kind, target)
-        on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
-        bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
-        size = target.size(training.target.head.dtype)
-        accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16, size))
-        return
-    data_hash = report["data_hash"]
-    store = open_states(options.data, {**target.origin(), "data_hash": data_hash})
-    training = build(kind, target)
+    with ExitStack() as stack:
+        lock = None
+        if accelerator.is_main_process and not options.dry_run:
+            lock = stack.enter_context(FolderLock(Path(options.output)))
+            check_run_folder(Path(options.output))  # again: what a run that has just ended left
+        target = TargetFiles.find(options, accelerator, kind)
+        splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
+        train_rows = PackedRows(splits["train"], options.data.max_length)
+        heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
+        Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
+        if options.dry_run:
+            show_plan(target, kind, train_rows)
+            return
+        train_draft(target, kind, train_rows, heldout_rows, report["data_hash"], lock)
+
+
+def show_plan(files: TargetFiles, kind: type[DraftTraining], train_rows: PackedRows) -> None:
+    """Prints what a run needs, without reading weights."""
+    options, accelerator = files.options, files.accelerator
+    with init_empty_weights():
+        training = build(kind, files)
+    on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
+    bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
+    size = files.size(training.target.head.dtype)
+    accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16, size))
+
+
+def train_draft(
+    files: TargetFiles,
+    kind: type[DraftTraining],
+    train_rows: PackedRows,
+    heldout_rows: PackedRows,
+    data_hash: str,
+    lock: FolderLock | None,
+) -> None:
+    options, accelerator = files.options, files.accelerator
+    store = open_states(options.data, {**files.origin(), "data_hash": data_hash})
+    training = build(kind, files)
     draft = training.draft
     training.target.read_as = dtype_of_weights(accelerator)
     if store is not None:
@@ -198,14 +222,14 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
         read_states(store, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
     if accelerator.is_main_process:
-        training.samples = SampleAnswers(target.tokenizer, options.evaluation.samples)
+        training.samples = SampleAnswers(files.tokenizer, options.evaluation.samples)
     identity = {
         "target_fingerprint": draft.config.target_fingerprint,
         "data_hash": data_hash,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
     }
-    run = {**provenance(data_hash), **target.place()}
-    progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run)
+    run = {**provenance(data_hash), **files.place()}
+    progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
     )

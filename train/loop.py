@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
 from slipstream import runtime
+from slipstream.models.files.atomic import FolderLock
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.optim import Schedule, build_optimizers
@@ -91,16 +92,18 @@ def fit(
     options: RunOptions,
     identity: Mapping[str, Any],
     run: Mapping[str, Any],
+    lock: FolderLock | None,
 ) -> Progress:
     """Trains to the last step; at SIGINT or SIGTERM saves after the step at hand and exits with status 130.
 
     `identity`: hashes of what the options name, compared when a run continues. `run`: provenance for every run.json.
+    `lock` of the output: the first process's.
     """
-    output, optim = Path(options.output), options.optim
-    optimizers = build_optimizers(training, optim)
+    output = Path(options.output)
+    optimizers = build_optimizers(training, options.optim)
     model, *optimizers = accelerator.prepare(training, *optimizers)
     identity = {**asdict(options), **identity}
-    checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write)
+    checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write, lock)
     progress = checkpoints.resume(options.resume)
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)
     is_main = accelerator.is_main_process

@@ -12,22 +12,27 @@ Invariants:
    exist, `new` is complete: `recover` moves it to PATH. In every other state `new` and `old` can be deleted.
 3. A staging folder with any other entry is not ours: nothing in it is touched.
 
-The next writer of PATH cleans up after a killed one; `recover` does that without writing.
+The next writer of PATH cleans up after a killed one; `recover` does that without writing. A program that adds files to
+a folder over hours holds a `FolderLock`.
 """
 
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 STAGING = re.compile(r"\.(.+)\.tmp")
 LOCK, NEW, OLD = "lock", "new", "old"
+FOLDER_LOCK = ".lock"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # an old kernel, or a file system without it
 
@@ -128,6 +133,66 @@ def open_locked(path: Path) -> BinaryIO:
             if _is_same_file(file, path):  # otherwise the previous holder renamed or deleted it before we got the lock
                 stack.pop_all()
                 return file
+
+
+class FolderLock:
+    """Keeps other processes from writing into a folder while a program adds files to it. A context manager.
+
+    The file `.lock` in the folder is locked and names its holder. Where a file system grants a lock twice, as NFS may,
+    the later holder's name replaces the earlier one's: so call `check` before each write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / FOLDER_LOCK
+        self.holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+
+    def __enter__(self) -> Self:
+        """Raises InUseError if another process holds the lock, ValueError if a foreign file has its name."""
+        self._makes_folder = not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size and self._read() is None:
+            raise ValueError(f"{self.path} is in the way of the lock of {self.folder}; move it away")
+        try:
+            self._file = open_locked(self.path)
+        except InUseError as error:
+            raise self._in_use() from error
+        self._file.truncate(0)
+        self._file.write(json.dumps(self.holder).encode() + b"\n")
+        self._file.flush()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._read() == self.holder:
+            self.path.unlink()
+        self._file.close()
+        if self._makes_folder:
+            with suppress(OSError):  # the folder is not empty
+                self.folder.rmdir()
+
+    def check(self) -> None:
+        """Raises InUseError if another process has taken the lock since."""
+        if self._read() != self.holder:
+            raise self._in_use()
+
+    def _read(self) -> dict[str, object] | None:
+        """The holder that the file names; None without the file, or for other content."""
+        try:
+            holder = json.loads(self.path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return holder if isinstance(holder, dict) and holder.keys() == self.holder.keys() else None
+
+    def _in_use(self) -> InUseError:
+        holder = self._read()
+        name = "another process"
+        if holder is not None:
+            name = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
+        return InUseError(f"{self.folder} is being written by {name}; wait for it, end it, or name another folder")
 
 
 def refuse_nonempty(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Captured states against transformers' own, the plan of their shards, and captures that are refused."""
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -21,6 +22,7 @@ from slipstream.data_tools.state_shards import measure, plan_shards
 from slipstream.models.files.state_store import StateFormat, StateStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
 from slipstream.tests.random_targets import change_json
+from slipstream.tests.train.runs import refusal
 
 
 def check_states(folder: Path, data: Path, target: Path) -> int:
@@ -176,6 +178,27 @@ def test_what_cannot_be_continued_is_refused(
         main(flags(captured, **changes))
     assert message in capsys.readouterr().err
     assert shards(captured) == before
+
+
+@pytest.mark.parametrize("layout", ["slipstream", "speculators"])
+def test_a_second_capture_into_the_folder_is_refused(
+    layout: str, tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one with the same options, while the first one writes."""
+    output, capture_shards, messages = tmp_path / "output", capture_states.capture_shards, list[str]()
+    words = flags(output, layout=layout)
+
+    def capture_twice(*arguments: Any, **named: Any) -> None:
+        if not messages:
+            messages.append("begun")
+            messages[0] = refusal(words, main)
+        capture_shards(*arguments, **named)
+
+    monkeypatch.setattr(capture_states, "capture_shards", capture_twice)
+    main(words)
+    assert f"{output} is being written by process {os.getpid()} on host" in messages[0]
+    assert not list(output.glob(".*"))
+    main([*words, "--verify"])
 
 
 def test_another_tokenizer_or_target_is_refused(

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,16 @@ from typing import BinaryIO
 import pytest
 
 from slipstream.models.files import atomic
-from slipstream.models.files.atomic import InUseError, atomic_file, atomic_folder, open_locked, recover, remove_folder
+from slipstream.models.files.atomic import (
+    FOLDER_LOCK,
+    FolderLock,
+    InUseError,
+    atomic_file,
+    atomic_folder,
+    open_locked,
+    recover,
+    remove_folder,
+)
 from slipstream.tests.models import atomic_writers
 from slipstream.tests.models.atomic_writers import (
     KIND,
@@ -191,3 +202,49 @@ def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_pa
     write_folder(tmp_path / "other")
     with pytest.raises(ValueError, match="other exists and is not empty"), atomic_folder(tmp_path / "other"):
         pass
+
+
+HOLD_UNTIL_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from slipstream.models.files.atomic import FolderLock
+with FolderLock(Path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_folder_has_one_writer_whose_name_is_told(tmp_path: Path) -> None:
+    """A dead holder's lock is free. Nothing is left behind, the folder neither if it was made and stayed empty."""
+    killed = subprocess.run([sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / FOLDER_LOCK).exists()
+    with FolderLock(tmp_path) as lock:
+        name = f"is being written by process {os.getpid()} on host {socket.gethostname()}, since 20"
+        with pytest.raises(InUseError, match=name), FolderLock(tmp_path):
+            pass
+        lock.check()
+    assert not list(tmp_path.iterdir())
+    with FolderLock(tmp_path / "made"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_earlier_of_two_holders_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a file system grants every lock."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    with FolderLock(tmp_path) as earlier:
+        later = FolderLock(tmp_path)
+        later.holder |= {"host": "another"}
+        with later:
+            later.check()
+            with pytest.raises(InUseError, match="on host another"):
+                earlier.check()
+        with pytest.raises(InUseError, match="is being written by another process; wait"):
+            earlier.check()
+
+
+def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / FOLDER_LOCK).write_text("mine")
+    with pytest.raises(ValueError, match="in the way of the lock .* move it away"), FolderLock(tmp_path):
+        pass
+    assert (tmp_path / FOLDER_LOCK).read_text() == "mine"

@@ -1,10 +1,12 @@
 """What an output folder may hold when a run begins: what is continued, what is refused, what is left alone."""
 
+import fcntl
 import json
 import os
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import torch
 from datasets import DatasetDict, load_from_disk
 
 from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import named_target
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
-from slipstream.tests.train.runs import Arguments, refusal
+from slipstream.tests.train.runs import Arguments, assert_same_run, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
 from slipstream.train.checkpoints import provenance
+from slipstream.train.loop import Loop
 from slipstream.train.trackers import read_metrics
 
 PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -172,6 +176,42 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"you may not write to {tmp_path}; name another" in refusal(arguments(tmp_path / "run", target="/absent"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) -> None:
+    """Lets `second` run while a run trains, once."""
+    train_step, calls = Loop.train_step, [second]
+
+    def next_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+        if loop.progress.step == 2 and calls:
+            calls.pop()()
+        return train_step(loop, interrupted)
+
+    patch.setattr(Loop, "train_step", next_step)
+
+
+def test_a_second_run_in_the_folder_is_refused(
+    tmp_path: Path, arguments: Arguments, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it reads anything; the first one does not notice."""
+    messages = list[str]()
+    other = arguments(tmp_path, optim__lr=9e-3, target="/absent")
+    call_in_third_step(monkeypatch, lambda: messages.append(refusal(other)))
+    eagle3.main(arguments(tmp_path))
+    [message] = messages
+    assert re.search(rf"{tmp_path} is being written by process {os.getpid()} on host \S+, since \S+; wait", message)
+    assert_same_run(tmp_path, finished)
+
+
+def test_where_locks_do_not_hold_the_later_run_goes_on(
+    tmp_path: Path, arguments: Arguments, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(FolderLock, "check", lambda _: None)  # a stale view of the lock
+    call_in_third_step(monkeypatch, lambda: eagle3.main(arguments(tmp_path)))
+    message = refusal(arguments(tmp_path))
+    assert "holds step-6 of another run, and the newest of this one is 2" in message
+    assert_same_run(tmp_path, finished)
 
 
 def test_a_target_is_named_as_it_was_given_and_found_from_elsewhere(
