@@ -61,12 +61,14 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("name", ["namespace", "client"])
 def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, target: Path) -> None:
-    """Clients do where the drafter shares between keys, namespaces never."""
-    options: dict[str, Any] = {"width": 16, "drafter": {"share_between_keys": share}}
+    """Clients do where the drafter shares between keys, namespaces never. Prefixes are shared in a namespace."""
+    options: dict[str, Any] = {"width": 16, "page_size": 1, "drafter": {"share_between_keys": share}}
     engine, mine = build_engine(target, "ngram", **options), requests_of(**{name: "mine"})
     alone = accept_length(run(build_engine(target, "ngram", **options), mine))
     run(engine, requests_of(**{name: "yours"}))
-    beside = accept_length(run(engine, mine))
+    answers = run(engine, mine)
+    beside = accept_length(answers)
+    assert any(answer.counts.cached_tokens for answer in answers.values()) == (name == "client")
     if share and name == "client":
         assert beside > 4 * alone
     else:
