@@ -134,10 +134,6 @@ class Calibration:
             self._is_new = True
         return self._survivals
 
-    def survival(self, cell: int) -> float:
-        """Probability that a node of this cell is accepted."""
-        return float(self.survivals[cell])
-
     def _surer(self) -> NDArray[np.float64]:
         """(CELLS,) accepted nodes over those that the priors expected, at the same place of proposals of this kind."""
         counts = _by_place(np.stack((self._accepted, self._tried * self._prior)))
@@ -247,7 +243,7 @@ class BudgetPolicy:
         self._host_rows: dict[Offer, HostRow] = {}  # see `host_row`
         self._rows_version = -1
         self._plans: dict[tuple[Batch, int, bool], _Plan] = {}
-        self._chunks: dict[tuple[int, int | None, bool], int] = {}
+        self._chunks: dict[tuple[int, bool], int] = {}
         self._age = self._num_chosen = 0
         self._is_prepared = False  # the next step was counted
         self._probe_ms = 0.0  # that probes may cost
@@ -360,10 +356,9 @@ class BudgetPolicy:
         """A step took `ms`: a pass over `rows` (of nodes and prompts), and a draft pass for `requests` requests."""
         self.costs.observe(rows, requests, width, ms, filtered=filtered)
 
-    def chunk_rows(self, num_decoding: int, nodes: int | None = None, *, filtered: bool = False) -> int:
-        """Most rows of prompts that the next step should take. `nodes`: that it verifies; None: as many as without
-        prompts."""
-        key = (num_decoding, nodes, filtered)
+    def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
+        """Most rows of prompts that the next step should take, which verifies as many nodes as without prompts."""
+        key = (num_decoding, filtered)
         if key not in self._chunks:
             self._chunks[key] = self._chunk_rows(*key)
         return self._chunks[key]
@@ -390,10 +385,6 @@ class BudgetPolicy:
             "draft_width": float(self.width),
             "nodes_per_step": float(nodes / steps) if steps else 0.0,
         }
-
-    def free_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
-        """Rows up to which a pass takes no longer than over the roots alone."""
-        return self._free_rows(self._plan(Batch(num_decoding, num_decoding), 0, filtered))
 
     def _choose_fixed(
         self, fixed: int, batch: Batch, prompt_rows: int, filtered: bool, offers: Sequence[Offer] | None
@@ -608,22 +599,23 @@ class BudgetPolicy:
         return plan.rate * max(tokens / expected, 1.0)
 
     def _free_rows(self, plan: _Plan) -> int:
+        """Rows up to which a pass takes no longer than over the roots alone."""
         k = bisect_left(plan.target_ms, FREE * plan.target_ms[0])
         return plan.rows[max(k - 1, 0)]
 
-    def _chunk_rows(self, num_decoding: int, nodes: int | None, filtered: bool) -> int:
+    def _chunk_rows(self, num_decoding: int, filtered: bool) -> int:
         most_rows = self.costs.most_rows
         if num_decoding == 0:
             return most_rows
         most_nodes = max(most_rows - LEAST_CHUNK, num_decoding)  # prompts do not wait for others to end
         if self.fixed is not None:
-            nodes = nodes or min(num_decoding * self.fixed, most_nodes)
+            nodes = min(num_decoding * self.fixed, most_nodes)
             ms = self.costs.time(nodes, num_decoding, self.fixed, filtered=filtered)
             draft = self.costs.draft(num_decoding, self.fixed, filtered=filtered)
         else:
             plan = self._plan(Batch(num_decoding, num_decoding), 0, filtered)
             k = plan.best[self._width]
-            nodes = nodes or min(plan.rows[k], num_decoding * self.width, most_nodes)
+            nodes = min(plan.rows[k], num_decoding * self.width, most_nodes)
             ms, draft = plan.ms(k, self._width), plan.draft_ms[self._width]
         limit = max(2 * ms, LEAST_CHUNK_MS) if self.max_chunk_ms is None else self.max_chunk_ms
         if self.itl_ms is not None:
@@ -632,11 +624,6 @@ class BudgetPolicy:
         fits = rows[self.costs.targets(rows, filtered=filtered) + draft <= limit]
         least = self.costs.round_up(nodes + LEAST_CHUNK)
         return max(min(max(int(fits.max(initial=0)), least), most_rows) - nodes, 0)
-
-
-def network_cell(place: int, probability: float) -> int:
-    """The cell of a drafted node: its place in the proposal, from 1, and the draft's probability of its path."""
-    return (min(place, PLACES) - 1) * BUCKETS + min(int(BUCKETS * probability), BUCKETS - 1)
 
 
 def host_cells(count: int, kind: int) -> NDArray[np.int32]:

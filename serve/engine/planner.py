@@ -90,7 +90,8 @@ class Planner:
         sequences = self.scheduler.next_decodes(self.limits.reserve)
         num_rows = self.limits.prompt_rows
         if sequences:
-            num_rows = min(num_rows, self.policy.chunk_rows(len(sequences)))
+            filtered = variant_of(sampling_mode(self.scheduler.running), most_logprobs(sequences)) == "all"
+            num_rows = min(num_rows, self.policy.chunk_rows(len(sequences), filtered=filtered))
         chunks = self.scheduler.next_chunks(num_rows, self.limits.enough_prompt_rows)
         if not sequences and not chunks:
             return None
@@ -105,7 +106,7 @@ class Planner:
             mode=sampling_mode(launched.everyone),
             undrafted=frozenset(one.slot for one in launched.everyone if not one.request.params.wants_drafts),
             returns_proposals=bool(launched.traced),
-            logprobs=most_logprobs(launched),
+            logprobs=most_logprobs([*sequences, *(chunk.sequence for chunk in chunks if chunk.is_last)]),
         )
         self._admissions.clear()
         self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
@@ -338,9 +339,8 @@ def sizes_of(plan: StepPlan) -> dict[str, int]:
     return {"num_decoding": len(plan.slots), "prompt_rows": prompt_rows, "num_drafted": num_drafted}
 
 
-def most_logprobs(launched: Launched) -> int | None:
+def most_logprobs(emitting: list[Sequence]) -> int | None:
     """The most likeliest tokens that a request wants beside each token that the pass gives it; None: nobody does."""
-    emitting = launched.sequences + [chunk.sequence for chunk in launched.chunks if chunk.is_last]
     wanted = [sequence.request.params.logprobs for sequence in emitting]
     return max((k for k in wanted if k is not None), default=None)
 
@@ -352,7 +352,7 @@ def traced_of(sequences: list[Sequence], chunks: list[Chunk]) -> dict[str, int]:
     return {request.id: place for place, request in each if request is not None and request.params.wants_trace}
 
 
-def sampling_mode(sequences: list[Sequence]) -> SamplingMode:
+def sampling_mode(sequences: Iterable[Sequence]) -> SamplingMode:
     params = [sequence.request.params for sequence in sequences]
     if any(p.has_penalties or p.biases for p in params):
         return "all"

@@ -163,6 +163,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Oldest first."""
+        return tuple(self._running)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -77,10 +77,11 @@ class CostTables:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no tables of step times: {error!r}") from error
-        times = [ms for table in (*target.values(), *draft.values()) for ms in table.values()]
+        times = [ms for table in target.values() for ms in table.values()]
+        times += [ms for table in draft.values() for ms in table.values()]
         if not all(target.values()) or not all(0 < ms < float("inf") for ms in times):
             raise ValueError("no tables of step times: a time is missing, or not above 0, or infinite")
-        if any(table["plain"].keys() != table["all"].keys() for table in (target, draft)):
+        if target["plain"].keys() != target["all"].keys() or draft["plain"].keys() != draft["all"].keys():
             raise ValueError("no tables of step times: those with filters and those without have other sizes")
         return cls(target, draft)
 

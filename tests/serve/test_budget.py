@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slipstream.serve.engine.budget import (
+    BUCKETS,
     CELLS,
     NETWORK_CELLS,
     PATIENCE,
+    PLACES,
     PRIOR,
     PROBE_REST,
     PROBE_SHARE,
@@ -30,7 +32,6 @@ from slipstream.serve.engine.budget import (
     Choice,
     Offers,
     host_cells,
-    network_cell,
 )
 from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
 from slipstream.tests.pairwise import rotating
@@ -330,15 +331,20 @@ def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[fl
     assert np.abs(np.mean(wrong, axis=0))[known].max() < 0.1
 
 
+def network_cell(place: int, probability: float) -> int:
+    """The cell of a drafted node: its place in the proposal, from 1, and the draft's probability of its path."""
+    return (min(place, PLACES) - 1) * BUCKETS + min(int(BUCKETS * probability), BUCKETS - 1)
+
+
 def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
     seen, before = Calibration(), Calibration().survivals
     known, other, later = network_cell(1, 0.9), network_cell(1, 0.5), network_cell(3, 0.5)
     for _ in range(20):
         seen.record(np.full(8, known, np.int32), np.zeros(8, bool))
-    assert seen.survival(known) < 0.05
-    assert seen.survival(other) < 0.1 * before[other]
-    assert seen.survival(later) < 0.1 * before[later]
-    assert seen.survival(NETWORK_CELLS + 5) == before[NETWORK_CELLS + 5], "the host's are others"
+    assert seen.survivals[known] < 0.05
+    assert seen.survivals[other] < 0.1 * before[other]
+    assert seen.survivals[later] < 0.1 * before[later]
+    assert seen.survivals[NETWORK_CELLS + 5] == before[NETWORK_CELLS + 5], "the host's are others"
     for _ in range(10):
         seen.record(np.zeros(0, np.int32), np.zeros(0, bool), 1000)
     assert seen.survivals == pytest.approx(before, abs=0.03)
@@ -348,12 +354,12 @@ def test_survivals_are_counts_with_a_prior() -> None:
     """Of steps long ago: what happened lately counts more."""
     seen, cell = Calibration(), network_cell(1, 0.99)
     seen.record(np.full(10, cell, np.int32), np.arange(10) < 7)
-    assert seen.survival(cell) < 0.7
+    assert seen.survivals[cell] < 0.7
     seen._recent[:] = 0
     seen._is_new = False
     prior = 15.5 / 16
     expected = prior * (7 + PRIOR) / (10 * prior + PRIOR)
-    assert seen.survival(cell) == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
+    assert seen.survivals[cell] == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
 
 
 def test_the_table_changes_seldom_and_follows() -> None:
@@ -540,14 +546,14 @@ def test_chunks_keep_streams_flowing() -> None:
     assert nodes + rows in SIZES
     assert steps.target(nodes + rows, filtered=False) <= 30.0
     assert policy.chunk_rows(0) == SIZES[-1]
-    assert policy.chunk_rows(64, 200) <= SIZES[-1] - 200
-    tight = BudgetPolicy(costs(), WIDTHS, max_chunk_ms=6.0)
-    assert 64 <= tight.chunk_rows(32, 32) <= 192 - 32
-    assert BudgetPolicy(costs(), WIDTHS, max_chunk_ms=0.1).chunk_rows(32, 32) == 96 - 32, "the least"
+    tight = BudgetPolicy(costs(filtered=1.4), WIDTHS, fixed=1, max_chunk_ms=6.0)
+    assert 64 <= tight.chunk_rows(32) <= 192 - 32
+    assert tight.chunk_rows(32, filtered=True) < tight.chunk_rows(32)
+    assert BudgetPolicy(costs(), WIDTHS, fixed=1, max_chunk_ms=0.1).chunk_rows(32) == 96 - 32, "the least"
     fixed = BudgetPolicy(costs(), WIDTHS, fixed=8)
     assert 0 < fixed.chunk_rows(127) <= SIZES[-1] - 127 * 7
-    fitted = BudgetPolicy(FittedCosts(512), WIDTHS)
-    assert 64 <= fitted.chunk_rows(4, 4) <= 508
+    fitted = BudgetPolicy(FittedCosts(512), WIDTHS, fixed=1)
+    assert 64 <= fitted.chunk_rows(4) <= 508
 
 
 def test_proposals_of_the_host_are_judged_one_by_one() -> None:
@@ -614,4 +620,5 @@ def test_metrics(make: Callable[[], Costs]) -> None:
 
 def test_rows_that_are_free() -> None:
     """4.032 ms for 16 rows: 2 % more are not reached by 48 rows, but by 64."""
-    assert BudgetPolicy(costs(), WIDTHS).free_rows(16) == 48
+    policy = BudgetPolicy(costs(), WIDTHS)
+    assert policy._free_rows(policy._plan(Batch(16, 16), 0, False)) == 48

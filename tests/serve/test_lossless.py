@@ -449,7 +449,7 @@ class AnyPolicy(BudgetPolicy):
         nodes = rng.choice((num_decoding, rng.randint(num_decoding, most), most))
         return Choice(nodes, rng.choice(self.widths))
 
-    def chunk_rows(self, num_decoding: int, nodes: int | None = None, *, filtered: bool = False) -> int:
+    def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
         return self.rng.choice((0, 1, self.rng.randrange(40)))
 
     @property

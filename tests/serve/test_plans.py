@@ -78,6 +78,20 @@ def test_a_step_may_draft_for_some_requests_alone(
     assert {len(drafting_slots(plan)) for plan in plans if len(plan.slots) == 4 and plan.width > 1} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
+def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: dict[str, Any], target: Path) -> None:
+    engine, limited = build_engine(target, max_running=3, prefill_budget=16), list[bool]()
+    own = engine.planner.policy.chunk_rows
+
+    def chunk_rows(num_decoding: int, *, filtered: bool) -> int:
+        limited.append(filtered)
+        return own(num_decoding, filtered=filtered)
+
+    engine.planner.policy.chunk_rows = chunk_rows  # type: ignore[assignment]
+    run(engine, requests_of(temperature=0.8, **params))
+    assert set(limited) == {bool(params)}
+
+
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
 @pytest.mark.parametrize(("which", "number"), [("step", 1), ("step", 2), ("step", 9), ("draft", 1), ("draft", 5)])
 def test_a_pass_without_memory_fails_its_requests_alone(
