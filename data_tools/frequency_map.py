@@ -5,7 +5,7 @@
     slipstream frequency-map --from-responses served.jsonl --target Qwen/Qwen3-8B --plot map.png -o map.safetensors
     slipstream frequency-map --merge a.safetensors b.safetensors -o c.safetensors
 
-Invariant: special and added tokens are always in the map; of equal counts the lower id wins, so the same data gives
+Invariant: end tokens, and special tokens of answers, are always in the map; of equal counts the lower id wins, so the same data gives
 the same file on every machine.
 """
 
@@ -87,7 +87,12 @@ class Counted:
     counts: np.ndarray  # (V,) int64
     tokenizer_hash: str
     data_hash: str
-    kept_ids: tuple[int, ...]
+    kept_ids: tuple[int, ...]  # which the map holds whatever its size, ascending
+
+
+def kept_ids(counts: np.ndarray, special_ids: Iterable[int], end_ids: Iterable[int]) -> tuple[int, ...]:
+    """End tokens, and special tokens that answers have. Some vocabularies hold thousands that nothing uses."""
+    return tuple(sorted({*end_ids, *(token for token in special_ids if counts[token])}))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,17 +183,20 @@ def from_map(path: Path) -> Counted:
 def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
     """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
     report = read_report(path)
-    vocab_size, kept_ids = report["vocab_size"], tuple(report["kept_ids"])
+    vocab_size, special_ids, end_ids = report["vocab_size"], report.get("special_ids"), report.get("end_ids")
     if config.target:
         target = load_target_tokenizer(config)
         if target.hash != report["tokenizer_hash"]:
             raise ValueError(f"{path} was prepared with another tokenizer than that of target {config.target}")
-        vocab_size, kept_ids = target.vocab_size, target.kept_ids
+        vocab_size, special_ids, end_ids = target.vocab_size, target.special_ids, target.end_ids
+    if special_ids is None or end_ids is None:
+        raise ValueError(f"{path} was prepared by an earlier version, which did not tell end tokens; add --target")
+    counts = count_tokens(path, config.split, vocab_size, config.num_proc)
     return Counted(
-        counts=count_tokens(path, config.split, vocab_size, config.num_proc),
+        counts=counts,
         tokenizer_hash=report["tokenizer_hash"],
         data_hash=report["data_hash"],
-        kept_ids=kept_ids,
+        kept_ids=kept_ids(counts, special_ids, end_ids),
     )
 
 
@@ -246,7 +254,12 @@ def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Coun
         digest.update(supervised.tobytes())
     tally.check()
     print(f"{tally.rows:,} rows, of which dropped: {counted(tally.dropped)}")
-    return Counted(counts=counts, tokenizer_hash=target.hash, data_hash=digest.hexdigest(), kept_ids=target.kept_ids)
+    return Counted(
+        counts=counts,
+        tokenizer_hash=target.hash,
+        data_hash=digest.hexdigest(),
+        kept_ids=kept_ids(counts, target.special_ids, target.end_ids),
+    )
 
 
 def _joint_hash(hashes: list[str]) -> str:

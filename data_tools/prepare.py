@@ -147,7 +147,8 @@ def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
         "target_revision": options.revision,
         "tokenizer_hash": target.hash,
         "vocab_size": target.vocab_size,
-        "kept_ids": list(target.kept_ids),
+        "special_ids": sorted(target.special_ids),
+        "end_ids": sorted(target.end_ids),
         "options": dataclasses.asdict(options),
     }
 

@@ -19,7 +19,7 @@ class TargetTokenizer:
     hash: str
     vocab_size: int  # V: the model's, which may exceed the tokenizer's; without a model config the tokenizer's
     end_ids: frozenset[int]  # end of text or turn, as in the server (models/targets/pretrained.py)
-    kept_ids: tuple[int, ...]  # special, added and end tokens, ascending: every token map holds them
+    special_ids: frozenset[int]  # special and added tokens
     context: int | None  # maximum tokens of prompt and answer; None without a model config
 
 
@@ -32,10 +32,10 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     if options.chat_template is not None:
         tokenizer.chat_template = read_text_file("chat_template", options.chat_template)
     end_ids = end_of_text_ids(folder, trust)
-    kept = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *end_ids}
+    special_ids = frozenset({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
     text = read_config(folder, trust).get_text_config() if (folder / "config.json").exists() else None
     vocab_size = len(tokenizer) if text is None else int(text.vocab_size)
-    highest = max(len(tokenizer) - 1, *kept, 0)
+    highest = max(len(tokenizer) - 1, *special_ids, *end_ids, 0)
     if highest >= vocab_size:
         raise ValueError(
             f"target {options.target}: its tokenizer has token id {highest}, its config.json a vocab_size of "
@@ -46,7 +46,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
         hash=tokenizer_hash(tokenizer),
         vocab_size=vocab_size,
         end_ids=end_ids,
-        kept_ids=tuple(sorted(kept)),
+        special_ids=special_ids,
         context=getattr(text, "max_position_embeddings", None),
     )
 

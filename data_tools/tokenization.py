@@ -6,7 +6,7 @@ A row of served answers has one of these forms, tried in this order:
     an OpenAI response          `choices` of message, text or token_ids; also inside `response` and `body` (batch files)
     token ids                   `token_ids` or `output_ids`, the end token included
     a logged answer             `response`, a text
-    what `regenerate` writes    `input_ids` + `loss_mask`, else `messages`, of which every answer counts
+    what `regenerate` writes    `input_ids` + `loss_mask`, else `messages`, of which answers count, but for `weight` 0
     plain text                  `text`, or `prompt` + `completion`
 
 Text is tokenised as it is, without a chat template. Unless `finish_reason` is length, an answer ends in the end token,
@@ -241,8 +241,12 @@ class AnswerTokenizer(RowTokenizer):
             return [list(itertools.compress(example.input_ids, example.loss_mask))]
         if example.messages is None:
             return [self._text((example.text or "",), example.is_cut)]
-        texts = [_message_texts(row, message) for message in example.messages if message["role"] == "assistant"]
-        return [self._text(text, example.is_cut and number == len(texts)) for number, text in enumerate(texts, 1)]
+        answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+        return [
+            self._text(_message_texts(row, example.messages[index]), example.is_cut and index == answers[-1])
+            for index in answers
+            if index not in example.unsupervised
+        ]
 
     def _served_ids(self, row: Row, columns: Mapping[str, Any]) -> Sequence[int] | None:
         ids = next((columns[name] for name in ID_COLUMNS if columns.get(name) is not None), None)

@@ -69,7 +69,7 @@ class TokenMap:
             raise ValueError(f"special token {kept[-1]} lies outside the vocabulary of {vocab_size} tokens")
         if not max(1, len(kept)) <= size <= vocab_size:
             raise ValueError(
-                f"size is {size}; it must hold the {len(kept)} special and added tokens and be at most the "
+                f"size is {size}; it must hold the {len(kept)} special and end tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
         order, covered = ranking(counts.numpy(), kept), coverage_curve(counts, kept)
@@ -101,7 +101,7 @@ class TokenMap:
 
     @property
     def kept_ids(self) -> list[int]:
-        """Special, added and end tokens, which every size includes; ascending."""
+        """End tokens and the special ones that answers have, which every size includes; ascending."""
         return list(self.metadata.get("kept_ids", ()))
 
     def ids_by_frequency(self, size: int | None = None, stop_ids: Collection[int] = ()) -> Tensor:

@@ -1,9 +1,11 @@
 """`slipstream frequency-map` against collections.Counter."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
 
 ROWS = [{"messages": chat(f"What is {n}?", f"It is {n * n}. Hello there")} for n in range(300)]
+END = 2
 SPECIAL = list(range(8))
 
 
@@ -37,8 +40,9 @@ def counter(prepared: Path, *splits: str) -> Counter[int]:
 
 
 def chosen(counts: Counter[int], size: int) -> list[int]:
-    others = sorted(set(range(512)) - set(SPECIAL), key=lambda token: (-counts[token], token))
-    return sorted(SPECIAL + others[: size - len(SPECIAL)])
+    """END, then the most frequent: special tokens that answers do not have take no place."""
+    others = sorted(set(range(512)) - {END}, key=lambda token: (-counts[token], token))
+    return sorted([END, *others[: size - 1]])
 
 
 def run(folder: Path, *arguments: object) -> TokenMap:
@@ -58,7 +62,7 @@ def test_counts_the_supervised_training_tokens(tmp_path: Path, data: Path, capsy
     assert token_map.ids.tolist() == chosen(counts, 40)
     assert token_map.vocab_size == 512
     metadata = token_map.metadata
-    assert (metadata["tokens_seen"], metadata["kept_ids"]) == (counts.total(), SPECIAL)
+    assert (metadata["tokens_seen"], metadata["kept_ids"]) == (counts.total(), [END])
     assert (metadata["tokenizer_hash"], metadata["data_hash"]) == (report["tokenizer_hash"], report["data_hash"])
     covered = sum(counts[token] for token in chosen(counts, 40)) / counts.total()
     assert metadata["coverage"] == {"40": round(covered, 6), "512": 1.0}
@@ -120,7 +124,7 @@ def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -
 def write_tokens(path: Path, ids: list[int]) -> None:
     """A prepared dataset with one training row of these supervised tokens."""
     row = (np.array(ids, np.int32), np.ones(len(ids), np.bool_))
-    report = {"vocab_size": 512, "kept_ids": SPECIAL, "tokenizer_hash": "other"}
+    report = {"vocab_size": 512, "special_ids": SPECIAL, "end_ids": [END], "tokenizer_hash": "other"}
     write_dataset([[row]], path, heldout=0, seed=0, describe=lambda: report)
 
 
@@ -136,6 +140,22 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path, capsys: pytest.
         write_tokens(tmp_path / f"data{wrong}", [10, wrong])
         message = error(capsys, tmp_path, "--data", tmp_path / f"data{wrong}")
         assert f"token id {wrong} is outside the vocabulary of 512 tokens" in message
+
+
+def test_special_tokens_of_answers_are_kept(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "data", [10, 10, 11, 11, 6])
+    assert run(tmp_path, "--data", tmp_path / "data", "--size", 3).ids.tolist() == [END, 6, 10]
+
+
+def test_a_dataset_of_an_earlier_version_needs_the_target(
+    tmp_path: Path, data: Path, target: Path, capsys: Any
+) -> None:
+    old = shutil.copytree(data / "prepared", tmp_path / "old")
+    report = json.loads((old / "report.json").read_text())
+    del report["end_ids"]
+    (old / "report.json").write_text(json.dumps(report))
+    assert "was prepared by an earlier version" in error(capsys, tmp_path, "--data", old)
+    assert run(tmp_path, "--data", old, "--target", target).ids.tolist()
 
 
 def test_other_tokenizers_are_refused(
@@ -162,7 +182,7 @@ def test_other_tokenizers_are_refused(
         (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
         (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),
         (("--data", "PREPARED", "--split", "test"), "split is 'test'; "),
-        (("--data", "PREPARED", "--size", "4"), "size is 4; it must hold the 8 special"),
+        (("--data", "PREPARED", "--size", "0"), "size is 0; it must hold the 1 special"),
     ],
 )
 def test_impossible_runs_get_one_sentence(

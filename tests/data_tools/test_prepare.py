@@ -48,7 +48,7 @@ def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.Capture
     assert report["tokens"] == sum(len(ids) for ids, _ in rows)
     assert report["supervised_tokens"] == sum(sum(mask) for _, mask in rows)
     assert report["vocab_size"] == 512
-    assert report["kept_ids"] == list(range(8))
+    assert (report["special_ids"], report["end_ids"]) == (list(range(8)), [2])
     assert dataset["train"].features == Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
     assert (
         "<|im_start|>user\nWhat is 0?<|im_end|>\n<|im_start|>assistant\n⟦It is 0.<|im_end|>⟧" in capsys.readouterr().out

@@ -50,6 +50,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"id": "a", "messages": chat("How?", "So.", "Why?", "Because"), "finish_reason": "length"},
         ["So.", END, "Because"],
     ),
+    "weight 0": (
+        {
+            "messages": [
+                {**turn, "weight": 0} if turn["content"] == "So." else turn
+                for turn in chat("How?", "So.", "Why?", "Because")
+            ]
+        },
+        ["Because", END],
+    ),
 }
 
 
