@@ -5,8 +5,8 @@
     slipstream frequency-map --from-responses served.jsonl --target Qwen/Qwen3-8B --plot map.png -o map.safetensors
     slipstream frequency-map --merge a.safetensors b.safetensors -o c.safetensors
 
-Invariant: end tokens, and special tokens of answers, are always in the map; of equal counts the lower id wins, so the same data gives
-the same file on every machine.
+Invariant: end tokens, and special tokens of answers, are always in the map; of equal counts the lower id wins, so the
+same data gives the same file on every machine.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy

@@ -61,7 +61,12 @@ def rows_of(questions: list[list[int]], answers: list[Generation]) -> list[Token
 
 
 def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: list[Tokens]) -> None:
-    described = {"tokenizer_hash": tokenizer_hash(llm.tokenizer), "vocab_size": 4096, "special_ids": [], "end_ids": [0]}
+    described = {
+        "tokenizer_hash": tokenizer_hash(llm.tokenizer),
+        "vocab_size": 4096,
+        "special_ids": [],
+        "end_ids": [0, 2],
+    }
     train, heldout = [[row] for row in train_rows], [[row] for row in heldout_rows]
     described |= {"target": ""}
     write_dataset(train, path, heldout=0.0, seed=0, describe=lambda: described, heldout_conversations=heldout)
