@@ -260,6 +260,11 @@ class RequestStats:
     accepted_by_position: list[int] = field(default_factory=list)
 
     @property
+    def decoded_tokens(self) -> int:
+        """Tokens that its rounds emitted."""
+        return self.completion_tokens - self.prefills if self.rounds else 0
+
+    @property
     def accepted_tokens(self) -> int:
         return sum(self.accepted_by_position)
 

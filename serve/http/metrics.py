@@ -50,6 +50,7 @@ class Metrics:
             "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens of finished sequences."),
             "cached_tokens": self._counter("cached_tokens", "Prompt tokens found in the prefix cache."),
             "completion_tokens": self._counter("completion_tokens", "Generated tokens of finished sequences."),
+            "decoded_tokens": self._counter("decoded_tokens", "Those that rounds emitted, drafted or not."),
             "rounds": self._counter("rounds", "Rounds of finished sequences: passes that verified a proposal."),
         }
         self._prefix_hits = self._counter("prefix_hits", "Finished sequences that found some of their prompt cached.")
@@ -88,7 +89,7 @@ class Metrics:
         if stats.cached_tokens:
             self._prefix_hits.inc()
         if stats.rounds:
-            self.accept_length.observe((stats.completion_tokens - stats.prefills) / stats.rounds)
+            self.accept_length.observe(stats.decoded_tokens / stats.rounds)
 
     def count_failed(self) -> None:
         """A sequence has ended because the engine, or its step, failed."""

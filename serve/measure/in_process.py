@@ -53,7 +53,7 @@ class OpenAnswer:
 
 def count(answer: Answer, stats: RequestStats) -> None:
     answer.completion_tokens, answer.rounds = stats.completion_tokens, stats.rounds
-    answer.decoded_tokens = stats.completion_tokens - stats.prefills if stats.rounds else 0
+    answer.decoded_tokens = stats.decoded_tokens
     answer.drafted_tokens = stats.drafted_tokens
     answer.accepted_by_position = list(stats.accepted_by_position)
 

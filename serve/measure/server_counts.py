@@ -13,7 +13,10 @@ from typing import Any, Literal
 Kind = Literal["slipstream", "vllm", "sglang", "unknown"]
 PREFIXES: dict[str, Kind] = {"slipstream_": "slipstream", "vllm:": "vllm", "sglang:": "sglang"}
 SAMPLE = re.compile(r"([\w:]+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+|NaN)(?: \d+)?")
-BY_POSITION = ("slipstream_accepted_by_position", "vllm:spec_decode_num_accepted_tokens_per_pos")
+BY_POSITION = {  # and the first position
+    "slipstream_accepted_tokens": 1,
+    "vllm:spec_decode_num_accepted_tokens_per_pos": 0,
+}
 ROUNDS = {
     "slipstream": "slipstream_rounds",
     "vllm": "vllm:spec_decode_num_drafts",
@@ -57,7 +60,7 @@ def read_counts(metrics: str | None) -> RoundCounts | None:
         totals[name] += value
         position = POSITION.search(labels)
         if position is not None and name in BY_POSITION:
-            positions[int(position[1])] += value
+            positions[int(position[1]) - BY_POSITION[name]] += value
     at = tuple(int(positions[index]) for index in range(max(positions, default=-1) + 1))
     return counts_of(kind, totals, at)
 
@@ -66,10 +69,10 @@ def counts_of(kind: Kind, totals: dict[str, Any], positions: tuple[int, ...]) ->
     if kind == "unknown" or ROUNDS[kind] not in totals:
         return None
     rounds = totals[ROUNDS[kind]]
-    if kind == "slipstream":  # a prompt gives an answer its first token
-        decoded = totals["slipstream_completion_tokens"] - totals["slipstream_requests"]
+    if kind == "slipstream":
+        decoded = totals["slipstream_decoded_tokens"]
     elif kind == "vllm":
         decoded = rounds + totals["vllm:spec_decode_num_accepted_tokens"]
-    else:
+    else:  # a prompt gives an answer its first token
         decoded = totals["sglang:generation_tokens"] - totals["sglang:num_requests"]
     return RoundCounts(int(rounds), int(decoded), positions)

@@ -404,6 +404,13 @@ def test_counters_are_read() -> None:
         'vllm:spec_decode_num_accepted_tokens_per_pos{engine="1",position="1"} 4\n'
     )
     assert read_counts(vllm) == RoundCounts(30, 45, (11, 4))
+    ours = (
+        "slipstream_rounds_total 4\nslipstream_decoded_tokens_total 9\nslipstream_completion_tokens_total 16\n"
+        'slipstream_requests_total{finish_reason="abort"} 3\n'
+        'slipstream_accepted_tokens_total{source="eagle3",position="1"} 3\n'
+        'slipstream_accepted_tokens_total{source="ngram",position="2"} 2\n'
+    )
+    assert read_counts(ours) == RoundCounts(4, 9, (3, 2))
     assert read_counts('vllm:num_requests_running{engine="0"} 1.0\n') is None
     assert read_counts(None) is None
     assert read_counts("sglang:token_usage NaN\nsglang:spec_accept_length 2.5\n") is None

@@ -45,6 +45,8 @@ def test_what_a_scrape_shows() -> None:
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
     metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts), 2.0)
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1), 0.2)
+    metrics.count_finished("abort", RequestStats(), 0.1)  # before its first token
+    metrics.count_finished("length", RequestStats(completion_tokens=6, prefills=1), 0.2)  # without speculation
     metrics.count_error(400)
     metrics.count_tokens(1, 0.3, is_first=True)
     metrics.count_tokens(4, 0.02, is_first=False)  # tokens of a step share its time
@@ -54,12 +56,15 @@ def test_what_a_scrape_shows() -> None:
     engine.add_round("eagle", num_drafted=0, num_accepted=0, is_tree=True)  # not a proposal
     kinds, values = read(scrape(metrics, {"running": 2}, engine, num_open=3))
     expected = {
-        **{("requests_total", f'finish_reason="{name}"'): count for name, count in (("stop", 1), ("abort", 0))},
+        **{
+            ("requests_total", f'finish_reason="{name}"'): count
+            for name, count in (("stop", 1), ("abort", 1), ("error", 0))
+        },
         ("error_responses_total", 'status="400"'): 1,
-        **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 10},
-        **{("rounds_total", ""): 4, ("prefix_hits_total", ""): 1},
+        **{("prompt_tokens_total", ""): 15, ("cached_tokens_total", ""): 4, ("completion_tokens_total", ""): 16},
+        **{("decoded_tokens_total", ""): 8, ("rounds_total", ""): 4, ("prefix_hits_total", ""): 1},
         **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
-        **{("request_duration_seconds_count", ""): 2, ("request_duration_seconds_bucket", 'le="0.25"'): 1},
+        **{("request_duration_seconds_count", ""): 4, ("request_duration_seconds_bucket", 'le="0.25"'): 3},
         ("time_to_first_token_seconds_count", ""): 1,
         **{("inter_token_latency_seconds_count", ""): 4, ("inter_token_latency_seconds_sum", ""): 0.02},
         ("inter_token_latency_seconds_bucket", 'le="0.004"'): 0,
