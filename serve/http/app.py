@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.http import playground
-from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
+from slipstream.serve.http.completions import DONE, Call, Completion, Deadline, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
@@ -77,13 +77,15 @@ class Api:
 
     async def answer(self, kind: Kind, request: Request) -> Response:
         self._check_room(1)  # before the body is read
+        deadline = Deadline.after(self._request_timeout)
         try:
-            call, left = await self._take(partial(self._read_call, kind), request)
+            async with deadline.watched():
+                call, left = await self._take(partial(self._read_call, kind), request)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
-        completion = Completion(self.engine, self.metrics, watched=call.stream, seconds=self._request_timeout)
+        completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline)
         requests = [replace(choice, client=request.state.client) for choice in call.requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
         left.add_done_callback(lambda _: completion.abort())

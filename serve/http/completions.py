@@ -7,6 +7,7 @@ import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -214,6 +215,29 @@ class Choice:
         self._arrival, self._has_tokens = now, True
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a call is given up: `seconds` after it came, by the clock of time.monotonic; None: never."""
+
+    seconds: float | None = None
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> "Deadline":
+        return cls(seconds, None if seconds is None else time.monotonic() + seconds)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Raises TimeoutError where the block does not end in time."""
+        left = None if self.at is None else max(self.at - time.monotonic(), 0)
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except TimeoutError as error:
+            message = f"the answer did not end within {self.seconds:g} s (request_timeout); ask for less"
+            raise TimeoutError(message) from error
+
+
 class Completion:
     """The choices of one call. Iterate over `deltas` to the end, or call `abort`."""
 
@@ -223,11 +247,10 @@ class Completion:
         metrics: Metrics,
         *,
         watched: bool,
-        seconds: float | None = None,
+        deadline: Deadline = Deadline(),
     ) -> None:
-        """`watched`: the client wants text as it comes (streaming), not at the end. `seconds`: until it is given up."""
-        self.engine, self.metrics = engine, metrics
-        self._seconds, self._deadline = seconds, None if seconds is None else time.monotonic() + seconds
+        """`watched`: the client wants text as it comes (streaming), not at the end."""
+        self.engine, self.metrics, self._deadline = engine, metrics, deadline
         self.choices: list[Choice] = []
         self._watched = watched
         self._news: deque[Delta | Exception] = deque()
@@ -275,15 +298,15 @@ class Completion:
             yield delta
 
     async def _wait(self) -> None:
-        if self._deadline is None:
+        if self._deadline.at is None:
             await self._has_news.wait()
             return
         try:
-            await asyncio.wait_for(self._has_news.wait(), max(self._deadline - time.monotonic(), 0))
+            async with self._deadline.watched():
+                await self._has_news.wait()
         except TimeoutError:
             self.abort()
-            message = f"the answer did not end within {self._seconds:g} s (request_timeout); ask for fewer tokens"
-            raise TimeoutError(message) from None
+            raise
 
     def abort(self) -> None:
         """Aborts the choices that have not ended."""

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -171,6 +172,27 @@ def test_an_answer_that_takes_too_long_is_given_up(byte_target: str, stream: boo
         assert error["code"] == "request_timeout"
         assert "0.5 s (request_timeout)" in error["message"]
         wait_until(lambda: server.api.engine.num_open == 0, "the request is aborted")
+        assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_a_prompt_that_is_tokenised_too_long_is_given_up(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving(ServeConfig(target=byte_target, port=0, request_timeout=0.5)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        encode, is_over = server.api.frontend.encode, Event()
+
+        def encode_or_wait(text: str, *arguments: Any, **options: Any) -> list[int]:
+            if text == "long":
+                is_over.wait(60)
+            return encode(text, *arguments, **options)
+
+        monkeypatch.setattr(server.api.frontend, "encode", encode_or_wait)
+        try:
+            response = client.post(COMPLETIONS, json={"prompt": "long", "max_tokens": 2})
+        finally:
+            is_over.set()
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
         assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
