@@ -76,6 +76,11 @@ class InFlight:
         return self.started.elapsed_time(self.landed)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch has no class of errors for those of a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 class ModelRunner:
     """`steps`, `drafts`: captured passes, or None. `on_launch` is called when the device has got a plan's passes."""
 
@@ -129,7 +134,9 @@ class ModelRunner:
             if plan.logprobs is not None and results.logprobs is not None:
                 results = results._replace(logprobs=results.logprobs[: 2 + 2 * plan.logprobs])
             self._draft(plan)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return self._failed(plan, error)
         if self.on_launch is not None:
             self.on_launch()
