@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions, check_named, read_text_file
 from slipstream.models.chat.messages import Message
 from slipstream.models.chat.template import PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
+from slipstream.models.targets.config import most_positions
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
 
 
@@ -47,8 +48,13 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
         vocab_size=vocab_size,
         end_ids=end_ids,
         special_ids=special_ids,
-        context=getattr(text, "max_position_embeddings", None),
+        context=None if text is None else context_of(text),
     )
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    named, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    return None if named is None else most_positions(named, rope.get("full_attention") or rope)
 
 
 class RowDropped(Exception):

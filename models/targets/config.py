@@ -103,6 +103,13 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
 
+def most_positions(named: int, rope: Mapping[str, Any]) -> int:
+    """The longest text that a model reads whose config names so many positions, with its parameters of rotary
+    embedding. YaRN extends the original ones by a factor, and recipes add it without a change of what is named."""
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or named
+    return max(named, int(factor * original)) if rope.get("rope_type") == "yarn" and factor else named
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Self-attention of one layer. Backends serve every field, or refuse it by name."""
@@ -243,6 +250,11 @@ class TargetSpec(DecoderShape):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def most_positions(self) -> int:
+        """The longest text that it reads."""
+        return most_positions(self.max_position_embeddings, {"rope_type": self.rope.rope_type, **self.rope.scaling})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TargetSpec":

@@ -425,10 +425,13 @@ def check_fp8_cache(layers: Sequence[AttentionSpec], device: torch.device) -> No
 
 def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
     """The context length: at most the target's positions."""
-    if asked is not None and asked > model.max_position_embeddings:
-        longest = model.max_position_embeddings
-        raise ValueError(f"max_model_len is {asked}; lower it to {longest}, the most positions of this target")
-    return asked or model.max_position_embeddings
+    longest = model.most_positions
+    if asked is not None and asked > longest:
+        raise ValueError(
+            f"max_model_len is {asked}; lower it to {longest}, the most positions of this target, or extend it in its "
+            "config.json (max_position_embeddings, rope_scaling)"
+        )
+    return asked or longest
 
 
 def pick_prompt_tokens(config: EngineConfig, model: TargetSpec, device: str) -> int:

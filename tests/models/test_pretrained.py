@@ -1,4 +1,4 @@
-"""What is read of a target beside its weights: code that is not trusted, missing tokenizers, end-of-text ids."""
+"""What is read of a target beside its weights: code that is not trusted, tokenizers, end-of-text ids, context."""
 
 import builtins
 import json
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig, Qwen2Config
 
 from slipstream.data_tools.options import ConversationOptions
-from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.data_tools.target_tokenizer import context_of, load_target_tokenizer
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.targets.config import most_positions
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
@@ -146,3 +147,22 @@ def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
         build_engine(copy).runner.target.end_ids == load_target_tokenizer(ConversationOptions(target=str(copy))).end_ids
     )
     assert build_engine(copy).runner.target.end_ids == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 100),
+        ({"rope_type": "linear", "factor": 4.0}, 100),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 400),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 64}, 100),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 100),
+    ],
+)
+def test_the_most_positions_of_a_target(rope: dict[str, Any], longest: int) -> None:
+    assert most_positions(100, rope) == longest
+    config = Qwen2Config(max_position_embeddings=100, rope_parameters={"rope_theta": 1e4, **rope})
+    assert context_of(config) == longest
+    kinds = {"full_attention": {"rope_theta": 1e4, **rope}, "sliding_attention": {"rope_type": "default"}}
+    assert context_of(PretrainedConfig(max_position_embeddings=100, rope_parameters=kinds)) == longest

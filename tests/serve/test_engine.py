@@ -1,6 +1,7 @@
 """The engine: what it loads and refuses, how it sizes memory, what it tells."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from slipstream.bench.random_targets import CONFIGS, published_spec
 from slipstream.models.files.checkpoint import weights_fingerprint
@@ -129,6 +131,25 @@ def test_requests_that_can_never_run_are_refused(
         engine.add(make_request("0", prompt, max_tokens=max_tokens))
     assert not engine.has_work
     engine.scheduler.check()
+
+
+def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> None:
+    """Recipes add it to a config whose max_position_embeddings stay what they were; transformers limits nothing."""
+    folder = tmp_path / "target"
+    shutil.copytree(make_target("qwen2-yarn"), folder)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    change_json(folder / "config.json", max_position_embeddings=80, rope_parameters=None, rope_scaling=rope)
+    engine, prompt = build_engine(folder), random_prompt(200, 1)
+    assert engine.info.max_model_len == 256
+    with pytest.raises(
+        ValueError, match="lower it to 256, the most positions of this target, or extend it in its conf"
+    ):
+        build_engine(folder, max_model_len=257)
+    answers = run(engine, [make_request("0", prompt, max_tokens=50, ignore_eos=True)])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    length = {"max_new_tokens": 50, "min_new_tokens": 50}
+    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 200), do_sample=False, **length)
+    assert answers["0"].tokens == out[0, 200:].tolist()
 
 
 IDS: dict[str, Callable[[int], dict[str, Any]]] = {  # by field: a request that holds this token id
