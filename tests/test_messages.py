@@ -1,5 +1,6 @@
 """What a chat template gets to see of a message: the same in a request to the server and in a row of training data."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import ChatBody
 from slipstream.serve.measure.questions import read_texts
 from slipstream.serve.options import ServeConfig
@@ -76,6 +78,41 @@ def test_requests_and_rows_show_the_template_the_same(
     assert turn in served(folder, messages)
     assert served(folder, messages) == trained({"messages": messages})
     assert read_texts({"messages": messages})[0][2] == {"role": role, "content": content}
+
+
+CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "Hi", "reasoning": "hm"},
+        {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "reasoning": "hm"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4", "tool_call_id": "c0"},
+    ],
+)
+def test_calls_and_reasoning_are_shown_the_same(folder: Path, message: dict[str, Any]) -> None:
+    messages = [*chat("How are you?"), message, *chat("What?")]
+    assert served(folder, messages) == trained({"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ({"role": "critic", "content": "no"}, "messages.1.role is 'critic'; it must be one of system, developer, user"),
+        ({"role": "assistant", "content": "", "reasoning": 3}, "messages.1.reasoning must be a string"),
+        ({"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}, "messages.1.reasoning and"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "messages.1.tool_calls.0.function"),
+    ],
+)
+def test_what_a_request_may_not_hold_a_row_may_not(folder: Path, message: dict[str, Any], fault: str) -> None:
+    messages = [*chat("How are you?"), message]
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        trained({"messages": messages})
+    with pytest.raises((ApiError, ValueError), match=re.escape(fault)):
+        served(folder, messages)
 
 
 @pytest.mark.parametrize("options", [{}, {"date": "2025-03-05"}, {"date": "today"}])

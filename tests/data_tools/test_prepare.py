@@ -174,6 +174,17 @@ def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callabl
     assert "rows.jsonl, line 2" in report["dropped_examples"]["empty_answer"][0]
 
 
+def test_answers_of_weight_0_are_not_supervised(tmp_path: Path, target: Path) -> None:
+    turns = [*ROWS[1]["messages"], *ROWS[2]["messages"]]
+    turns[1] = {**turns[1], "weight": 0}
+    dataset, _ = prepare(tmp_path, target, [{"messages": turns}], "--heldout", "0")
+    [row] = dataset["train"]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    supervised = [token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts]
+    assert tokenizer.decode(supervised) == "It is 2.<|im_end|>"
+    assert "It is 1.<|im_end|>" in tokenizer.decode(row["input_ids"])
+
+
 def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     rows = [{"messages": chat(f"Hello {n}", "<think>hm</think>fine", "What?", f"is {n}")} for n in range(20)]
     target = make_folder(THINKING)
