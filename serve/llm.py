@@ -18,7 +18,7 @@ from slipstream.serve.chat.parser import CallPiece, Parts, TextPiece
 from slipstream.serve.chat.tools import ToolChoice, read_choice
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
-from slipstream.serve.grammar.grammars import check as check_grammar
+from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import (
     FinishReason,
@@ -209,9 +209,8 @@ class LLM:
         self, name: str, prompt: list[int], params: SamplingParams, form: AnswerFormat, stop: Sequence[str]
     ) -> Answer:
         stop_ids = params.stop_token_ids + form.stop_ids
-        request = Request(id=name, prompt=prompt, params=replace(params, grammar=form.grammar, stop_token_ids=stop_ids))
-        if request.params.grammar is not None:
-            check_grammar(request.params.grammar)
+        grammar = None if form.grammar is None else translate(form.grammar)
+        request = Request(id=name, prompt=prompt, params=replace(params, grammar=grammar, stop_token_ids=stop_ids))
         self.engine.check(request)
         return Answer(request, form, stop, self.engine.info.num_spec_tokens)
 

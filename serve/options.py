@@ -92,8 +92,6 @@ class EngineConfig:
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     grammar_drafts: bool = True
     """Draft the tokens that a request's grammar leaves no choice about."""
-    grammar_timeout: float | None = None
-    """Seconds that compiling a request's grammar may take. Default: as long as it takes."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
@@ -117,7 +115,6 @@ class EngineConfig:
             raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
-        check_positive("grammar_timeout", self.grammar_timeout)
         parse_objective(self.objective)
         check_parsers(self.tool_parser, self.reasoning_parser)
         if not 0.05 <= self.mem_fraction <= 0.98:
@@ -166,9 +163,10 @@ class ServeConfig(EngineConfig):
     max_body_mb: float | None = None
     """Longest body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
     request_timeout: float | None = None
-    """Seconds after which an answer that has not ended is given up with an error. Default: none."""
-    grammar_timeout: float | None = 20.0
-    """Seconds that compiling a request's grammar may take, in a process that is killed then; the request is refused."""
+    """Seconds after which a request whose answer has not ended is given up with an error. Default: none."""
+    grammar_timeout: float = 20.0
+    """Seconds of CPU time that compiling a request's grammar may take, in a process that is killed then; the request is
+    refused."""
     ignore_unknown_fields: bool = False
     """Accept fields that this server does not know, without effect, instead of refusing them."""
     control_tokens_as_text: bool = False
@@ -197,7 +195,7 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
-        for name in ("max_body_mb", "request_timeout"):
+        for name in ("max_body_mb", "request_timeout", "grammar_timeout"):
             check_positive(name, getattr(self, name))
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(

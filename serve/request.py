@@ -35,10 +35,16 @@ class Speculation:
 
 class Grammar(NamedTuple):
     """The only texts that an answer may be: JSON of a schema, any JSON object, what a regular expression matches as a
-    whole, one of a JSON list of texts, what xgrammar's EBNF derives from `root`, or what its structural tag allows."""
+    whole, one of a JSON list of texts, what xgrammar's EBNF derives from `root`, or what its structural tag allows.
+    `translate` in serve/grammar/grammars.py makes an "ast" of each of these: xgrammar's own form, read once for all."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag"]
-    text: str = ""  # the schema, the list or the tag as JSON, the expression, or the grammar
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "ast"]
+    text: str = ""  # the schema, the list, the tag or the ast as JSON, the expression, or the grammar
+
+    def digest(self) -> bytes:
+        """A short name of it, for tables: the text may have megabytes."""
+        text = f"{self.kind} {self.text}".encode(errors="surrogatepass")
+        return hashlib.blake2b(text, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from slipstream.serve.chat.parser import AnswerParser, Syntax
 from slipstream.serve.chat.tags import AnswerGrammar
 from slipstream.serve.chat.tools import ToolChoice, ToolError
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.grammar.grammars import check
+from slipstream.serve.grammar.grammars import MOST_CHARS, translate
 from slipstream.serve.request import Grammar
 
 TAIL = 32  # tokens of a prompt that may begin or end the reasoning of its answer
@@ -69,7 +69,8 @@ class ChatFormat:
             self._stop_ids = tuple(id for name, id in markers.ids.items() if self.tools.call[0].endswith(name))
 
     def answer(self, choice: ToolChoice, prompt: Sequence[int], content: Grammar | None) -> AnswerFormat:
-        """Of a request whose content has a grammar or none. Raises ToolError."""
+        """Of a request whose content has a grammar or none. Raises ToolError, and ValueError for a wrong grammar."""
+        content = None if content is None else translate(content)
         if choice.mode != "none":
             self._check_tools()
         if choice.mode == "none" and self.reasoning is None:
@@ -79,9 +80,9 @@ class ChatFormat:
         is_closed = self._closed.search(tail) is not None
         grammar = None
         if content is not None or choice.is_enforced:
-            grammar = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
+            tag = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
             try:
-                check(grammar)
+                grammar = translate(tag, MOST_CHARS + (0 if content is None else len(content.text)))
             except ValueError as error:
                 raise ToolError("tools", f"cannot be enforced: the grammar of the answer {error}") from error
         syntax = self._without_tools if choice.mode == "none" else self._with_tools

@@ -140,7 +140,7 @@ class Builder:
             self.drafter.forget()
         sizes = self.model.vocab_size, self.target.end_ids
         load = partial(load_tokenizer, self.path, config.trust_remote_code)
-        grammars = Grammars(load, *sizes, config.grammar_timeout)
+        grammars = Grammars(load, *sizes)
         constraints = Constraints(self.target.end_ids, self.model.vocab_size, grammars, self.forced_nodes)
         stages = [*self.stages, constraints]
         for stage in stages:

@@ -1,7 +1,8 @@
 """Grammars of answers, by xgrammar: what a client asks for is checked, compiled once, and followed token by token.
 
-`check` runs where requests are read, so that a client learns at once what is wrong. `Grammars` belongs to an engine and
-compiles on threads of its own, without Python's lock. xgrammar is loaded with the first grammar.
+`translate` runs where requests are read: a client learns at once what is wrong, and nobody reads a schema again.
+`Grammars` belongs to an engine and compiles on threads of its own, without Python's lock; a server tries each grammar
+before (serve/grammar/trials.py). xgrammar is loaded with the first grammar.
 Letters: N nodes of a proposal, root included; V vocabulary.
 """
 
@@ -24,10 +25,10 @@ from numpy.typing import NDArray
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
-from slipstream.serve.grammar.trial import Trial
 from slipstream.serve.request import Grammar
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
+MOST_TRANSLATED = 8 * 2**20  # characters of xgrammar's own form, some 15 times longer
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2  # grammars that are compiled at a time
@@ -39,20 +40,28 @@ LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a wo
 WORD_BITS = 32
 
 
-def check(grammar: Grammar) -> None:
-    """Raises ValueError, in a sentence, for a grammar that cannot be served."""
-    parse(grammar)
+def translate(grammar: Grammar, most_chars: int = MOST_CHARS) -> Grammar:
+    """A grammar of up to `most_chars` in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that
+    cannot be served."""
+    if grammar.kind == "ast":
+        return grammar
+    if len(grammar.text) > most_chars:
+        raise ValueError(f"has {len(grammar.text)} characters; the limit is {most_chars}")
+    text = parse(grammar).serialize_json()
+    if len(text) > MOST_TRANSLATED:
+        raise ValueError(f"has {len(text)} characters once it is translated; the limit is {MOST_TRANSLATED}")
+    return Grammar("ast", text)
 
 
 def parse(grammar: Grammar) -> Any:
-    """xgrammar's Grammar. Raises ValueError as `check`."""
+    """xgrammar's Grammar. Raises ValueError as `translate`."""
     import xgrammar
 
     kind, text = grammar
     from_schema = partial(_of_schema, xgrammar.Grammar)
-    if len(text) > MOST_CHARS:
-        raise ValueError(f"has {len(text)} characters; the limit is {MOST_CHARS}")
     try:
+        if kind == "ast":
+            return xgrammar.Grammar.deserialize_json(text)
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "structural_tag":
@@ -69,13 +78,8 @@ def parse(grammar: Grammar) -> Any:
 
 
 def as_element(grammar: Grammar) -> dict[str, Any]:
-    """Of a structural tag. Raises ValueError as `check`."""
-    kind, given = grammar
-    if kind == "structural_tag":
-        return dict(json.loads(given)["format"])
-    if kind in ("json_object", "json_schema"):
-        return {"type": "json_schema", "json_schema": json.loads(given) if given else {"type": "object"}}
-    return {"type": "grammar", "grammar": given if kind == "ebnf" else str(parse(grammar))}
+    """Of a structural tag. Raises ValueError as `translate`."""
+    return {"type": "grammar", "grammar": str(parse(grammar))}
 
 
 def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
@@ -97,7 +101,7 @@ def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
 
 def _of_schema(kind: Any, schema: Any) -> Any:
     """JSON with white space where JSON may have it, but not without end, as small models like it."""
-    strings = Strings()
+    strings = Strings(json.dumps(schema))
     marked = json.dumps(strings.mark(schema))
     for pattern in strings.patterns:
         kind.from_regex(pattern)  # or it would be found out only when the grammar is compiled
@@ -122,24 +126,15 @@ class Compiler(NamedTuple):
     compiler: Any  # xgrammar's
     size: int  # token ids from here on have no text: rows that fill up a head
     spelling: Spelling
-    trial: Trial | None  # of grammars whose compilation may take too long
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first. `timeout`: seconds that compiling
-    one may take; None: as long as it takes."""
+    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], Any],
-        vocab_size: int,
-        end_ids: Collection[int],
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, end_ids: Collection[int]) -> None:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
-        self._timeout = timeout
         self._compiler: Future[Compiler] | None = None
-        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()  # by digest
         self._threads: ThreadPoolExecutor | None = None
         self._filler = Filler()
 
@@ -149,19 +144,21 @@ class Grammars:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
             self._compiler = self._threads.submit(self._make_compiler)
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._threads.submit(self._compile, grammar)
-        self._compiled.move_to_end(grammar)
+        name = grammar.digest()
+        if name not in self._compiled:
+            self._compiled[name] = self._threads.submit(self._compile, grammar)
+        self._compiled.move_to_end(name)
         for other in [key for key, future in self._compiled.items() if future.done()]:
             if len(self._compiled) <= MOST_COMPILED:
                 break
             del self._compiled[other]
-        return self._compiled[grammar]
+        return self._compiled[name]
 
     def cancel(self, grammar: Grammar) -> None:
         """Forgets a grammar that nobody waits for, unless it is compiled already, or just now."""
-        if grammar in self._compiled and self._compiled[grammar].cancel():
-            del self._compiled[grammar]
+        name = grammar.digest()
+        if name in self._compiled and self._compiled[name].cancel():
+            del self._compiled[name]
 
     def matcher(self, compiled: Any, ends: Collection[int]) -> "Matcher":
         """Of a result of `compile`, for an answer that one of the token ids `ends` ends."""
@@ -181,28 +178,15 @@ class Grammars:
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._compiler is not None and self._compiler.done() and not self._compiler.exception():
-            trial = self._compiler.result().trial
-            if trial is not None:
-                trial.close()
 
     def _make_compiler(self) -> Compiler:
-        import xgrammar
-
         tokenizer = self._load_tokenizer()
-        # The library would forbid the others one by one, in each mask.
-        size = min(self._vocab_size, 1 + max((*tokenizer.get_vocab().values(), *self._end_ids)))
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=self._end_ids or None)
-        vocabulary = info.serialize_json()
-        trial = None if self._timeout is None else Trial(vocabulary, self._timeout)
-        return Compiler(make_compiler(vocabulary), size, Spelling(tokenizer, info.decoded_vocab), trial)
+        info = read_vocabulary(tokenizer, self._vocab_size, self._end_ids)
+        return Compiler(make_compiler(info), info.vocab_size, Spelling(tokenizer, info.decoded_vocab))
 
     def _compile(self, grammar: Grammar) -> Any:
         assert self._compiler is not None
-        own = self._compiler.result()
-        if own.trial is not None:
-            own.trial.check(grammar)
-        return compile_with(own.compiler, grammar)
+        return compile_with(self._compiler.result().compiler, grammar)
 
 
 def lower_priority() -> None:
@@ -211,12 +195,20 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def make_compiler(vocabulary: str) -> Any:
-    """xgrammar's, of a TokenizerInfo as JSON."""
+def read_vocabulary(tokenizer: Any, vocab_size: int, end_ids: Collection[int] = ()) -> Any:
+    """xgrammar's TokenizerInfo, without the ids from `vocab_size` on, and without those after the last token, which
+    have no text: the library would forbid them one by one, in each mask."""
     import xgrammar
 
-    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-    return xgrammar.GrammarCompiler(info, max_threads=NUM_CORES, cache_enabled=False)
+    size = min(vocab_size, 1 + max((*tokenizer.get_vocab().values(), *end_ids)))
+    return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(end_ids) or None)
+
+
+def make_compiler(vocabulary: Any) -> Any:
+    """xgrammar's, of what `read_vocabulary` returns."""
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(vocabulary, max_threads=NUM_CORES, cache_enabled=False)
 
 
 def compile_with(compiler: Any, grammar: Grammar) -> Any:
@@ -224,7 +216,7 @@ def compile_with(compiler: Any, grammar: Grammar) -> Any:
     try:
         return compiler.compile_grammar(parse(grammar))
     except RuntimeError as error:
-        raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
+        raise ValueError(f"the grammar cannot be used: {_reason(error)}") from error
 
 
 class Matcher:

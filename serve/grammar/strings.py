@@ -5,7 +5,7 @@ schema are replaced by marks before it converts the schema, and the marks by the
 """
 
 import json
-import uuid
+from hashlib import blake2b
 from typing import Any
 
 LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
@@ -45,10 +45,12 @@ GROUP_SIZE = 128
 
 
 class Strings:
-    """Rules by the marks that stand for them."""
+    """Rules by the marks that stand for them. `schema`, as JSON, names the marks: equal schemas have equal ones, and a
+    schema that has its own marks in it does not come about by chance."""
 
-    def __init__(self) -> None:
-        self._mark, self._rules = f"string_{uuid.uuid4().hex[:12]}", dict[str, str]()
+    def __init__(self, schema: str) -> None:
+        self._mark = f"string_{blake2b(schema.encode(), digest_size=8).hexdigest()}"
+        self._rules = dict[str, str]()
         self.patterns: set[str] = set()  # of the marked schemas
 
     def mark(self, schema: Any) -> Any:

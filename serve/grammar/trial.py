@@ -1,72 +1,131 @@
-"""Compiles grammars in a process that can be killed, to learn whether that ends in time and in how much memory.
+"""Compiles a grammar in a process that can be killed, to learn whether that ends within limits.
 
-xgrammar cannot be interrupted, and what it has compiled cannot be sent to another process in bounded space. So a
-grammar is first compiled there (serve/grammar/trial_process.py), and then once more where it is used.
+xgrammar cannot be interrupted, and what it has compiled cannot be sent to another process in bounded space. So a server
+tries a grammar in a process of serve/grammar/trial_process.py before the engine compiles it.
 """
 
+import asyncio
+import pickle
+import signal
+import socket
 import subprocess
 import sys
-import threading
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from typing import Any
 
+from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER
 from slipstream.serve.request import Grammar
 
-PROCESS = "slipstream.serve.grammar.trial_process"
-START_SECONDS = 120.0  # until the process has loaded the library
-CRASHED = "needs too much memory to compile, or makes the compiler fail; simplify it"
+MODULE = "slipstream.serve.grammar.trial_process"
+WALL_FACTOR = 10  # a trial on a busy machine may last so many times its CPU time
 
 
-class Trial:
-    """`vocabulary`: xgrammar's TokenizerInfo as JSON. `seconds`: that a grammar may take."""
+class TooLong(Exception):
+    """A trial has used up its CPU time."""
 
-    def __init__(self, vocabulary: str, seconds: float) -> None:
-        self._vocabulary, self._seconds = vocabulary, seconds
-        self._lock = threading.Lock()  # one grammar at a time
+
+class Crashed(Exception):
+    """A trial has ended without an answer."""
+
+
+class Unavailable(Exception):
+    """Nothing can be tried now."""
+
+
+class TrialProcess:
+    """The process that is forked for each trial. `load_tokenizer` is pickled. All methods belong to one event loop."""
+
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
+        self._vocabulary = pickle.dumps((load_tokenizer, vocab_size))
+        self._lock = asyncio.Lock()  # one message and its answer at a time
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._is_closed = False
+        self._socket: socket.socket | None = None
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises ValueError, in a sentence, for a grammar that cannot be compiled within the limits."""
-        with self._lock:
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Returns at once. A first trial waits until the process has loaded its modules and the vocabulary."""
+        if self._socket is not None:
+            return
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+            # Ctrl-C and service managers signal every process of a server. Those inherit this mask, and end with it.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
             try:
-                connection = self._connection or self._start()
-                connection.send(grammar)
-                if not connection.poll(self._seconds):
-                    self._end()
-                    limit = f"takes longer than {self._seconds:g} s to compile (grammar_timeout)"
-                    raise ValueError(f"{grammar.kind} {limit}; simplify it")
-                error = connection.recv()
-            except (EOFError, OSError) as ended:
-                self._end()
-                raise ValueError(f"{grammar.kind} {CRASHED}") from ended
-        if error:
-            raise ValueError(error)
+                self._process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._socket.setblocking(False)
+        self._socket.send(self._vocabulary)
 
     def close(self) -> None:
-        """Ends the process, also while it compiles."""
-        self._is_closed = True
-        if self._process is not None:
-            self._process.kill()
-
-    def _start(self) -> Connection:
-        if self._is_closed:
-            raise EOFError
-        self._connection, theirs = Pipe()
-        with theirs:
-            fd = theirs.fileno()
-            argv = [sys.executable, "-m", PROCESS, str(fd)]
-            self._process = subprocess.Popen(argv, pass_fds=(fd,), stdin=subprocess.DEVNULL)
-        self._connection.send((self._vocabulary, self._seconds))
-        if not self._connection.poll(START_SECONDS):
-            raise EOFError
-        self._connection.recv()
-        return self._connection
-
-    def _end(self) -> None:
-        if self._process is not None and self._connection is not None:
+        """Ends the process. Trials end with their answers, or their CPU time."""
+        if self._process is not None and self._socket is not None:
+            self._socket.close()
             self._process.kill()
             self._process.wait()
-            self._connection.close()
-        self._process = self._connection = None
+        self._process = self._socket = None
+
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None:
+        """Returns once the grammar is compiled, or `abandoned`. Raises ValueError with the library's refusal; TooLong
+        after `seconds` of CPU time; Crashed; Unavailable."""
+        connection, theirs = socket.socketpair()
+        with theirs:
+            pid = await self._fork(theirs)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            writer.write(pickle.dumps((grammar, seconds)))
+            answer = await self._answer(reader, seconds, abandoned)
+        finally:
+            writer.close()
+            status = await self._end(pid)
+        if answer == COMPILED or abandoned.is_set():
+            return
+        if answer is None:
+            raise Unavailable(f"the grammar did not get {seconds:g} s of CPU time within {WALL_FACTOR * seconds:g} s")
+        if answer:
+            raise ValueError(answer.decode())
+        raise TooLong if status == -signal.SIGPROF else Crashed
+
+    async def _answer(self, reader: asyncio.StreamReader, seconds: float, abandoned: asyncio.Event) -> bytes | None:
+        """What a trial says, nothing if it was killed; None: it goes on."""
+        reading, waiting = asyncio.create_task(reader.read()), asyncio.create_task(abandoned.wait())
+        await asyncio.wait((reading, waiting), timeout=WALL_FACTOR * seconds, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not reading.done():
+            reading.cancel()
+            return None
+        return b"" if reading.exception() is not None else reading.result()
+
+    async def _fork(self, connection: socket.socket) -> int:
+        for _ in range(2):  # the process may have been killed since the last trial
+            self.start()
+            try:
+                return await self._ask(FORK, connection.fileno())
+            except EOFError:
+                self.close()
+        raise Unavailable("the process that tries grammars does not start")
+
+    async def _end(self, pid: int) -> int:
+        try:
+            return await self._ask(NUMBER.pack(pid))
+        except EOFError:
+            self.close()
+            raise Unavailable("the process that tries grammars was killed") from None
+
+    async def _ask(self, message: bytes, *descriptors: int) -> int:
+        """Raises EOFError if the process has ended."""
+        async with self._lock:
+            try:
+                if self._socket is None:
+                    raise EOFError
+                socket.send_fds(self._socket, [message], descriptors)
+                answer = await asyncio.get_running_loop().sock_recv(self._socket, NUMBER.size)
+            except OSError:
+                raise EOFError from None
+        if not answer:
+            raise EOFError
+        return int(*NUMBER.unpack(answer))

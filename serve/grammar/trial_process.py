@@ -1,47 +1,89 @@
-"""The process of serve/grammar/trial.py: compiles the grammars that come over a connection, within limits.
+"""Processes that compile grammars within limits, for serve/grammar/trial.py.
 
-python -m slipstream.serve.grammar.trial_process FD      # of the connection; ends when that is closed
+python -m slipstream.serve.grammar.trial_process FD      # of a socket that keeps messages apart; ends when it is closed
+
+This process loads the library and a vocabulary, which takes seconds, and is then forked for each trial, which takes
+milliseconds, so nobody waits where a trial has to be killed. It starts no thread, since those do not survive a fork.
+Messages in: first a pickle of what loads the tokenizer and of the vocabulary's size; then FORK with the socket of a
+trial, answered by the trial's process id; or such an id, whose process is ended, answered by its exit status.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import gc
+import os
+import pickle
 import resource
 import signal
+import socket
+import struct
 import sys
-from multiprocessing.connection import Connection
+import traceback
+from typing import Any
 
-from slipstream.serve.grammar.grammars import NUM_CORES, compile_with, make_compiler
+from slipstream.serve.grammar.grammars import NICENESS, compile_with, make_compiler, read_vocabulary
 
-MOST_BYTES = 4 * 2**30  # of the process's data
+NUMBER = struct.Struct("!i")
+FORK = b"fork"
+COMPILED = b"compiled"  # what a trial answers, or the sentence that refuses the grammar
+MOST_MESSAGE = 64 * 2**10
+MOST_BYTES = 4 * 2**30  # of a trial's data
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it
-    with Connection(int(sys.argv[1])) as connection:
-        vocabulary, seconds = connection.recv()
-        compiler = make_compiler(vocabulary)
-        limit(resource.RLIMIT_DATA, MOST_BYTES)
-        connection.send("")
+    os.nice(NICENESS)
+    with socket.socket(fileno=int(sys.argv[1])) as server:
+        load_tokenizer, vocab_size = pickle.loads(server.recv(MOST_MESSAGE))
+        vocabulary = read_vocabulary(load_tokenizer(), vocab_size)
+        gc.freeze()  # or a collection in a trial would copy all memory
         while True:
-            try:
-                grammar = connection.recv()
-            except EOFError:
+            message, descriptors, _, _ = socket.recv_fds(server, MOST_MESSAGE, 1)
+            if not message:
                 return
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            limit(
-                resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds * NUM_CORES) + 2
-            )  # if nobody is left to kill it
-            try:
-                compile_with(compiler, grammar)
-                connection.send("")
-            except ValueError as error:
-                connection.send(str(error))
+            if message == FORK:
+                answer = fork(server, socket.socket(fileno=descriptors[0]), vocabulary)
+            else:
+                answer = end(*NUMBER.unpack(message))
+            server.sendall(NUMBER.pack(answer))
 
 
-def limit(what: int, most: int) -> None:
-    """Lowers a limit of this process, as far as it may be changed."""
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def fork(server: socket.socket, connection: socket.socket, vocabulary: Any) -> int:
+    """The process id of a trial, which ends with its answer."""
+    with connection:
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            server.close()
+            run_trial(connection, vocabulary)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # whatever happens, a trial does not go on as the process that forked it
+
+
+def end(pid: int) -> int:
+    """The exit status of a trial, which is killed unless it has ended; negative: the signal that ended it."""
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_trial(connection: socket.socket, vocabulary: Any) -> None:
+    """Compiles the grammar that comes over `connection`, and answers. SIGPROF ends the process after the CPU time that
+    the grammar may take, on all cores together, also if nobody is left to kill it."""
+    with connection.makefile("rb") as file:
+        grammar, seconds = pickle.load(file)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES if hard < 0 else min(MOST_BYTES, hard), hard))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        compile_with(make_compiler(vocabulary), grammar)
+    except ValueError as refusal:
+        connection.sendall(str(refusal).encode())
+    else:
+        connection.sendall(COMPILED)
 
 
 if __name__ == "__main__":

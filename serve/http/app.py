@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from slipstream.serve.chat.tools import ToolError
+from slipstream.serve.grammar.trial import Unavailable
+from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
 from slipstream.serve.http.completions import DONE, Call, Completion, Deadline, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
@@ -46,10 +48,15 @@ from slipstream.serve.http.schemas import (
 )
 from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import Grammar
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
 LONG_SCORED = 256  # tokens whose log-probabilities or traces a thread writes, while the event loop serves others
 
+# Of short bodies: schemas and patterns cost far more than their bytes tell, so nobody else waits for them.
+COSTLY_FIELDS = frozenset(("tools", "response_format", "structured_outputs", "json_schema", "regex", "ebnf", "text"))
+
+Fields = dict[str, Any]  # of a body
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 AnyCall = Call | ResponseCall
@@ -61,11 +68,14 @@ logger = logging.getLogger(__name__)
 class Api:
     """The endpoints."""
 
-    def __init__(self, config: ServeConfig, frontend: Frontend, engine: EngineClient, guard: Guard) -> None:
+    def __init__(
+        self, config: ServeConfig, frontend: Frontend, engine: EngineClient, guard: Guard, trials: Trials
+    ) -> None:
         self.frontend, self.engine, self.metrics = frontend, engine, Metrics()
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
         self.guard, self.cors_origins = guard, config.cors_origins
+        self.trials = trials
         self.pages = playground.routes() if config.playground else []
         self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
@@ -73,6 +83,7 @@ class Api:
         num_cores = os.cpu_count() or 1
         self.short_pool = BoundedPool(min(max(num_cores // 2, 1), 8), self.max_open)
         self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
+        self.costly_pool = BoundedPool(min(max(num_cores // 4, 1), 4), self.max_open)
         self._watchers: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
 
     async def answer(self, kind: Kind, request: Request) -> Response:
@@ -81,6 +92,7 @@ class Api:
         try:
             async with deadline.watched():
                 call, left = await self._take(partial(self._read_call, kind), request)
+                await self._try_grammar(call.requests[0].params.grammar, left)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
@@ -99,7 +111,7 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         return await self._convert(partial(self._read, DetokenizeBody, self.frontend.detokenize), request)
 
-    async def _convert(self, read: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+    async def _convert(self, read: Callable[[Fields], dict[str, Any]], request: Request) -> Response:
         try:
             answer, left = await self._take(read, request)
         except ClientDisconnect:
@@ -165,37 +177,68 @@ class Api:
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
-    async def _take(self, read: Callable[[bytes], Taken], request: Request) -> tuple[Taken, asyncio.Task[None]]:
+    async def _take(self, read: Callable[[Fields], Taken], request: Request) -> tuple[Taken, asyncio.Task[None]]:
         """What is read from the body, and a task that ends when the client leaves. Raises ClientDisconnect.
 
         Parsing and tokenising can take seconds, so a thread does them while the event loop serves others.
         """
         async with self.bodies.read(request) as raw:
-            pool = self.short_pool if len(raw) <= SHORT_BODY_BYTES else self.long_pool
-            work = asyncio.create_task(pool.run(read, raw))
             left = self._watch(request)
-            left.add_done_callback(lambda _: work.cancel())
-            try:
-                return await work, left
-            except asyncio.CancelledError:
-                if left.done():
-                    raise ClientDisconnect from None
-                raise
+            return await self._while_there(left, self._read_in_pool(read, raw)), left
 
-    def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Taken], raw: bytes) -> Taken:
+    async def _read_in_pool(self, read: Callable[[Fields], Taken], raw: bytes) -> Taken:
+        """What is read on a thread of the pool for bodies that cost as much."""
+
+        def parsed() -> Fields:
+            return parse_json(raw, self.frontend.limits.values)
+
+        def read_cheap() -> tuple[Fields, Taken | None]:
+            fields = parsed()
+            return fields, None if fields.keys() & COSTLY_FIELDS else read(fields)
+
+        if len(raw) > SHORT_BODY_BYTES:
+            return await self.long_pool.run(lambda: read(parsed()))
+        fields, taken = await self.short_pool.run(read_cheap)
+        return await self.costly_pool.run(read, fields) if taken is None else taken
+
+    async def _try_grammar(self, grammar: Grammar | None, left: asyncio.Task[None]) -> None:
+        """Raises ApiError for a grammar that does not compile within the limits; ClientDisconnect."""
+        if grammar is None:
+            return
+        try:
+            await self._while_there(left, self.trials.admit(grammar))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except Busy as error:
+            raise ApiError(429, str(error), code="server_overloaded") from error
+        except Unavailable as error:
+            raise ApiError(503, f"{error}; try again later", code="server_overloaded") from error
+
+    async def _while_there(self, left: asyncio.Task[None], work: Coroutine[Any, Any, Taken]) -> Taken:
+        """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect."""
+        task = asyncio.create_task(work)
+        left.add_done_callback(lambda _: task.cancel())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if left.done():
+                raise ClientDisconnect from None
+            task.cancel()
+            raise
+
+    def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Taken], fields: Fields) -> Taken:
         """Runs on a thread of a pool."""
-        fields = parse_json(raw, self.frontend.limits.values)
         body = read_body(kind, fields, ignore_unknown=self._ignore_unknown)
         self.frontend.check_model(body.model)
         return use(body)
 
-    def _read_call(self, kind: Kind, raw: bytes) -> AnyCall:
+    def _read_call(self, kind: Kind, fields: Fields) -> AnyCall:
         def opened(body: CallBody) -> AnyCall:
             if isinstance(body, ResponsesBody):
                 return ResponseCall.of(body, self.frontend)
             return Call.of(body, self.frontend)
 
-        return self._read(kind, opened, raw)
+        return self._read(kind, opened, fields)
 
     async def _whole(self, call: AnyCall, completion: Completion) -> Response:
         pieces: list[list[Delta]] = [[] for _ in completion.choices]

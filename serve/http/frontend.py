@@ -13,7 +13,7 @@ from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
-from slipstream.serve.grammar.grammars import check as check_grammar
+from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
 from slipstream.serve.http.logprobs import Echo
@@ -179,7 +179,7 @@ class Frontend:
     def read(self, body: CallBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
         """The Requests, and how their answers are read."""
         self.check_choices(body)
-        grammar = checked_grammar(body, self._ignore_unknown)
+        grammar = translated_grammar(body, self._ignore_unknown)
         if not isinstance(body, CompletionBody):
             tools = self.tool_choice(body)
             prompts = [self.chat_prompt(body, tools)]
@@ -255,17 +255,16 @@ def check_prompt_logprobs(body: CompletionBody, num_tokens: int) -> None:
         raise ApiError(400, message, field)
 
 
-def checked_grammar(body: SamplingBody, ignore_unknown: bool) -> Grammar | None:
-    """What the answer must be. Raises ApiError for a grammar that cannot be served."""
+def translated_grammar(body: SamplingBody, ignore_unknown: bool) -> Grammar | None:
+    """What the answer must be, in the library's form. Raises ApiError for a grammar that cannot be served."""
     found = grammar_of(body, ignore_unknown=ignore_unknown)
     if found is None:
         return None
     grammar, field = found
     try:
-        check_grammar(grammar)
+        return translate(grammar)
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field) from error
-    return grammar
 
 
 def digest(salt: str) -> str:

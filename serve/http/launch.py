@@ -8,11 +8,15 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
+from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.grammar.trial import TrialProcess
+from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
 from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
@@ -20,7 +24,7 @@ from slipstream.serve.http.frontend import Frontend, read_tokenizer
 from slipstream.serve.http.guard import Guard, warning
 from slipstream.serve.http.listener import address
 from slipstream.serve.logs import say
-from slipstream.serve.options import ServeConfig
+from slipstream.serve.options import ServeConfig, find_target
 
 GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
 FAILURE_SECONDS = 5.0  # /health reports the engine's failure for so long before the server exits
@@ -104,7 +108,10 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
     try:
         guard = Guard.of(config)  # before anything is loaded: its keys may be wrong
         info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
-        yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard), config, listener)
+        _, path = find_target(config)
+        load = partial(load_tokenizer, path, config.trust_remote_code)
+        async with aclosing(Trials(TrialProcess(load, info.vocab_size), config.grammar_timeout)) as trials:
+            yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
     finally:
         await engine.stop()
         listener.close()
@@ -115,6 +122,7 @@ async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClie
     raise_file_limit()
     async with prepare(config, listener, engine) as server:
         gc.collect()
+        server.api.trials.start()
         gc.freeze()  # or collections would traverse all modules' objects and stop every stream for tenths of a second
         try:
             await server.serve([server.listener])

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
-from slipstream.serve.grammar.grammars import Grammars, Matcher, check, compile_with, parse
+from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.options import EngineConfig
@@ -400,7 +400,7 @@ JSON = st.recursive(
 @given(schema=JSON)
 def test_any_json_is_served_or_refused_with_a_sentence(schema: Any) -> None:
     with contextlib.suppress(ValueError):
-        check(Grammar("json_schema", json.dumps(schema)))
+        translate(Grammar("json_schema", json.dumps(schema)))
 
 
 def test_nested_schemas_have_a_limit() -> None:
@@ -432,7 +432,7 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
 )
 def test_wrong_grammars_are_refused_with_a_sentence(grammar: Grammar, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        check(grammar)
+        translate(grammar)
     assert "/project/" not in str(caught.value)
 
 
@@ -727,39 +727,6 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
     assert ended["wrong"].is_refusal
     assert "cannot be used" in ended["wrong"].error
     assert ended["free"].finish_reason == "length"
-
-
-SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # to compile
-
-
-def test_compiling_is_bounded() -> None:
-    """In a process that is killed."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
-    good, wrong, slow = map(grammars.compile, (Grammar("regex", "a[bc]"), Grammar("regex", "(a"), SLOW))
-    assert good.exception() is None
-    assert "cannot be used" in str(wrong.exception())
-    assert str(slow.exception()) == "regex takes longer than 1 s to compile (grammar_timeout); simplify it"
-    grammars.close()
-
-
-@pytest.mark.slow
-def test_a_process_that_died_is_replaced() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
-    slow, queued = grammars.compile(SLOW), grammars.compile(Grammar("regex", "a[bc]"))
-    assert slow.exception() is not None
-    assert queued.exception() is None, "those that wait have their own time"
-    assert grammars.compile(Grammar("regex", "a[b-d]")).exception() is None
-    trial = grammars._compiler.result().trial if grammars._compiler is not None else None
-    assert trial is not None
-    assert trial._process is not None
-    trial._process.kill()
-    assert "makes the compiler fail" in str(grammars.compile(Grammar("regex", "a[bcd]")).exception())
-    assert grammars.compile(Grammar("regex", "a[bcde]")).exception() is None
-    process = trial._process
-    grammars.close()
-    assert process.wait(timeout=10) != 0
 
 
 def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:

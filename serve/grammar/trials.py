@@ -1,0 +1,181 @@
+"""Which grammars a server compiles: each is tried first (serve/grammar/trial.py), in a fair order, while it is wanted.
+
+Every grammar gets a short try, one after the other. One that needs longer gets a second try, of all the time that
+compiling may take, in a queue of its own: so slow grammars never hold up others for longer than their short tries.
+A grammar is tried once for all requests that want it at a time, and given up with the last of them. Only the library's
+verdicts are remembered: a trial that took too long, or crashed, may have met a busy machine.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
+from slipstream.serve.request import Grammar
+
+SHORT_SECONDS = 1.0  # CPU time of a short try
+MOST_SHORT = 64  # grammars that wait for their short try
+MOST_LONG = 8  # for their second one, which may take 20 times as long
+MOST_VERDICTS = 4096
+CRASHED = "the grammar needs too much memory to compile, or makes the compiler fail; simplify it"
+
+logger = logging.getLogger(__name__)
+
+
+class Busy(Exception):
+    """Too many grammars wait."""
+
+
+class Compiler(Protocol):
+    """Of serve/grammar/trial.py."""
+
+    def start(self) -> None: ...
+
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A grammar that is wanted. `verdict`: nothing, or the sentence that refuses it."""
+
+    grammar: Grammar
+    name: bytes
+    verdict: asyncio.Future[str]
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    num_waiting: int = 0  # requests
+
+
+class Lane:
+    """Jobs that wait for a try of so many seconds. One process works on them."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self.seconds, self.most = seconds, most
+        self._jobs = deque[Job]()
+        self._has_jobs = asyncio.Event()
+
+    def add(self, job: Job) -> None:
+        """Raises Busy."""
+        if len(self._jobs) >= self.most:
+            message = f"{len(self._jobs)} grammars wait for {self.seconds:g} s of CPU time each to be compiled"
+            raise Busy(f"{message}; try again later")
+        self._jobs.append(job)
+        self._has_jobs.set()
+
+    def discard(self, job: Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    async def next(self) -> Job:
+        while not self._jobs:
+            self._has_jobs.clear()
+            await self._has_jobs.wait()
+        return self._jobs.popleft()
+
+
+class Trials:
+    """`seconds`: CPU time that compiling a grammar may take. All methods belong to one event loop."""
+
+    def __init__(self, compiler: Compiler, seconds: float) -> None:
+        self._compiler, self._seconds = compiler, seconds
+        self._short = Lane(min(SHORT_SECONDS, seconds), MOST_SHORT)
+        self._long = Lane(seconds, MOST_LONG)
+        self._jobs: dict[bytes, Job] = {}  # those not yet decided
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._workers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Loads in the background what the first grammar would have to wait for."""
+        self._compiler.start()
+
+    async def admit(self, grammar: Grammar) -> None:
+        """Returns once it is known that the grammar compiles within the limits. Raises ValueError, in a sentence, if it
+        does not; Busy; Unavailable."""
+        name = grammar.digest()
+        verdict = self._verdicts.get(name)
+        if verdict is not None:
+            self._verdicts.move_to_end(name)
+        else:
+            verdict = await self._decide(self._jobs.get(name) or self._add(grammar, name))
+        if verdict:
+            raise ValueError(verdict)
+
+    async def aclose(self) -> None:
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._compiler.close()
+
+    def _add(self, grammar: Grammar, name: bytes) -> Job:
+        if not self._workers:
+            self._workers = [asyncio.create_task(self._work(lane)) for lane in (self._short, self._long)]
+        job = Job(grammar, name, asyncio.get_running_loop().create_future())
+        self._short.add(job)
+        self._jobs[name] = job
+        return job
+
+    async def _decide(self, job: Job) -> str:
+        job.num_waiting += 1
+        try:
+            return await asyncio.shield(job.verdict)
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and not job.verdict.done():
+                del self._jobs[job.name]
+                self._short.discard(job)
+                self._long.discard(job)
+                job.abandoned.set()
+
+    async def _work(self, lane: Lane) -> None:
+        while True:
+            job = await lane.next()
+            try:
+                await self._try(job, lane)
+            except Exception as error:  # ends this job alone
+                logger.exception("a grammar could not be tried")
+                self._fail(job, Unavailable(f"the grammar could not be tried ({type(error).__name__})"))
+
+    async def _try(self, job: Job, lane: Lane) -> None:
+        try:
+            await self._compiler.attempt(job.grammar, lane.seconds, job.abandoned)
+        except ValueError as refusal:
+            self._remember(job, str(refusal))
+        except TooLong:
+            self._lengthen(job, lane)
+        except Crashed:
+            self._fail(job, ValueError(CRASHED))
+        except Unavailable as error:
+            self._fail(job, error)
+        else:
+            if not job.abandoned.is_set():
+                self._remember(job, "")
+
+    def _lengthen(self, job: Job, lane: Lane) -> None:
+        """A job whose time is up waits for a longer try, if there is one."""
+        if job.abandoned.is_set():
+            return
+        if lane.seconds >= self._seconds:
+            limit = f"{self._seconds:g} s of CPU time to compile (grammar_timeout)"
+            self._fail(job, ValueError(f"the grammar takes longer than {limit}; simplify it"))
+            return
+        try:
+            self._long.add(job)
+        except Busy as busy:
+            self._fail(job, busy)
+
+    def _remember(self, job: Job, verdict: str) -> None:
+        self._verdicts[job.name] = verdict
+        if len(self._verdicts) > MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+        if not job.abandoned.is_set():
+            del self._jobs[job.name]
+            job.verdict.set_result(verdict)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Not remembered: another time the grammar may be compiled."""
+        if not job.abandoned.is_set():
+            del self._jobs[job.name]
+            job.verdict.set_exception(error)

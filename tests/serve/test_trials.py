@@ -1,0 +1,239 @@
+"""Trials of grammars: the order of tries, what is cancelled and remembered, by hand; and the processes themselves."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.serve.grammar.grammars import translate
+from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
+from slipstream.serve.grammar.trials import MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
+from slipstream.serve.request import Grammar
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
+LIMIT = 20.0
+
+
+class Desk:
+    """Trials whose attempts end when the test says so."""
+
+    def __init__(self, seconds: float = LIMIT) -> None:
+        self.begun = list[tuple[str, float]]()
+        self.running: dict[str, asyncio.Future[None]] = {}
+        self.abandoned = list[str]()
+        self.trials = Trials(self, seconds)
+        self.requests: dict[str, list[asyncio.Task[None]]] = {}
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None:
+        self.begun.append((grammar.text, seconds))
+        end = self.running[grammar.text] = asyncio.get_running_loop().create_future()
+        left = asyncio.create_task(abandoned.wait())
+        await asyncio.wait((end, left), return_when=asyncio.FIRST_COMPLETED)
+        del self.running[grammar.text]
+        left.cancel()
+        if abandoned.is_set():
+            self.abandoned.append(grammar.text)
+        else:
+            end.result()
+
+    async def ask(self, *texts: str) -> None:
+        """A request for each."""
+        for text in texts:
+            task = asyncio.create_task(self.trials.admit(Grammar("regex", text)))
+            self.requests.setdefault(text, []).append(task)
+        await self.settle()
+
+    async def leave(self, text: str) -> None:
+        """One of the requests ends."""
+        self.requests[text].pop().cancel()
+        await self.settle()
+
+    async def end(self, text: str, error: Exception | None = None) -> None:
+        if error is None:
+            self.running[text].set_result(None)
+        else:
+            self.running[text].set_exception(error)
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def outcome(self, text: str) -> str:
+        """Of the request that came first: nothing as long as it waits."""
+        task = self.requests[text][0]
+        if not task.done():
+            return ""
+        error = task.exception()
+        return "compiled" if error is None else f"{type(error).__name__}: {error}"
+
+
+def played(play: Callable[[Desk], Awaitable[None]], seconds: float = LIMIT) -> None:
+    async def run() -> None:
+        desk = Desk(seconds)
+        await play(desk)
+        for text, tasks in desk.requests.items():
+            for _ in [task for task in tasks if not task.done()]:
+                await desk.leave(text)
+        assert not desk.running, "a trial goes on, though nobody wants it"
+        await desk.trials.aclose()
+
+    asyncio.run(run())
+
+
+def test_everyone_has_a_short_try_before_anyones_second() -> None:
+    async def play(desk: Desk) -> None:
+        await desk.ask("slow", "slower", "quick")
+        await desk.end("slow", TooLong())
+        await desk.end("slower", TooLong())
+        assert [text for text, seconds in desk.begun if seconds == SHORT_SECONDS] == ["slow", "slower", "quick"]
+        assert [text for text, seconds in desk.begun if seconds == LIMIT] == ["slow"]
+        await desk.end("quick")
+        assert desk.outcome("quick") == "compiled"
+        await desk.ask("late")
+        await desk.end("late")
+        assert desk.outcome("late") == "compiled", "while a slow one has its long try"
+        await desk.end("slow")
+        assert desk.outcome("slow") == "compiled"
+        await desk.end("slower", TooLong())
+        assert "longer than 20 s of CPU time to compile (grammar_timeout)" in desk.outcome("slower")
+
+    played(play)
+
+
+def test_what_nobody_wants_any_more_is_cancelled() -> None:
+    async def play(desk: Desk) -> None:
+        await desk.ask("running", "queued", "shared", "shared", "last")
+        await desk.leave("queued")
+        await desk.leave("shared")
+        await desk.leave("running")
+        assert desk.abandoned == ["running"]
+        await desk.end("shared")
+        await desk.end("last")
+        assert [text for text, _ in desk.begun] == ["running", "shared", "last"]
+        assert desk.outcome("shared") == desk.outcome("last") == "compiled"
+        await desk.ask("slow", "slow too")
+        await desk.end("slow", TooLong())
+        await desk.end("slow too", TooLong())
+        await desk.leave("slow too")
+        await desk.leave("slow")
+        assert desk.abandoned == ["running", "slow"]
+        assert ("slow too", LIMIT) not in desk.begun
+        await desk.ask("running")
+        await desk.end("running")
+        assert desk.outcome("running") == "compiled", "an abandoned one may come again"
+
+    played(play)
+
+
+def test_too_many_are_refused() -> None:
+    async def play(desk: Desk) -> None:
+        names = [f"quick {index}" for index in range(MOST_SHORT + 1)]  # one of them runs
+        await desk.ask(names[0])
+        await desk.ask(*names[1:], "one more")
+        assert desk.outcome("one more").startswith(f"Busy: {MOST_SHORT} grammars wait")
+        for name in names:
+            await desk.end(name)
+        assert {desk.outcome(name) for name in names} == {"compiled"}
+        slow = [f"slow {index}" for index in range(MOST_LONG + 1)]
+        await desk.ask("slow 0")
+        await desk.ask(*slow[1:], "slow, too")
+        for name in (*slow, "slow, too"):
+            await desk.end(name, TooLong())
+        assert desk.outcome("slow, too").startswith(f"Busy: {MOST_LONG} grammars wait")
+        await desk.ask("quick")
+        await desk.end("quick")
+        assert desk.outcome("quick") == "compiled"
+
+    played(play)
+
+
+def test_only_verdicts_are_remembered() -> None:
+    """Whether a trial takes too long, crashes or cannot begin, says nothing of the next."""
+
+    async def play(desk: Desk) -> None:
+        for error in (TooLong(), Crashed(), Unavailable("no process"), OSError("no file")):
+            await desk.ask("unlucky")
+            await desk.end("unlucky", error)
+            assert desk.requests.pop("unlucky")[0].exception() is not None
+        await desk.ask("unlucky")
+        await desk.end("unlucky")
+        await desk.ask("wrong")
+        await desk.end("wrong", ValueError("is wrong"))
+        num_begun = len(desk.begun)
+        for _ in range(2):
+            await desk.ask("unlucky", "wrong")
+        assert [task.exception() for task in desk.requests["unlucky"]] == [None] * 3
+        assert [str(task.exception()) for task in desk.requests["wrong"]] == ["is wrong"] * 3
+        assert len(desk.begun) == num_begun
+
+    played(play, seconds=1.0)
+
+
+@contextmanager
+def processes() -> Iterator[TrialProcess]:
+    process = TrialProcess(partial(load_tokenizer, TINY), 4096)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+SLOW = translate(Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600))  # some seconds
+QUICK = translate(Grammar("regex", "[ab]{1,3}"))
+
+
+def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
+    """One process is loaded for all of them."""
+
+    async def run(process: TrialProcess) -> None:
+        wanted = asyncio.Event()
+        await process.attempt(QUICK, 9.0, wanted)
+        loaded = psutil.Process(process.pid)
+        with pytest.raises(ValueError, match="cannot be used"):
+            await process.attempt(Grammar("regex", "(a"), 9.0, wanted)
+        with pytest.raises(TooLong):
+            await process.attempt(SLOW, 0.1, wanted)
+        left = asyncio.Event()
+        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, left))
+        other = asyncio.create_task(process.attempt(QUICK, 9.0, wanted))
+        while not loaded.children():
+            await asyncio.sleep(0.01)
+        await other
+        left.set()
+        await trial
+        assert loaded.children() == []
+        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, wanted))
+        while not (children := loaded.children()):
+            await asyncio.sleep(0.01)
+        os.kill(children[0].pid, signal.SIGKILL)  # as the kernel does where memory is short
+        with pytest.raises(Crashed):
+            await trial
+        assert process.pid == loaded.pid
+        loaded.kill()
+        await process.attempt(QUICK, 9.0, wanted)
+        assert process.pid != loaded.pid
+        process.close()
+
+    with processes() as process:
+        asyncio.run(run(process))
+
+
+def test_without_a_process_nothing_is_tried() -> None:
+    async def run() -> None:
+        process = TrialProcess(partial(load_tokenizer, TINY / "missing"), 4096)
+        with pytest.raises(Unavailable, match="does not start"):
+            await process.attempt(QUICK, 9.0, asyncio.Event())
+
+    asyncio.run(run())
