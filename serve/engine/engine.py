@@ -87,7 +87,7 @@ class Engine:
         check_token_ids("prompt", request.prompt, self.info.vocab_size)
         request.params.check_token_ids(self.info.vocab_size)
         self._check(request)
-        self.scheduler.validate(request)
+        self.scheduler.validate(request, self._compiling.keys())
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError for one that can never be served."""

@@ -12,7 +12,7 @@ the same order, perhaps after further steps were launched; those continue after 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
@@ -287,10 +287,10 @@ class Scheduler:
             assert not sequence.table.windows, "a waiting sequence holds pages of windows"
             assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
-    def validate(self, request: Request) -> None:
-        """Raises ValueError if the request can never run."""
+    def validate(self, request: Request, open_ids: Collection[str] = ()) -> None:
+        """Raises ValueError if the request can never run. `open_ids`: of requests that were not added yet."""
         prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
-        if request.id in self._sequences:
+        if request.id in self._sequences or request.id in open_ids:
             raise ValueError(f"id {request.id!r} belongs to a request that has not ended; give each request its own")
         if prompt_len == 0:
             raise ValueError("prompt is empty; it must hold at least one token")

@@ -23,6 +23,7 @@ from slipstream.serve.engine.build import (
 )
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Grammar
 from slipstream.serve.runner.chunks import padding_prompts
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
@@ -150,6 +151,17 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
     length = {"max_new_tokens": 50, "min_new_tokens": 50}
     out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 200), do_sample=False, **length)
     assert answers["0"].tokens == out[0, 200:].tolist()
+
+
+def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
+    engine = build_engine(ASSET)
+    request = make_request("a", [5], grammar=Grammar("regex", "a+"))
+    engine.add(request)
+    with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended; give each request its own"):
+        engine.add(request)
+    assert engine.num_open == 1
+    engine.abort("a")
+    engine.close()
 
 
 IDS: dict[str, Callable[[int], dict[str, Any]]] = {  # by field: a request that holds this token id

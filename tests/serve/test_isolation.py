@@ -12,9 +12,10 @@ from slipstream.serve.engine import isolation
 from slipstream.serve.engine.constraints import Constrained
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import HostStage
-from slipstream.serve.request import Request
+from slipstream.serve.request import Grammar, Request
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
+from slipstream.tests.serve.test_grammar import TINY
 from slipstream.tests.serve.test_overlap import build_overlapping
 
 VICTIM = "3"
@@ -133,3 +134,30 @@ def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
         "3": "error",
         "long": "length",
     }
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_matcher_that_raises_ends_its_request_alone(drafts: bool) -> None:
+    """Others have matchers, too, which are made anew where they were in the midst of an answer."""
+    requests = [
+        make_request(
+            str(index),
+            [5, 6, 7 + index],
+            seed=index,
+            temperature=1.0,
+            max_tokens=40,
+            grammar=Grammar("regex", "[a-c]{8,12}(-[0-9]{2}){2,4}"),
+        )
+        for index in range(5)
+    ]
+    alone = build_engine(TINY, max_running=1)
+    expected = tokens_of(run(alone, requests))
+    alone.close()
+    engine = build_engine(TINY, "ngram", grammar_drafts=drafts, max_running=4)
+    saboteur = Saboteur(engine.stages[1], "run", once=False)
+    answers = run(engine, requests)
+    engine.close()
+    assert saboteur.count >= saboteur.first
+    assert {name for name, answer in answers.items() if answer.finish_reason == "error"} == {VICTIM}
+    assert 0 < len(answers[VICTIM].tokens) < len(expected[VICTIM])
+    assert {name: answer.tokens for name, answer in answers.items()} == expected | {VICTIM: answers[VICTIM].tokens}
