@@ -10,6 +10,7 @@ asks last: rows that always fail do not keep the others from being answered.
 """
 
 import dataclasses
+import hashlib
 import json
 import time
 from collections import Counter
@@ -36,7 +37,7 @@ from slipstream.data_tools.options import (
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.models.files.atomic import atomic_file, open_locked
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file, output_errors
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
@@ -239,7 +240,7 @@ def regenerate(config: RegenerateConfig) -> None:
     check_files(config, dropped_path, report_path)
     check_data(config)
     source = Source.find(config)
-    options = config.answer_options | {"model": source.model}
+    options = config.answer_options | {"model": source.model, "target_hash": source.target_hash}
     continues = output.exists() and not config.overwrite
     if continues:
         check_options(options, output, dropped_path, report_path)
@@ -277,17 +278,28 @@ class Source:
     model: str | None = None  # at the endpoints
     context: int | None = None  # tokens of a prompt and its answer, where known
     api_key: str | None = None
+    target_hash: str | None = None  # of tokenizer, chat template and, in this process, weights
 
     @classmethod
     def find(cls, config: RegenerateConfig) -> "Source":
         """Raises ValueError if the target is missing, or the endpoints do not have one model in common."""
         target = load_target_tokenizer(config) if config.target else None
         own_context = None if target is None else target.context
+        target_hash = None if target is None else hash_of(target, config)
         if not config.endpoint:
-            return cls(target, context=own_context)
+            return cls(target, context=own_context, target_hash=target_hash)
         api_key = None if config.api_key_file is None else read_text_file("api_key_file", config.api_key_file).strip()
         model, context = shared_model(config.urls, config.model, api_key)
-        return cls(target, model, context or own_context, api_key)
+        return cls(target, model, context or own_context, api_key, target_hash)
+
+
+def hash_of(target: TargetTokenizer, config: RegenerateConfig) -> str:
+    """Returns the hash of what makes prompts and, in this process, answers; files may change under one name."""
+    parts = [target.hash, str(target.tokenizer.chat_template)]
+    if not config.endpoint:
+        folder = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+        parts.append(weights_fingerprint(folder))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def in_order(reader: Iterable[Dialogue], done: Set[str], failed: Set[str]) -> Iterator[Dialogue]:
@@ -369,6 +381,12 @@ def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, 
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     earlier = read_json(report_path).get("options", {})
+    if earlier.get("target_hash", options["target_hash"]) != options["target_hash"]:
+        raise ValueError(
+            f"target {options['target']} or its chat template has changed since {output} was started; name another "
+            "output or add --overwrite"
+        )
+    earlier |= {"target_hash": options["target_hash"]}
     for name, value in options.items():
         if earlier.get(name) != value:
             raise ValueError(

@@ -160,6 +160,20 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert report(tmp_path)["rows_dropped"] == {}
 
 
+def test_the_target_of_a_file_does_not_change_under_its_name(
+    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    target = make_folder(CHATML, 512)
+    run(tmp_path, "--target", target, rows=ROWS[:2])
+    fault = f"target {target} or its chat template has changed since"
+    with monkeypatch.context() as patch:
+        patch.setattr(regenerate, "weights_fingerprint", lambda _: "other weights")
+        assert fault in error(capsys, tmp_path, "--target", target)
+    build_tokenizer("<s>" + CHATML).save_pretrained(target)
+    assert fault in error(capsys, tmp_path, "--target", target)
+    assert len(llms) == 1
+
+
 @pytest.mark.usefixtures("llms")
 def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     tmp_path: Path, target: Path, capsys: Any
