@@ -45,6 +45,7 @@ HOST_SIDE = (
     "cost_files",
     "counts",
     "host_stages",
+    "isolation",
     "kv_cache",
     "kv_windows",
     "plan",
