@@ -18,6 +18,7 @@ from slipstream.data_tools import prepare, regenerate
 from slipstream.data_tools.dialogue import row_seed
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
+from slipstream.tests.data_tools.test_template_zoo import QWEN_3
 from slipstream.tests.random_targets import change_json
 
 
@@ -163,6 +164,18 @@ THOUGHT = (
 )
 
 
+def prepared_answers(folder: Path, target: Path) -> list[str]:
+    """What `prepare` supervises in the rows that were written, a text for each document."""
+    out = folder / "prepared"
+    words = ("--target", str(target), "--output", str(out), "--heldout", "0")
+    prepare.main(["--data", str(folder / "out.jsonl"), *words])
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [
+        tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
+        for row in load_from_disk(out)["train"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("unknown", "kept"),
     [((), "exact"), (("return_token_ids",), "text"), (("return_token_ids", "skip_special_tokens"), "none")],
@@ -175,25 +188,31 @@ def test_special_tokens_of_a_format_are_not_lost(
     tokenizer.add_special_tokens({"additional_special_tokens": HARMONY})
     tokenizer.eos_token = "<|return|>"
     tokenizer.save_pretrained(tmp_path / "target")
-    messages = [message for number in range(turns) for message in chat(f"What is {number}?", "")]
+    rows = [{"messages": [message for number in range(turns) for message in chat(f"What is {number}?", "")]}]
     with FakeEndpoint(tokenizer=tokenizer, written=lambda _: THOUGHT, unknown=unknown) as endpoint:
-        rows = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=[{"messages": messages}])
+        made = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=rows)
         assert len(endpoint.bodies) == turns + len(unknown)
     if kept == "none":
-        assert (rows, report(tmp_path)["rows_dropped"]) == ([], {"answer_rewritten": 1})
+        assert (made, report(tmp_path)["rows_dropped"]) == ([], {"answer_rewritten": 1})
         return
-    [row] = rows
+    [row] = made
     said = {"role": "assistant", "content": "four", "reasoning_content": "Easy sum"}
     assert row["messages"][1::2] == [said] * turns
     assert ("input_ids" in row) == (kept == "exact" and turns == 1)
-    out = tmp_path / "prepared"
-    words = ("--target", str(tmp_path / "target"), "--output", str(out), "--heldout", "0")
-    prepare.main(["--data", str(tmp_path / "out.jsonl"), *words])
-    supervised = [
-        tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
-        for row in load_from_disk(out)["train"]
-    ]
-    assert supervised == [f"{THOUGHT}<|return|>"] * turns
+    assert prepared_answers(tmp_path, tmp_path / "target") == [f"{THOUGHT}<|return|>"] * turns
+
+
+@pytest.mark.parametrize("unknown", [(), ("return_token_ids",)])
+def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path: Path, unknown: tuple[str, ...]) -> None:
+    tokenizer = build_tokenizer(QWEN_3.replace("[", "").replace("]", ""))
+    tokenizer.save_pretrained(tmp_path / "target")
+    thought = "<think>\nEasy sum\n</think>\n\nfour"
+    rows = [{"messages": chat("What is 2 + 2?", "", "And 1 + 3?")}]
+    with FakeEndpoint(tokenizer=tokenizer, written=lambda _: thought, unknown=unknown) as endpoint:
+        [row] = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=rows)
+        assert endpoint.questions[-1].count("Easy sum") == 0
+    assert [message.get("reasoning_content") for message in row["messages"]] == [None, "Easy sum"] * 2
+    assert prepared_answers(tmp_path, tmp_path / "target") == [f"{thought}<|im_end|>"] * 2
 
 
 SHORT = [*ROWS[:2], {"id": "big", "messages": chat("What is it? " * 30)}]
