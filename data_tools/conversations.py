@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
 from slipstream.models.chat.messages import ROLES, Message, check_text, read_messages
-from slipstream.serve.chat.tools import read_calls
+from slipstream.serve.chat.tools import read_calls, read_tools
 
 ROLE_ALIASES = {  # in lower case
     "human": "user",
@@ -155,14 +155,15 @@ def _openai_form(entry: Any, field: str) -> Any:
     elif message.get("function_call") is not None and not calls:
         calls = message.pop("function_call")
     if calls:
-        calls = [_wrapped_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = [_wrapped(call) for call in (calls if isinstance(calls, list) else [calls])]
         message["tool_calls"] = read_calls(calls, f"{field}.tool_calls", ignore_unknown=True)
     return message
 
 
-def _wrapped_call(call: Any) -> Any:
-    """A call in OpenAI's form; older and home-made data have the function alone."""
-    return {"function": call} if isinstance(call, dict) and "name" in call and "function" not in call else call
+def _wrapped(function: Any) -> Any:
+    """A call or a tool in OpenAI's form; older and home-made data have the function alone."""
+    is_bare = isinstance(function, dict) and "name" in function and "function" not in function
+    return {"function": function} if is_bare else function
 
 
 def _string(name: str, value: Any) -> str:
@@ -178,17 +179,14 @@ def _system(columns: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": _string("system", system)}] if system else []
 
 
-def _tools(tools: Any) -> list[Any] | None:
-    tools = _parsed(tools, "tools")
+def _tools(value: Any) -> list[Any] | None:
+    """Tools as the server reads them and shows them to the template."""
+    tools = _parsed(value, "tools")
     if not tools:
         return None
-    if not isinstance(tools, list):
-        raise ValueError(f"tools holds a {type(tools).__name__}, not a list")
-    wrong = next((tool for tool in tools if not isinstance(tool, dict)), None)
-    if wrong is not None:
-        raise ValueError(f"tools lists a {type(wrong).__name__}, not an object")
-    check_text("tools", tools)
-    return tools
+    listed = [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
+    check_text("tools", listed)
+    return [tool.definition for tool in read_tools(listed, ignore_unknown=True)]
 
 
 def _parsed(value: Any, column: str) -> Any:

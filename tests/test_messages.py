@@ -18,8 +18,9 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
 
-# Whatever is in a message shows in the text; and both ways that templates ask for the date.
+# Whatever is in a message or a tool shows in the text; and both ways that templates ask for the date.
 TEMPLATE = (
+    '{% if tools %}<tool_call>"arguments"{{ tools | tojson }}{% endif %}'
     "{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}"
     "{% for m in messages %}{{ '<|im_start|>' + m | dictsort | string + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -33,18 +34,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def served(folder: Path, messages: Any, **options: Any) -> str:
+def served(folder: Path, messages: Any, tools: Any = (), **options: Any) -> str:
     front = Frontend(ServeConfig(target=str(folder), **options), info(10 * CONTEXT))
-    [request] = front.requests(ChatBody(messages=messages), "r")
+    [request] = front.requests(ChatBody(messages=messages, tools=list(tools)), "r")
     return front.tokenizer.decode(request.prompt)
 
 
 def trained(columns: dict[str, Any], **options: Any) -> str:
     row, config = Row("file, line 1", columns), ConversationOptions(**options)
     template = ChatTemplate(build_tokenizer(TEMPLATE), date=config.date, variables=config.template)
-    messages = to_example(row, columns).messages
-    assert messages is not None
-    return template.tokenizer.decode(template.encode([template.render(messages, None, prompt=True)])[0])
+    example = to_example(row, columns)
+    assert example.messages is not None
+    return template.tokenizer.decode(
+        template.encode([template.render(example.messages, example.tools, prompt=True)])[0]
+    )
 
 
 def text(part: str) -> dict[str, str]:
@@ -96,6 +99,20 @@ CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments":
 def test_calls_and_reasoning_are_shown_the_same(folder: Path, message: dict[str, Any]) -> None:
     messages = [*chat("How are you?"), message, *chat("What?")]
     assert served(folder, messages) == trained({"messages": messages})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "add"},
+        {"parameters": {"properties": {"a": {"type": "number"}}}, "name": "add", "strict": True},
+        {"description": "Adds.", "parameters": {"type": "object", "properties": {}}, "name": "add", "strict": None},
+    ],
+)
+def test_tools_are_shown_the_same(folder: Path, function: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": function}]
+    assert '"name": "add"' in (rendered := served(folder, chat("Hi"), tools))
+    assert rendered == trained({"messages": chat("Hi"), "tools": tools})
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def test_other_formats() -> None:
     assert example({"input_ids": None, "loss_mask": None, "messages": TURNS}).messages == TURNS
     plain = example({"prompt": "Hello", "completion": "fine"}, has_template=False)
     assert (plain.prompt, plain.text, plain.messages) == ("Hello", "fine", None)
-    tool = {"type": "function", "function": {"name": "add"}}
-    assert example({"messages": TURNS, "tools": json.dumps([tool])}).tools == [tool]
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    for tools in ([tool], json.dumps([tool]), [tool["function"]], [{**tool, "function": {**tool["function"], "x": 1}}]):
+        assert example({"messages": TURNS, "tools": tools}).tools == [tool]
     system = example({"system": "Be kind.", "conversations": TURNS}).messages
     assert system == [{"role": "system", "content": "Be kind."}, *TURNS]
 
@@ -124,7 +125,9 @@ def test_answers_of_weight_0_are_not_supervised() -> None:
         ({"conversations": [{"from": "human", "text": "hi"}]}, "conversations.0.content is missing"),
         ({"prompt": TURNS[:1], "completion": ["hi"]}, "prompt + completion.1 is a str"),
         ({"messages": TURNS, "tools": "{"}, "tools is not valid JSON"),
-        ({"messages": TURNS, "tools": ["search"]}, "tools lists a str, not an object"),
+        ({"messages": TURNS, "tools": ["search"]}, "tools.0 must be an object"),
+        ({"messages": TURNS, "tools": {"name": "add"}}, "tools must be a list of functions"),
+        ({"messages": TURNS, "tools": [{"name": "a b"}]}, "tools.0.function.name is 'a b'; it must be 1 to 64 letters"),
         ({"messages": TURNS, "tools": [{"name": "\udc00"}]}, "tools holds \\udc00 at character 0, half of a surrogate"),
         ({"messages": TURNS, "tools": f"[{'1' * 5000}]"}, "4300 digits"),
         ({"messages": TURNS, "tools": "[" * 100_000}, "is nested too deep"),
