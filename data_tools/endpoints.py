@@ -120,6 +120,7 @@ class EndpointAnswers(Answers):
     _unknown_fields: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by endpoint
     _num_failed: int = 0  # since the last answer
     _has_answered: bool = False
+    _has_told_refusal: bool = False
     _refused: list[tuple[str, RefusedError]] = field(default_factory=list)  # rows since the last answer
 
     def run(self, dialogues: Iterable[Dialogue]) -> None:
@@ -184,7 +185,9 @@ class EndpointAnswers(Answers):
         """Drops the rows that were refused, or, if the fault may not be theirs, has them asked again in another run."""
         for identity, error in self._refused:
             if are_final:
-                tqdm.write(f"row {identity} is dropped: {error}")
+                if not self._has_told_refusal:
+                    tqdm.write(f"row {identity} is dropped, and so are others that the endpoint refuses: {error}")
+                    self._has_told_refusal = True
                 self.on_result(Result(id=identity, dropped="refused_by_endpoint"))
             else:
                 self.on_result(Result(id=identity, failed=str(error)))

@@ -30,7 +30,7 @@ from slipstream.config import run
 from slipstream.data_tools.dataset import is_prepared, read_report
 from slipstream.data_tools.options import TokenizeOptions, check_named, counted
 from slipstream.data_tools.prepare import Tally
-from slipstream.data_tools.rows import read_rows
+from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.token_coverage import (
     ACCEPT_RATES,
@@ -140,6 +140,7 @@ def count(config: FrequencyMapConfig) -> Counted:
     if not any(prepared):
         if not config.target:
             raise ValueError(f"{config.data[0]} is not a prepared dataset; add --target to count conversations")
+        check_data(config)
         return count_conversations(config)
     if not all(prepared):
         raise ValueError("data mixes prepared datasets and conversations; count them separately and --merge the maps")

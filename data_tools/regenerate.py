@@ -65,8 +65,8 @@ class RegenerateConfig(ConversationOptions):
     """File with the endpoints' API key."""
     concurrency: int = 64
     """Concurrent requests over all endpoints."""
-    retries: int = 6
-    """Retries of a request after status 429, 5xx or a broken connection."""
+    retries: int = 8
+    """Retries of a request after status 408, 429, 5xx or a broken connection; 8 outlast a restart of three minutes."""
     retry_pause: float = 1.0
     """Seconds before the first retry; doubles with each further one."""
     timeout: float = 600.0

@@ -178,6 +178,7 @@ def test_other_tokenizers_are_refused(
         (("--from-responses", "a", "--merge", "b"), "either data"),
         (("--from-responses", "absent.jsonl"), "from_responses: absent.jsonl does not exist"),
         (("--data", "a", "--accept-rates", "0.5", "0.6"), "accept_rates is [0.5, 0.6]; give the share of rounds"),
+        (("--data", "absent.jsonl", "--target", "/absent"), "data: absent.jsonl does not exist"),
         (("--data", "absent"), "absent is not a prepared dataset; add --target to count conversations"),
         (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
         (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),
