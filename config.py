@@ -5,11 +5,13 @@ several words (--merge a b) or several flags (--endpoint a --endpoint b).
 """
 
 import argparse
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
@@ -31,6 +33,10 @@ WORDS = {  # for types in messages; null is omitted
     "list": LIST,
     "tuple": LIST,
 }
+
+
+ROOM = "make room and run the same command again"
+REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM}  # for errors of files
 
 
 class HelpFormatter(DefaultHelpFormatter):
@@ -96,11 +102,40 @@ def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: S
     try:
         program(config)
     except (ValueError, OSError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        message = file_fault(config, error) if isinstance(error, OSError) else error
+        print(f"{prog}: error: {message}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt as interrupt:
         print("; ".join((f"{prog}: interrupted", *interrupt.args)), file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def file_fault(config: object, error: OSError) -> str:
+    """The system's error as the option that names the file, the file and a remedy, as far as they can be told."""
+    if error.errno is None or error.filename is None:
+        return str(error)
+    file, fault = os.fsdecode(error.filename), os.strerror(error.errno)
+    remedy = REMEDIES.get(error.errno, "check the path, or name another")
+    for option, path in paths_of(config):
+        if concerns(path, Path(file).absolute()):
+            return f"{option} {path} cannot be used ({fault}{'' if path == file else f': {file}'}); {remedy}"
+    return f"{file}: {fault}; {remedy}"
+
+
+def paths_of(config: object) -> list[tuple[str, str]]:
+    """Options and the texts that they hold, any of which may be a path; those with a folder first."""
+    values = flatten(asdict(config)) if is_dataclass(config) and not isinstance(config, type) else {}
+    listed = [(name, value if isinstance(value, list | tuple) else [value]) for name, value in values.items()]
+    found = [(name, text) for name, texts in listed for text in texts if isinstance(text, str) and text]
+    return sorted(found, key=lambda one: os.sep not in one[1])
+
+
+def concerns(text: str, file: Path) -> bool:
+    """Whether `file` is the path `text`, in it, what a writer makes beside it first, or a folder that `text` names."""
+    path = Path(text).absolute()
+    staged = path.with_name(f".{path.name}.tmp")
+    is_inside = not {path, staged}.isdisjoint((file, *file.parents))
+    return is_inside or (os.sep in text and file in path.parents)
 
 
 def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:

@@ -25,7 +25,7 @@ from slipstream.data_tools.options import TokenizeOptions, check_named, counted,
 from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
-from slipstream.models.files.outputs import DATASET, check_output_folder, output_errors
+from slipstream.models.files.outputs import DATASET, check_output_folder
 
 EXAMPLES_PER_REASON = 3
 SHOWN_TOKENS = 300
@@ -109,15 +109,14 @@ def prepare(config: PrepareConfig) -> None:
     print(template_note(tokenizer))
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
     heldout_rows = tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None
-    with output_errors(output):
-        report = write_dataset(
-            rows,
-            output,
-            heldout=config.heldout,
-            seed=config.seed,
-            describe=lambda: describe(tokenizer, tally),
-            heldout_conversations=heldout_rows,
-        )
+    report = write_dataset(
+        rows,
+        output,
+        heldout=config.heldout,
+        seed=config.seed,
+        describe=lambda: describe(tokenizer, tally),
+        heldout_conversations=heldout_rows,
+    )
     show_report(report, output)
     assert tally.first is not None
     print(f"\nOne row, its supervised tokens in brackets:\n{marked(target.tokenizer, *tally.first)}")

@@ -36,9 +36,9 @@ from slipstream.data_tools.options import (
 )
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
-from slipstream.models.files.atomic import atomic_file, open_locked
+from slipstream.models.files.atomic import atomic_file, naming, open_locked
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
-from slipstream.models.files.outputs import check_output_file, output_errors
+from slipstream.models.files.outputs import check_output_file
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams
@@ -151,10 +151,9 @@ class Journal:
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
         self.ids: set[str] = set()
-        with output_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.is_new = not path.exists()
-            self._file = open_locked(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.is_new = not path.exists()
+        self._file = open_locked(path)
         try:
             self._file.truncate(0 if anew else self._read())
         except BaseException:
@@ -179,7 +178,7 @@ class Journal:
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
-        with output_errors(self.path):
+        with naming(self.path):
             self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
         self.ids.add(row["id"])
@@ -188,7 +187,7 @@ class Journal:
 def sort_rows(path: Path, position: Mapping[str, int]) -> None:
     """Sorts the rows by `position`; rows without one go last. The order of arrival is gone."""
     places, start = [], 0
-    with output_errors(path), path.open("rb") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             places.append((position.get(_row_id(path, number, line), len(position)), start, len(line)))
             start += len(line)
@@ -424,7 +423,7 @@ def show_report(output: Path, report: Mapping[str, Any]) -> None:
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    with output_errors(path), atomic_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")
 
 

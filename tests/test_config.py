@@ -1,12 +1,14 @@
-"""Values of the wrong type and empty sections of a file, through the parser as programs call it."""
+"""Values of the wrong type, empty sections of a file, and errors of files, as programs tell them."""
 
+import errno
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from slipstream.config import parse
+from slipstream.config import parse, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +74,47 @@ def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     )
     file.write_text("size: 4\nmost: null\n")
     assert parse(Options, ["--config", str(file)], prog="test", description="A test.").size == 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Options that name files."""
+
+    dtype: str = "auto"
+    """Not a file."""
+    data: tuple[str, ...] = ()
+    """Files."""
+    output: str = ""
+    """A file."""
+
+
+FULL = "No space left on device"
+ABSENT = "No such file or directory"
+NO_ROOM, NO_FILE = "make room and run the same command again", "check the path, or name another"
+
+
+@pytest.mark.parametrize(
+    ("code", "file", "sentence"),
+    [
+        (errno.ENOSPC, "/x/out", f"output /x/out cannot be used ({FULL}); {NO_ROOM}"),
+        (
+            errno.ENOSPC,
+            "/x/out/train/0.arrow",
+            f"output /x/out cannot be used ({FULL}: /x/out/train/0.arrow); {NO_ROOM}",
+        ),
+        (errno.ENOSPC, "/x/.out.tmp/new", f"output /x/out cannot be used ({FULL}: /x/.out.tmp/new); {NO_ROOM}"),
+        (errno.ENOENT, "/x", f"output /x/out cannot be used ({ABSENT}: /x); {NO_FILE}"),
+        (errno.ENOENT, "/y/b", f"data /y/b cannot be used ({ABSENT}); {NO_FILE}"),
+        (errno.ENOENT, "/z", f"/z: {ABSENT}; {NO_FILE}"),
+        (errno.ENOENT, None, f"[Errno {errno.ENOENT}] {ABSENT}"),
+    ],
+)
+def test_errors_of_files_name_option_file_and_remedy(
+    code: int, file: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program(_: Files) -> None:
+        raise OSError(code, os.strerror(code), *([] if file is None else [file]))
+
+    with pytest.raises(SystemExit) as ended:
+        run(program, Files, ["--data", "/y/a", "/y/b", "--output", "/x/out"], "test")
+    assert (ended.value.code, capsys.readouterr().err) == (1, f"test: error: {sentence}\n")

@@ -34,6 +34,7 @@ STAGING = re.compile(r"\.(.+)\.tmp")
 LOCK, NEW, OLD = "lock", "new", "old"
 FOLDER_LOCK = ".lock"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # an old kernel, or a file system without it
 
 
@@ -195,6 +196,17 @@ class FolderLock:
         return InUseError(f"{self.folder} is being written by {name}; wait for it, end it, or name another folder")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives errors of a full disk, which name no file, the name of `path`, which the block writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
 def refuse_nonempty(path: Path) -> None:
     """Raises ValueError unless the folder `path` is empty."""
     if any(path.iterdir()):
@@ -206,7 +218,7 @@ def _staging(real: Path) -> Iterator[Path]:
     """The staging folder of `real`, locked and otherwise empty; removed afterwards."""
     folder = staging_path(real)
     real.parent.mkdir(parents=True, exist_ok=True)
-    with _open_staging(folder, real):
+    with naming(real), _open_staging(folder, real):
         _finish(folder, real)
         try:
             yield folder

@@ -4,19 +4,16 @@ Invariants: an output that is, contains or is inside an input is refused. An exi
 the user asked for it and one of our programs wrote it, and a folder only if it contains nothing else.
 """
 
-import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from slipstream.models.files.atomic import LOCK, NEW, OLD, check_staging, recover, staged_name, staging_path
+from slipstream.models.files.atomic import LOCK, NEW, OLD, check_staging, recover, staged_name
 
 Inputs = Mapping[str, Iterable[str | None]]  # option -> its paths; hub ids and None are ignored
 SHOWN = 3
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,26 +185,6 @@ def _finished(parts: tuple[str, ...]) -> tuple[str, ...] | None:
             below = _finished(parts[place + 2 :])
             return None if below is None else (*parts[:place], name, *below)
     return parts
-
-
-@contextmanager
-def output_errors(output: Path, *, option: str = "output") -> Iterator[None]:
-    """Gives errors of writing `output` the option, the path and a remedy; those of other files pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or not _concerns(error, output.resolve()):
-            raise
-        remedy = "make room and run the same command again" if error.errno in FULL else "name another place"
-        raise OSError(f"{option} {output} cannot be written ({os.strerror(error.errno)}); {remedy}") from error
-
-
-def _concerns(error: OSError, place: Path) -> bool:
-    """Whether the error is of `place`, a folder above it, or a file that is written there. Writes name no file."""
-    if error.filename is None:
-        return error.errno in FULL
-    named = Path(os.fsdecode(error.filename)).resolve()
-    return named in place.parents or not {place, staging_path(place)}.isdisjoint({named, *named.parents})
 
 
 def step_folders(output: Path) -> list[Path]:

@@ -64,7 +64,11 @@ def test_a_bad_file_of_options_is_named(
     ("raised", "status", "message"),
     [
         (ValueError("a is 1; make it 2"), 1, "error: a is 1; make it 2"),
-        (FileNotFoundError(2, "No such file", "x"), 1, "error: [Errno 2] No such file: 'x'"),
+        (
+            FileNotFoundError(2, "No such file", "x"),
+            1,
+            "error: x: No such file or directory; check the path, or name another",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -280,7 +280,7 @@ def test_impossible_runs_get_one_sentence(
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         prepare(tmp_path, target, ROWS, "--output", "/proc/x/out")
-    message = "output /proc/x/out cannot be written (No such file or directory); name another place"
+    message = "output /proc/x/out cannot be used (No such file or directory: /proc/x); check the path, or name another"
     assert message in capsys.readouterr().err
 
 

@@ -208,7 +208,7 @@ def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], 
 @pytest.mark.usefixtures("llms")
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, capsys: Any) -> None:
     message = error(capsys, tmp_path, "--target", target, "--output", "/proc/x/a.jsonl")
-    assert "output /proc/x/a.jsonl cannot be written (No such file or directory); name another place" in message
+    assert "output /proc/x/a.jsonl cannot be used (No such file or directory: /proc/x); check the path" in message
 
 
 @pytest.mark.parametrize(

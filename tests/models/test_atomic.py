@@ -1,5 +1,6 @@
 """Files and folders are replaced whole: writers killed before every system call, second writers, foreign names."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -248,3 +249,18 @@ def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in the way of the lock .* move it away"), FolderLock(tmp_path):
         pass
     assert (tmp_path / FOLDER_LOCK).read_text() == "mine"
+
+
+@pytest.mark.parametrize("write", [atomic_file, atomic_folder])
+@pytest.mark.parametrize(
+    ("code", "file", "told"),
+    [(errno.ENOSPC, None, "new"), (errno.ENOSPC, "other", "other"), (errno.EIO, None, None)],
+)
+def test_a_full_disk_is_told_with_the_name_of_what_is_written(
+    tmp_path: Path, write: Callable[[Path], Any], code: int, file: str | None, told: str | None
+) -> None:
+    """Writing names no file. Other errors pass."""
+    with pytest.raises(OSError, match=str(code)) as caught, write(tmp_path / "new"):
+        raise OSError(code, "fault", file)
+    assert caught.value.filename == (str(tmp_path / "new") if told == "new" else told)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """What programs may write to and replace: never an input, never a file that is not ours."""
 
-import errno
 import os
 import re
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from slipstream.models.files.outputs import (
     check_output_file,
     check_output_folder,
     check_working_folder,
-    output_errors,
 )
 
 KINDS = {
@@ -165,27 +163,3 @@ def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     with pytest.raises(ValueError, match=re.escape("add --overwrite")):
         check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=False)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(errno.ENOSPC, "full"), "output {} cannot be written (No space left on device); make room and run"),
-        (OSError(errno.EDQUOT, "quota", "{}/train/a.arrow"), "output {} cannot be written (Disk quota exceeded); make"),
-        (OSError(errno.EROFS, "no", "{}"), "output {} cannot be written (Read-only file system); name another place"),
-        (OSError(errno.ENOENT, "no", "/proc"), "output {} cannot be written (No such file or directory); name another"),
-    ],
-)
-def test_errors_of_writing_name_option_path_and_remedy(error: OSError, message: str) -> None:
-    place = Path("/proc/x/out")
-    if error.filename:
-        error.filename = error.filename.format(place)
-    with pytest.raises(OSError, match=re.escape(message.format(place))), output_errors(place):
-        raise error
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no", "/data/in"), OSError(errno.EIO, "no"), OSError("no")])
-def test_errors_of_other_files_pass(error: OSError) -> None:
-    with pytest.raises(OSError, match="no") as caught, output_errors(Path("/proc/x/out")):
-        raise error
-    assert caught.value is error
