@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,8 +125,11 @@ def waited_s(pid: int) -> float:
 
 def memory_mb(pid: int) -> float:
     """Of a server and its engine: what is theirs alone, so that shared pages count once."""
-    own = psutil.Process(pid)
-    return sum(one.memory_full_info().uss for one in (own, *own.children(recursive=True))) / 2**20
+    own, total = psutil.Process(pid), 0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # those that compile grammars come and go
+            total += process.memory_full_info().uss
+    return total / 2**20
 
 
 def session_to(server: Server) -> aiohttp.ClientSession:
