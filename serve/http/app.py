@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -46,6 +47,7 @@ from slipstream.serve.http.schemas import (
     TokenizeBody,
     read_body,
 )
+from slipstream.serve.http.unread_bodies import UnreadBodies
 from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
@@ -75,6 +77,7 @@ class Api:
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
         self.guard, self.cors_origins = guard, config.cors_origins
+        self.started = int(time.time())
         self.trials = trials
         self.pages = playground.routes() if config.playground else []
         self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
@@ -110,6 +113,9 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         return await self._convert(partial(self._read, DetokenizeBody, self.frontend.detokenize), request)
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        return JSONResponse(self.frontend.tokenizer_info())
 
     async def _convert(self, read: Callable[[Fields], dict[str, Any]], request: Request) -> Response:
         try:
@@ -284,7 +290,7 @@ class Api:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="server_shutting_down")
         if (problem := self.engine_problem) is not None:
-            raise ApiError(503, problem)
+            raise ApiError(503, problem, code="engine_failed" if self.engine.failure else "engine_unresponsive")
         if self.engine.is_congested:
             raise ApiError(503, "the engine is not taking requests; try again later", code="server_overloaded")
         if self.engine.num_open + num_asked > self.max_open:
@@ -307,7 +313,7 @@ class Api:
         return {
             "id": self.frontend.model_name,
             "object": "model",
-            "created": 0,
+            "created": self.started,
             "owned_by": "slipstream",
             "max_model_len": self.frontend.max_model_len,
             "num_spec_tokens": self.frontend.num_spec_tokens,
@@ -329,7 +335,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field)
     if isinstance(error, EngineError):
-        return ApiError(503, f"no engine: {error}")
+        return ApiError(503, f"no engine: {error}", code="engine_failed")
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="request_timeout")
     cause = error.cause if isinstance(error, RequestFailed) else None
@@ -363,6 +369,7 @@ def create_app(api: Api) -> Starlette:
         Route("/v1/responses", guarded(partial(api.answer, ResponsesBody)), methods=["POST"]),
         Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
         Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", guarded(api.tokenizer_info)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{name:path}", guarded(api.model)),
         Route("/health", guarded(api.health)),
@@ -386,7 +393,7 @@ def create_app(api: Api) -> Starlette:
     browsers = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
     )
-    middleware = [Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
+    middleware = [Middleware(UnreadBodies), Middleware(RequestLog), *([browsers] if api.cors_origins else [])]
     return Starlette(
         routes=[*routes, *api.pages], middleware=middleware, exception_handlers={HTTPException: on_http_error}
     )

@@ -49,6 +49,7 @@ class Delta:
     scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
     traced: Sequence[TracedToken] = ()  # likewise, and those without text
     tokens: Sequence[int] = ()  # new ones, whether their text is held back or not
+    num_tokens: int = 0  # of the choice so far, these included
 
     @property
     def text(self) -> str:
@@ -69,7 +70,8 @@ class Delta:
         scored = [token for one in deltas for token in one.scored]
         traced = [token for one in deltas for token in one.traced]
         tokens = [token for one in deltas for token in one.tokens]
-        return cls(deltas[0].index, pieces, deltas[-1].finish_reason, scored, traced, tokens)
+        last = deltas[-1]
+        return cls(last.index, pieces, last.finish_reason, scored, traced, tokens, last.num_tokens)
 
 
 class RequestFailed(Exception):
@@ -134,7 +136,8 @@ class Choice:
             told = "tool_calls" if has_calls else reason
             scored += self._settled(output)
             traced = self._traced(is_last=reason is not None)
-            self._completion.put(Delta(self._index, pieces, told, scored, traced, self._new_tokens()))
+            tokens = self._new_tokens()
+            self._completion.put(Delta(self._index, pieces, told, scored, traced, tokens, self._num_told))
 
     def _new_tokens(self) -> list[int]:
         """Those up to the one that completes a stop string, a last stop id among them."""
@@ -350,7 +353,8 @@ class Call(NamedTuple):
     fingerprint: str
     is_chat: bool
     stream: bool
-    include_usage: bool  # in the last event of a stream; it is null in the others
+    include_usage: bool  # in the last event of a stream
+    continuous_usage: bool  # of its choice in every event before, where usage is null otherwise
     stop: Sequence[str]
     num_choices: int  # per prompt
     requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
@@ -374,7 +378,7 @@ class Call(NamedTuple):
         speculation = body.asked_speculation
         num_spec_tokens = frontend.num_spec_tokens if speculation.enabled else 0
         scored = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs
-        asked = body.stream, body.include_usage, body.stop, body.n
+        asked = body.stream, body.include_usage, body.continuous_usage, body.stop, body.n
         tail = speculation.trace, num_spec_tokens, frontend.texts
         return cls(*head, *asked, requests, answers, shows_reasoning, *scored, *tail, body.return_token_ids)
 
@@ -402,13 +406,13 @@ class Call(NamedTuple):
         if not self.is_chat:
             return []
         first = {"role": "assistant", "content": ""}
-        return [self._event([self._part(index, first, None)]) for index in range(len(self.requests))]
+        return [self._event([self._part(index, first, None)], 0) for index in range(len(self.requests))]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """Events, in the order of a message: reasoning, content, calls. The last one has the finish reason, which has
         an event of its own after calls; the last one with text has the log-probabilities and traces."""
         if not self.is_chat:
-            return [self._event([self._choice(delta)])]
+            return [self._event([self._choice(delta)], delta.num_tokens)]
         parts, text, calls = list[dict[str, Any]](), delta.text, delta.calls
         if self.shows_reasoning and delta.reasoning:
             parts.append(self._reasoning(delta))
@@ -427,7 +431,7 @@ class Call(NamedTuple):
                 **self._ids(delta),
             }
             choices[-1]["finish_reason"] = delta.finish_reason
-        return [self._event([choice]) for choice in choices]
+        return [self._event([choice], delta.num_tokens) for choice in choices]
 
     def closing(self, completion: Completion) -> list[dict[str, Any]]:
         """Events after all text."""
@@ -445,9 +449,23 @@ class Call(NamedTuple):
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint, "seed": seed}
 
-    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        return {**head, "choices": choices, **({"usage": None} if self.include_usage else {})}
+    def _event(self, choices: list[dict[str, Any]], num_tokens: int = 0) -> dict[str, Any]:
+        """`num_tokens`: of the choice so far."""
+        event = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": choices}
+        if self.include_usage:
+            event["usage"] = (
+                self._usage_of(choices[0]["index"], num_tokens) if self.continuous_usage and choices else None
+            )
+        return event
+
+    def _usage_of(self, index: int, num_tokens: int) -> dict[str, int]:
+        """vLLM's: of one choice, so far."""
+        num_prompt = len(self.requests[index].prompt)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        }
 
     def _reasoning(self, answer: Delta) -> dict[str, Any]:
         """By both names that clients read."""

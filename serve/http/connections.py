@@ -27,6 +27,7 @@ CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients al
 # Most that is read at once: asyncio would read 256 KiB, and the parser takes about 10 us for each header and chunk,
 # which may have few bytes; meanwhile no stream goes on.
 READ_BYTES = 2**12
+KEEP_ALIVE_SECONDS = 120  # for an idle connection: proxies keep theirs 60 s or more and must be the first to close
 MAX_HEAD_BYTES = 2**16  # of a request's line and headers
 MAX_CHUNKS = 2**14  # of a body; one of 4 MiB may have chunks of 256 bytes
 RESERVED_FILES = 64  # file descriptors left for everything else
@@ -56,7 +57,11 @@ def connection_limit(max_open: int) -> int:
 
 
 class Parser(h11.Connection):
-    """h11's, which would take a body of any number of chunks."""
+    """h11's, which would take a body of any number of chunks, and one whose length is told twice.
+
+    A proxy that goes by Content-Length would see another end of such a request than a server that goes by its chunks,
+    and so take a part of one client's body for the next client's request (RFC 9112, section 6.1).
+    """
 
     _num_chunks = 0
 
@@ -64,6 +69,8 @@ class Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("send either Content-Length or Transfer-Encoding, not both")
         elif isinstance(event, h11.Data) and event.chunk_end:
             self._num_chunks += 1
             if self._num_chunks > MAX_CHUNKS:
@@ -85,6 +92,11 @@ class Connection(H11Protocol):
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
         self.tracker.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_idle:  # a request begins
+            self.tracker.await_request(self)
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.tracker.forget(self)
@@ -110,6 +122,11 @@ class Connection(H11Protocol):
         """No protocol, whichever is asked for, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each
         request that asks, or, where a package for websockets is installed, hand over a connection that nobody tracks.
         """
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of a request has come since the last answer; KEEP_ALIVE_SECONDS later uvicorn closes it."""
+        return self.timeout_keep_alive_task is not None
 
     @property
     def is_answering(self) -> bool:
@@ -201,7 +218,8 @@ class ConnectionTracker:
             await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4, STALL_SECONDS / 4))
             self._close_stalled()
             latest = time.monotonic() - REQUEST_SECONDS
-            for connection in [known for known, since in self._waiting.items() if since < latest]:
+            late = [one for one, since in self._waiting.items() if since < latest and not one.is_idle]
+            for connection in late:
                 del self._waiting[connection]
                 if not connection.is_answering:
                     connection.refuse(ApiError(408, f"the request was not received within {REQUEST_SECONDS:.0f} s"))

@@ -146,6 +146,16 @@ class Frontend:
         self.check_tokens(body.tokens, "tokens")
         return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The answer of /tokenizer_info: special tokens, and the chat template for clients that render prompts."""
+        template = self.tokenizer.get_chat_template() if self.template is not None else None
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            "model_max_length": self.max_model_len,
+            **{name: getattr(self.tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+            "chat_template": template,
+        }
+
     def check_tokens(self, tokens: list[int], field: str) -> None:
         try:
             check_token_ids(field, tokens, self.vocab_size)

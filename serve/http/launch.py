@@ -18,7 +18,13 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar.trial import TrialProcess
 from slipstream.serve.grammar.trials import Trials
 from slipstream.serve.http.app import Api, create_app
-from slipstream.serve.http.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
+from slipstream.serve.http.connections import (
+    KEEP_ALIVE_SECONDS,
+    ConnectionTracker,
+    LoopErrors,
+    connection_limit,
+    raise_file_limit,
+)
 from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
 from slipstream.serve.http.frontend import Frontend, read_tokenizer
 from slipstream.serve.http.guard import Guard, warning
@@ -47,6 +53,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
         super().__init__(options)

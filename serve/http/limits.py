@@ -67,6 +67,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
     @property

@@ -7,7 +7,7 @@ The server counts what requests see; the engine counts what its steps do and sen
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -34,6 +34,23 @@ ENGINE_HISTOGRAMS = (
     ("step_time_ratio", "time_ratio", "Measured times of steps over those that the cost model predicted."),
 )
 
+# The engine's gauges: the beginning of the name, the help text. The first that fits is taken.
+ENGINE_GAUGES = (
+    ("running", "Requests that have a place in the engine's steps."),
+    ("waiting", "Requests that wait for a place in the engine's steps."),
+    ("preemptions", "Times that a request gave its KV pages up for others, since the start."),
+    ("nodes_per_step", "Nodes that steps verify lately, of all requests."),
+    ("draft_width", "Nodes that pay to be proposed for each request."),
+    ("step_time_error", "Median relative error of the predicted times of steps."),
+    ("step_time_p95_ratio", "Measured over predicted time that 95 % of steps stay within."),
+    ("ngram_match_length_", "Lookups of the n-gram trie whose longest match has so many tokens, since the start."),
+    ("ngram_hits", "Lookups of the n-gram trie that match a token or more, since the start."),
+    ("ngram_misses", "Lookups of the n-gram trie that match nothing, since the start."),
+    ("ngram_nodes", "Nodes of the n-gram trie."),
+    ("ngram_", "A count of the n-gram trie."),
+    ("", "A gauge of the engine or its drafter."),
+)
+
 disable_created_metrics()  # no second series per counter for when it began
 
 
@@ -42,6 +59,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # of the HTTP process: process_resident_memory_bytes, ...
         self._finished = self._counter("requests", "Finished sequences by finish reason.", "finish_reason")
         for reason in FINISH_REASONS:  # so that a rate is known from the first one on
             self._finished.labels(reason)
@@ -135,7 +153,7 @@ class EngineCollector(Collector):
         yield gauge("engine_up", "1 while the engine's process answers.", float(engine.is_up))
         yield gauge("ready", "1 while new requests are taken, as /ready says.", float(engine.is_ready))
         for name, value in engine.gauges.items():
-            yield gauge(f"engine_{name}", f"What the engine reports as {name}.", value)
+            yield gauge(f"engine_{name}", help_of(name), value)
         for name, attribute, text in ENGINE_TOTALS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=getattr(counts, attribute))
         rows = labelled("rows", "Rows of passes: nodes of proposals, roots included, and prompt tokens.", "kind")
@@ -166,6 +184,11 @@ class EngineCollector(Collector):
             for labels, count in values.items():
                 family.add_metric(labels, count)
             yield family
+
+
+def help_of(name: str) -> str:
+    """The help text of an engine's gauge."""
+    return next(text for beginning, text in ENGINE_GAUGES if name.startswith(beginning))
 
 
 def labelled(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -1,13 +1,16 @@
-"""Gives every HTTP request an id, sends it back, and logs how the request ended.
+"""Gives every HTTP request an id, sends it back, and logs how the request ended: in JSON each, in text the refused and
+failed ones.
 
 The id is the client's `X-Request-Id`, if it is a short printable one, or a new one. Lines that are logged while the
 request is answered carry it (serve/logs.py).
 """
 
+import asyncio
 import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +24,8 @@ HEADER = "X-Request-Id"
 VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 QUIET = frozenset(("/health", "/ready", "/metrics"))  # probes, logged only where they fail
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "drafted_tokens", "accepted_tokens")
+TEXT_LINES = 30  # about refused requests that a text log takes in TEXT_SECONDS; it counts the others
+TEXT_SECONDS = 60.0
 NOTES: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)  # what the line of a request will say
 
 logger = logging.getLogger(__name__)
@@ -43,11 +48,40 @@ def note_choice(reason: str, stats: RequestStats | None, notes: dict[str, Any] |
             notes[name] = notes.get(name, 0) + getattr(stats, name)
 
 
+class Refusals:
+    """The lines of a text log about requests that were refused or failed: TEXT_LINES in TEXT_SECONDS, so that a flood
+    fills no disk, and then how many more there were."""
+
+    def __init__(self) -> None:
+        self._num_lines = self._num_omitted = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Call on the event loop."""
+        if self._num_lines == 0:
+            asyncio.get_running_loop().call_later(TEXT_SECONDS, self._end_period)
+        if self._num_lines == TEXT_LINES:
+            self._num_omitted += 1
+            return
+        self._num_lines += 1
+        form = "%(status)s %(method)s %(path)s: %(error)s (client %(client)s, request %(request_id)s)"
+        logger.warning(single_line(form % line))
+
+    def _end_period(self) -> None:
+        if self._num_omitted:
+            logger.warning("%d more requests were refused in %g s", self._num_omitted, TEXT_SECONDS)
+        self._num_lines = self._num_omitted = 0
+
+
+def single_line(text: str) -> str:
+    """Text of clients for a log: what is not printable, such as the end of a line, as an escape."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 class RequestLog:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app, self._refusals = app, Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,4 +112,7 @@ class RequestLog:
         line = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
         client = scope.get("client")
         line |= {"client": client[0] if client else None, **notes}
-        logger.info("request", extra=line)
+        if logger.isEnabledFor(logging.INFO):  # a log in JSON (serve/logs.py)
+            logger.info("request", extra=line)
+        elif "error" in notes:
+            self._refusals.add({**line, "request_id": REQUEST_ID.get()})

@@ -85,7 +85,6 @@ NEUTRAL_OF_OTHERS: Neutral = {  # vLLM's and SGLang's
 }
 NEUTRAL = NEUTRAL_OF_OPENAI | NEUTRAL_OF_OTHERS
 NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
-    "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
 }
 NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back as a turn
@@ -277,6 +276,7 @@ class StreamOptions(Options):
     place = "stream_options"
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's, with include_usage: the usage so far in every event
 
 
 class SpeculationFields(Options):
@@ -363,6 +363,10 @@ class Body(SamplingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
         return _grammars_of_format(self.response_format or {"type": "text"}, known)

@@ -86,6 +86,30 @@ def test_what_ends_unfinished_requests_leaves_answers_alone(
         assert all(rest(connection)[: len(expected) or None] == expected for connection in waiting)
 
 
+def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no request that comes too late; the time for one begins with its first byte."""
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.0)
+    keep, end = WHOLE.replace(b"Connection: close\r\n", b""), b"HTTP/1.1 408 Request Timeout\r\n"
+    with send(own_server, b"") as connection:
+        for _ in range(2):
+            connection.sendall(keep)
+            while not connection.recv(10_000).endswith(b"}"):
+                pass
+            [own] = [one for one in own_server.server_state.connections if one.client == connection.getsockname()]
+            asyncio.run_coroutine_threadsafe(close_late_once(own_server), own.loop).result(20)
+        assert own.is_idle
+        connection.sendall(keep[:9])
+        wait_until(lambda: not own.is_idle, "the request has begun")
+        assert rest(connection).startswith(end)
+    assert own.timeout_keep_alive >= 75, "as long as proxies keep theirs"
+
+
+async def close_late_once(server: Server) -> None:
+    task = asyncio.create_task(server.connections.close_late())
+    await asyncio.sleep(0.01)
+    task.cancel()
+
+
 def test_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

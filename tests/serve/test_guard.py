@@ -51,6 +51,7 @@ def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: 
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
     assert all(key not in response.text for key in KEYS)
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("key", KEYS)

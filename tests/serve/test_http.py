@@ -107,6 +107,26 @@ def test_streams_equal_whole_answers(client: httpx.Client, path: str, extra: dic
         assert not {"usage", "metrics"} & event.keys(), "only when it is asked for"
 
 
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})])
+def test_usage_in_every_event(client: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+    """As GuideLLM asks for it; the counts of a choice are those of its token ids so far."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**prompt, "n": 2, "max_tokens": 13, "cache_salt": "slow", "return_token_ids": True, "stream": True}
+    *pieces, last = events(client.post(path, json={**body, "stream_options": options}))
+    num_prompt, counts = last["usage"]["prompt_tokens"], [0, 0]
+    for event in pieces:
+        [choice] = event["choices"]
+        counts[choice["index"]] += len(choice.get("token_ids", []))
+        count = counts[choice["index"]]
+        expected = {"prompt_tokens": num_prompt, "completion_tokens": count, "total_tokens": num_prompt + count}
+        assert event["usage"] == expected
+    assert counts == [13, 13]
+    assert last["usage"]["completion_tokens"] == 26
+    for options in ({"include_usage": False, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
+        told = events(client.post(path, json={**body, "stream_options": options}))
+        assert not any("usage" in event for event in told), "as vLLM: only with include_usage"
+
+
 @pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
 def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
     full = repeated("hello world", 200)
@@ -154,6 +174,7 @@ def test_openai_client_works_unchanged(server: Server) -> None:
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).id == MODEL
+    assert api.models.retrieve(MODEL).created > 10**9, "seconds since 1970"
     chat = api.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=13, n=2, seed=1, user="me")
     assert chat.system_fingerprint == "fp_fake"
     assert [choice.message.content for choice in chat.choices] == ["hellohello"] * 2

@@ -97,6 +97,7 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
         for late in (client.get("/health"), client.post(COMPLETIONS, json={"prompt": "x"})):
             assert late.status_code == 503
             assert reason in late.text
+        assert late.json()["error"]["code"] == "engine_failed"
         assert gauge(client, "engine_up") == 0
         wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the dead process was reaped")
         wait_until(lambda: server.should_exit, "the server ends")
@@ -235,6 +236,7 @@ def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str) -> None:
             assert gauge(client, "engine_up") == 0
             refused = client.post(COMPLETIONS, json=SLOW)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "engine_unresponsive"
             engine.resume()
             wait_until(lambda: client.get("/health").json()["status"] == "ok", "the server is healthy again")
             assert gauge(client, "engine_up") == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.serve.http import limits
+from slipstream.serve.http import limits, unread_bodies
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError, longest_text
@@ -98,6 +98,38 @@ def test_a_body_that_is_too_long_is_refused_while_it_is_read_or_before(client: h
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {BODY_BYTES + 1}\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 "), "before it is sent"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(
+    ("path", "kind", "status"),
+    [(COMPLETIONS, "application/json", 413), (COMPLETIONS, "text/plain", 415), ("/x", "", 404)],
+)
+def test_clients_that_send_all_before_they_read_see_why(
+    server: Server, path: str, kind: str, status: int, is_chunked: bool
+) -> None:
+    """As urllib and requests do: a connection that is closed with unread data is reset, and the answer is lost."""
+    size = 2 * BODY_BYTES
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {size}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: {kind}\r\n{length}\r\n\r\n"
+    with socket.create_connection(server.listener.getsockname()[:2], timeout=60) as connection:
+        connection.sendall(head.encode())
+        connection.sendall(b"%x\r\n" % size + b" " * size + b"\r\n0\r\n\r\n" if is_chunked else b" " * size)
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_body_without_end_is_read_to_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread_bodies, "MAX_BYTES", BODY_BYTES // 2)
+    for length in (f"Content-Length: {10**9}", "Transfer-Encoding: chunked"):
+        head = f"POST /x HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
+        with socket.create_connection(server.listener.getsockname()[:2], timeout=60) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 404 ")
+            chunk = b"1000\r\n" + b" " * 2**12 + b"\r\n"
+            with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+                connection.sendall(10**5 * chunk)
 
 
 @pytest.mark.parametrize("text", ['{"a": "', "[" * 10**6, '{"a":' * 10**5, '"\\' * 10**6, '{"a": [' + '"b",' * 10**6])

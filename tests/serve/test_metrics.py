@@ -85,6 +85,18 @@ def test_what_a_scrape_shows() -> None:
         assert kinds[f"slipstream_{name}"] == kind
 
 
+def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
+    names = ["running", "ngram_nodes", "ngram_match_length_3", "draft_width"]
+    view = EngineView(dict.fromkeys(names, 1.0), EngineCounts(), num_open=0, is_up=True, is_ready=True)
+    text = Metrics().render(view)[0].decode()
+    helps = dict(re.findall(r"# HELP (\w+) ([^\n]+)", text))
+    told = [helps[f"slipstream_engine_{name}"] for name in names]
+    assert len(set(told)) == len(names)
+    assert not any(name in text for name, text in zip(names, told, strict=True))
+    assert re.search(r"\nprocess_resident_memory_bytes \d", text)
+    assert re.search(r"\nprocess_open_fds \d", text)
+
+
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_buckets_are_cumulative(observed: list[float]) -> None:
     engine = EngineCounts(seconds=Histogram((0.5, 1.0, 50.0)))

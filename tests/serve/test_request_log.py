@@ -1,5 +1,6 @@
 """Request ids, the lines of the log in JSON, and readiness."""
 
+import asyncio
 import json
 import logging
 import signal
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from slipstream.serve import logs
+from slipstream.serve.http import request_log
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, RESPONSES, serving, wait_until
@@ -56,6 +58,41 @@ def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[di
     assert told[2]["error"] == refused.json()["error"]["message"]
     assert told[3]["finish_reasons"] == ["error"]
     assert all(line["seconds"] >= 0 and line["time"].endswith("Z") for line in told)
+
+
+def test_a_text_log_has_a_line_for_each_refused_request(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "TEXT_LINES", 10**6)  # others of this server may have been refused before
+    assert client.post(COMPLETIONS, json={"prompt": "secret", "max_tokens": 2}).status_code == 200
+    body = {"prompt": "secret", "stream_options": {"include_usage": True}}
+    answer = client.post(COMPLETIONS, json=body, headers={HEADER: "find-me"})
+    client.get("/v1/%0aforged", headers={HEADER: "newline"})
+    wait_until(lambda: "newline" in caplog.text, "both lines")
+    found = [text for text in caplog.messages if "find-me" in text or "newline" in text]
+    told = f"400 POST {COMPLETIONS}: {answer.json()['error']['message']} (client 127.0.0.1, request find-me)"
+    assert found[0] == told
+    assert found[1].startswith(r"404 GET /v1/\nforged: ")
+    assert "\n" not in found[1]
+    assert "secret" not in caplog.text
+
+
+def test_a_flood_of_refused_requests_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    line = {"status": 400, "method": "GET", "path": "/", "error": "no", "client": None, "request_id": "r"}
+
+    async def flood(refusals: request_log.Refusals) -> None:
+        for _ in range(request_log.TEXT_LINES + 1000):
+            refusals.add(line)
+        assert len(caplog.messages) == request_log.TEXT_LINES
+        refusals._end_period()
+        refusals.add(line)
+        refusals._end_period()
+
+    asyncio.run(flood(request_log.Refusals()))
+    period, last = caplog.messages[-2:]
+    assert len(caplog.messages) == request_log.TEXT_LINES + 2
+    assert period.startswith("1000 more requests were refused in 60 s")
+    assert last.startswith("400 GET /: no")
 
 
 def test_an_internal_error_is_found_by_its_request_id(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import httpx
+import jinja2
 import pytest
 
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY
@@ -29,6 +30,17 @@ def test_messages_go_through_the_template(client: httpx.Client) -> None:
     assert text == f"{SPECIAL[2]}hello{SPECIAL[3]}", "special tokens are shown"
     without = client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
     assert without["tokens"] == answer["tokens"][:-1]
+
+
+def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.Client) -> None:
+    """As lm-eval reads it (tokenizer_backend=remote): special tokens whose ids /tokenize gives, and the template."""
+    info = client.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["pad_token"]) == (SPECIAL[0], None, None)
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert client.post("/tokenize", json=body).json()["tokens"] == [0]
+    text = jinja2.Template(info["chat_template"]).render(messages=HELLO, add_generation_prompt=True)
+    tokens = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert tokens == client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
 
 
 @pytest.mark.parametrize(
