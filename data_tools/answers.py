@@ -4,7 +4,7 @@ A source runs many dialogues at once and calls `on_result` as each ends. A row a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,11 +52,11 @@ def call_of(piece: CallPiece) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class Answers:
-    """What all sources share. `on_tokens` gets the number of new tokens."""
+    """Fields and steps that all sources share. `on_tokens` gets the number of new tokens."""
 
     chat: ChatTemplate | None  # None: the endpoints render the messages with their own template
     reader: AnswerReader | None  # None without `chat`
-    end_ids: Set[int]
+    end_ids: frozenset[int]
     params: SamplingParams
     keep_cut: bool
     on_result: Callable[[Result], None]
@@ -136,7 +136,8 @@ class EngineAnswers(Answers):
         except StopIteration as stop:
             self._end(stop.value)
             return
-        running.prompt, running.tokens = prompt, []
+        running.prompt = prompt
+        running.tokens = []
         room = self.llm.engine.info.max_model_len - len(prompt.token_ids)
         if room < 1:
             self._end(Result(id=identity, dropped="prompt_too_long"))

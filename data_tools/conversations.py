@@ -89,8 +89,8 @@ def _conversation(columns: Mapping[str, Any], present: set[str], has_template: b
     """The messages of a row and the column that holds them; None if it is no conversation."""
     for column in ("messages", "conversations"):
         if column in present:
-            listed = _parsed(columns[column], column)
-            return (_system(columns) + listed if isinstance(listed, list) else listed), column
+            messages = _parse_json(columns[column], column)
+            return (_system(columns) + messages if isinstance(messages, list) else messages), column
     if not {"prompt", "completion"} <= present:
         return None
     prompt, completion = columns["prompt"], columns["completion"]
@@ -113,11 +113,11 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
     return {"input_ids": input_ids, "loss_mask": loss_mask}
 
 
-def _messages(listed: Any, column: str) -> tuple[list[Message], frozenset[int]]:
+def _messages(entries: Any, column: str) -> tuple[list[Message], frozenset[int]]:
     """Messages as the server reads them, and the indices of answers that must not be supervised."""
-    if not isinstance(listed, list):
-        return read_messages(listed, column), frozenset()
-    messages = [_openai_form(entry, f"{column}.{index}") for index, entry in enumerate(listed)]
+    if not isinstance(entries, list):
+        return read_messages(entries, column), frozenset()
+    messages = [_openai_form(entry, f"{column}.{index}") for index, entry in enumerate(entries)]
     unsupervised = set()
     for index, message in enumerate(messages):
         if isinstance(message, dict):
@@ -148,19 +148,19 @@ def _openai_form(entry: Any, field: str) -> Any:
         message["role"] = ROLE_ALIASES.get(role, role if role in ROLES else message["role"])
     calls = message.get("tool_calls")
     if role in CALLING_ROLES:
-        calls = _parsed(message.get("content"), f"{field}.content")
+        calls = _parse_json(message.get("content"), f"{field}.content")
         if not calls:
             raise ValueError(f"{field}.content is empty; a turn of {message['role']} holds a call as JSON")
         message |= {"role": "assistant", "content": ""}
     elif message.get("function_call") is not None and not calls:
         calls = message.pop("function_call")
     if calls:
-        calls = [_wrapped(call) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = [_with_function_key(call) for call in (calls if isinstance(calls, list) else [calls])]
         message["tool_calls"] = read_calls(calls, f"{field}.tool_calls", ignore_unknown=True)
     return message
 
 
-def _wrapped(function: Any) -> Any:
+def _with_function_key(function: Any) -> Any:
     """A call or a tool in OpenAI's form; older and home-made data have the function alone."""
     is_bare = isinstance(function, dict) and "name" in function and "function" not in function
     return {"function": function} if is_bare else function
@@ -181,16 +181,16 @@ def _system(columns: Mapping[str, Any]) -> list[Message]:
 
 def _tools(value: Any) -> list[Any] | None:
     """Tools as the server reads them and shows them to the template."""
-    tools = _parsed(value, "tools")
+    tools = _parse_json(value, "tools")
     if not tools:
         return None
-    listed = [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
-    check_text("tools", listed)
-    return [tool.definition for tool in read_tools(listed, ignore_unknown=True)]
+    functions = [_with_function_key(tool) for tool in tools] if isinstance(tools, list) else tools
+    check_text("tools", functions)
+    return [tool.definition for tool in read_tools(functions, ignore_unknown=True)]
 
 
-def _parsed(value: Any, column: str) -> Any:
-    """What JSON text holds; other values as they are. Columns of one type hold lists of many kinds as text."""
+def _parse_json(value: Any, column: str) -> Any:
+    """The value that JSON text holds; other values as they are."""
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
     try:

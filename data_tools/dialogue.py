@@ -160,18 +160,18 @@ def converse(
                 return Result(id=dialogue.id, dropped="empty_answer")
             messages = [*messages, answer.message]
             answers.append((len(messages), answer))
-            document = _extended(document, prompt_ids, answer)
+            document = _extend(document, prompt_ids, answer)
             if is_cut or answer.message.get("tool_calls"):
                 break
         if chat is not None and document is None:
-            for length, said in answers:
-                check_written(chat, messages[:length], dialogue.tools, said, end_ids)
+            for length, earlier in answers:
+                check_written(chat, messages[:length], dialogue.tools, earlier, end_ids)
     except RowDropped as error:
         return Result(id=dialogue.id, dropped=error.reason)
     return Result(id=dialogue.id, row=_row(dialogue, messages, answers, document if chat else None, chat))
 
 
-def _extended(document: Document | None, prompt_ids: list[int], answer: Answer) -> Document | None:
+def _extend(document: Document | None, prompt_ids: list[int], answer: Answer) -> Document | None:
     """`document` with the rest of the next prompt and its answer; None if one of them is not known, or another."""
     if document is None or answer.token_ids is None or prompt_ids[: len(document[0])] != document[0]:
         return None
@@ -186,13 +186,14 @@ def _row(
     document: Document | None,
     chat: ChatTemplate | None,
 ) -> dict[str, Any]:
-    said = {length - 1 for length, _ in answers}
-    marked = [
-        {**message, "weight": 0} if message["role"] == "assistant" and index not in said else message
+    """The row to write. Calls that were in the input are not the model's: they get weight 0."""
+    answer_places = {length - 1 for length, _ in answers}
+    weighted = [
+        {**message, "weight": 0} if message["role"] == "assistant" and index not in answer_places else message
         for index, message in enumerate(messages)
     ]
     last = answers[-1][1]
-    row: dict[str, Any] = {"id": dialogue.id, "messages": marked, "finish_reason": last.finish_reason}
+    row: dict[str, Any] = {"id": dialogue.id, "messages": weighted, "finish_reason": last.finish_reason}
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
     if last.model is not None:

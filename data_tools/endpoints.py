@@ -160,7 +160,8 @@ class EndpointAnswers(Answers):
             prompt = next(conversing)
             while True:
                 answer = await self._ask(client, prompt, dialogue.id, worker)
-                self._has_answered, self._num_failed = True, 0
+                self._has_answered = True
+                self._num_failed = 0
                 self._settle_refused(are_final=True)
                 self.on_tokens(answer.num_tokens)
                 prompt = conversing.send(answer)
@@ -254,22 +255,23 @@ class EndpointAnswers(Answers):
 
     def _read(self, prompt: Prompt, reply: Reply) -> Answer:
         """Raises EndpointError and RowDropped for an end that is none."""
-        reason, ids = reply.finish_reason, reply.token_ids
+        reason = reply.finish_reason
+        ids = reply.token_ids
         if reason in BROKEN:
             raise EndpointError(f"the endpoint ended an answer with {reason!r}")
         if reason not in ENDS:
             raise RowDropped("no_answer", f"the endpoint ended an answer with {reason!r}")
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "finish_reason": reason,
             "num_tokens": reply.num_tokens,
             "model": reply.model or self.model,
         }
         if self.chat is None:
-            return Answer(message=reply.message, **known)
-        if ids is not None and (reason == "length" or not self.end_ids or ids[-1:] and ids[-1] in self.end_ids):
-            return Answer(message=self.read(prompt, ids), token_ids=ids, **known)
+            return Answer(message=reply.message, **fields)
+        if ids is not None and (reason == "length" or not self.end_ids or not self.end_ids.isdisjoint(ids[-1:])):
+            return Answer(message=self.read(prompt, ids), token_ids=ids, **fields)
         message = self.read(prompt, self.chat.encode([reply.content])[0])
-        return Answer(message=message, text=reply.content, **known)
+        return Answer(message=message, text=reply.content, **fields)
 
     def _body(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": params.max_tokens, "seed": params.seed}

@@ -184,12 +184,16 @@ def from_map(path: Path) -> Counted:
 def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
     """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
     report = read_report(path)
-    vocab_size, special_ids, end_ids = report["vocab_size"], report.get("special_ids"), report.get("end_ids")
+    vocab_size = report["vocab_size"]
+    special_ids = report.get("special_ids")
+    end_ids = report.get("end_ids")
     if config.target:
         target = load_target_tokenizer(config)
         if target.hash != report["tokenizer_hash"]:
             raise ValueError(f"{path} was prepared with another tokenizer than that of target {config.target}")
-        vocab_size, special_ids, end_ids = target.vocab_size, target.special_ids, target.end_ids
+        vocab_size = target.vocab_size
+        special_ids = target.special_ids
+        end_ids = target.end_ids
     if special_ids is None or end_ids is None:
         raise ValueError(f"{path} was prepared by an earlier version, which did not tell end tokens; add --target")
     counts = count_tokens(path, config.split, vocab_size, config.num_proc)

@@ -68,10 +68,12 @@ def read_turn(
     is_cut: bool = False,
 ) -> Turn:
     """The last of `messages`, an answer. Raises RowDropped."""
-    answer, number = messages[-1], len(messages)
+    answer = messages[-1]
+    number = len(messages)
     if number == 1:
         raise RowDropped("starts_with_assistant", "the first answer has no prompt")
-    prompt, text = chat.render(messages[:-1], tools, prompt=True), chat.render(messages, tools)
+    prompt = chat.render(messages[:-1], tools, prompt=True)
+    text = chat.render(messages, tools)
     if not text.startswith(prompt):
         raise RowDropped("prompt_rewritten", f"message {number} does not follow the template's own prompt")
     check_rendered(answer, text[len(prompt) :], number)
@@ -136,5 +138,5 @@ def token_ids(prompt: str, text: str, encode: Callable[[Sequence[str]], list[lis
 
 
 def end_of_answer(ids: Sequence[int], start: int, end_ids: Set[int]) -> int:
-    """Just after the first end token from `start` on; the end of a turn without one."""
+    """The place just after the first end token from `start` on; the end of a turn without one."""
     return next((index + 1 for index in range(start, len(ids)) if ids[index] in end_ids), len(ids))

@@ -36,7 +36,7 @@ from slipstream.data_tools.options import (
 )
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
-from slipstream.models.files.atomic import atomic_file, naming, open_locked
+from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
 from slipstream.serve.llm import LLM
@@ -178,7 +178,7 @@ class Journal:
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
-        with naming(self.path):
+        with full_disk_errors(self.path):
             self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
         self.ids.add(row["id"])
@@ -244,25 +244,27 @@ def regenerate(config: RegenerateConfig) -> None:
     if continues:
         check_options(options, output, dropped_path, report_path)
     failed = read_failed(report_path) if continues else set()
-    every = DialogueReader(config)
-    total = sum(1 for _ in tqdm(every, unit=" rows", desc="read", leave=False))
-    if not total and not every.dropped:
+    reader = DialogueReader(config)
+    total = sum(1 for _ in tqdm(reader, unit=" rows", desc="read", leave=False))
+    if not total and not reader.dropped:
         raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
     with (
         Journal(output, anew=config.overwrite) as kept,
         # If the output is gone, the list of dropped rows is from another run.
         Journal(dropped_path, anew=config.overwrite or kept.is_new) as dropped,
-        tqdm(total=total, initial=len((kept.ids | dropped.ids) & every.ids.keys()), unit=" rows", desc="answer") as bar,
+        tqdm(
+            total=total, initial=len((kept.ids | dropped.ids) & reader.ids.keys()), unit=" rows", desc="answer"
+        ) as bar,
     ):
         progress = Progress(kept, dropped, bar)
         write_report(report_path, {"options": options, "failed_ids": sorted(failed)})
         try:
             answer_all(config, source, in_order(DialogueReader(config), kept.ids | dropped.ids, failed), progress)
         finally:
-            report = summary(options, every, progress, dropped, failed)
+            report = summary(options, reader, progress, dropped, failed)
             write_report(report_path, report)
         for path in (output, dropped_path):
-            sort_rows(path, every.ids)
+            sort_rows(path, reader.ids)
     show_report(output, report)
     if progress.failures:
         first = next(iter(progress.failures.values()))
@@ -271,7 +273,7 @@ def regenerate(config: RegenerateConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Who answers."""
+    """The model that answers, and how it is reached."""
 
     target: TargetTokenizer | None  # None: the endpoints render the messages
     model: str | None = None  # at the endpoints
@@ -303,13 +305,13 @@ def hash_of(target: TargetTokenizer, config: RegenerateConfig) -> str:
 
 def in_order(reader: Iterable[Dialogue], done: Set[str], failed: Set[str]) -> Iterator[Dialogue]:
     """The dialogues that are not done, those that failed in an earlier run last."""
-    late = []
+    last = []
     for dialogue in reader:
         if dialogue.id in failed and dialogue.id not in done:
-            late.append(dialogue)
+            last.append(dialogue)
         elif dialogue.id not in done:
             yield dialogue
-    yield from late
+    yield from last
 
 
 def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dialogue], progress: Progress) -> None:

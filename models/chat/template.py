@@ -92,7 +92,7 @@ class PromptTemplate:
 
     @functools.cached_property
     def _conversions(self) -> tuple[Conversion | None, Conversion | None]:
-        """What calls' arguments go through, without and with tools; None where the template takes both forms alike.
+        """The conversion of calls' arguments, without and with tools; None where the template takes both forms alike.
 
         Objects are transformers' convention; templates that write JSON would quote OpenAI's text twice. Others, such
         as DeepSeek's, insert the text: they refuse an object, or write it in Python's form.

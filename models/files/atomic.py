@@ -197,7 +197,7 @@ class FolderLock:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def full_disk_errors(path: Path) -> Iterator[None]:
     """Gives errors of a full disk, which name no file, the name of `path`, which the block writes."""
     try:
         yield
@@ -218,7 +218,7 @@ def _staging(real: Path) -> Iterator[Path]:
     """The staging folder of `real`, locked and otherwise empty; removed afterwards."""
     folder = staging_path(real)
     real.parent.mkdir(parents=True, exist_ok=True)
-    with naming(real), _open_staging(folder, real):
+    with full_disk_errors(real), _open_staging(folder, real):
         _finish(folder, real)
         try:
             yield folder
