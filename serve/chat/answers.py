@@ -24,7 +24,6 @@ from slipstream.serve.chat.parser import AnswerParser, Syntax
 from slipstream.serve.chat.tags import AnswerGrammar
 from slipstream.serve.chat.tools import ToolChoice, ToolError
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.grammar.grammars import MOST_CHARS, translate
 from slipstream.serve.request import Grammar
 
 TAIL = 32  # tokens of a prompt that may begin or end the reasoning of its answer
@@ -42,6 +41,7 @@ class AnswerFormat:
     parser: Callable[[], AnswerParser] | None = None
     has_reasoning: bool = False
     hidden: Callable[[str], str] = str  # a text as the decoder would give it
+    grammar_field: str = "tools"  # of the request, which is at fault where the grammar cannot be served
 
     def stops(self, stop: Sequence[str]) -> list[str]:
         """Stop strings, as decoded text may hold them."""
@@ -69,8 +69,7 @@ class ChatFormat:
             self._stop_ids = tuple(id for name, id in markers.ids.items() if self.tools.call[0].endswith(name))
 
     def answer(self, choice: ToolChoice, prompt: Sequence[int], content: Grammar | None) -> AnswerFormat:
-        """Of a request whose content has a grammar or none. Raises ToolError, and ValueError for a wrong grammar."""
-        content = None if content is None else translate(content)
+        """Of a request whose content has a grammar or none. Raises ToolError."""
         if choice.mode != "none":
             self._check_tools()
         if choice.mode == "none" and self.reasoning is None:
@@ -80,11 +79,7 @@ class ChatFormat:
         is_closed = self._closed.search(tail) is not None
         grammar = None
         if content is not None or choice.is_enforced:
-            tag = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
-            try:
-                grammar = translate(tag, MOST_CHARS + (0 if content is None else len(content.text)))
-            except ValueError as error:
-                raise ToolError("tools", f"cannot be enforced: the grammar of the answer {error}") from error
+            grammar = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
         syntax = self._without_tools if choice.mode == "none" else self._with_tools
         schemas = {tool.name: tool.parameters for tool in choice.callable_tools}
         return AnswerFormat(

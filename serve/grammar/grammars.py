@@ -1,8 +1,8 @@
 """Grammars of answers, by xgrammar: what a client asks for is checked, compiled once, and followed token by token.
 
-`translate` runs where requests are read: a client learns at once what is wrong, and nobody reads a schema again.
-`Grammars` belongs to an engine and compiles on threads of its own, without Python's lock; a server tries each grammar
-before (serve/grammar/trials.py). xgrammar is loaded with the first grammar.
+`translate` reads a grammar once for all. A server does so in a process that it can kill, where it tries to compile each
+grammar (serve/grammar/trials.py). `Grammars` belongs to an engine and compiles on threads of its own, without Python's
+lock. xgrammar is loaded with the first grammar.
 Letters: N nodes of a proposal, root included; V vocabulary.
 """
 
@@ -40,13 +40,16 @@ LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a wo
 WORD_BITS = 32
 
 
-def translate(grammar: Grammar, most_chars: int = MOST_CHARS) -> Grammar:
-    """A grammar of up to `most_chars` in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that
-    cannot be served."""
+def check_length(grammar: Grammar) -> None:
+    if len(grammar.text) > MOST_CHARS:
+        raise ValueError(f"has {len(grammar.text)} characters; the limit is {MOST_CHARS}")
+
+
+def translate(grammar: Grammar) -> Grammar:
+    """A grammar in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that cannot be served."""
     if grammar.kind == "ast":
         return grammar
-    if len(grammar.text) > most_chars:
-        raise ValueError(f"has {len(grammar.text)} characters; the limit is {most_chars}")
+    check_length(grammar)
     text = parse(grammar).serialize_json()
     if len(text) > MOST_TRANSLATED:
         raise ValueError(f"has {len(text)} characters once it is translated; the limit is {MOST_TRANSLATED}")
@@ -78,8 +81,13 @@ def parse(grammar: Grammar) -> Any:
 
 
 def as_element(grammar: Grammar) -> dict[str, Any]:
-    """Of a structural tag. Raises ValueError as `translate`."""
-    return {"type": "grammar", "grammar": str(parse(grammar))}
+    """A grammar within a structural tag, whose translation translates it, too."""
+    kind, given = grammar
+    if kind == "structural_tag":
+        return dict(json.loads(given)["format"])
+    if kind in ("json_object", "json_schema"):
+        return {"type": "json_schema", "json_schema": json.loads(given) if given else {"type": "object"}}
+    return {"type": "grammar", "grammar": given} if kind == "ebnf" else {"type": kind, "text": given}
 
 
 def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
@@ -93,6 +101,8 @@ def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
         for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
             raise Unsupported("", f"{name} of a json_schema in a structural tag")
         return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"))))}
+    if tag.keys() == {"type", "text"} and tag["type"] in ("regex", "choice"):
+        return {"type": "grammar", "grammar": str(parse(Grammar(tag["type"], tag["text"])))}
     if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
         rewrite(tag.get("json_schema"))
         return tag
@@ -195,12 +205,13 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def read_vocabulary(tokenizer: Any, vocab_size: int, end_ids: Collection[int] = ()) -> Any:
+def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Collection[int] = ()) -> Any:
     """xgrammar's TokenizerInfo, without the ids from `vocab_size` on, and without those after the last token, which
     have no text: the library would forbid them one by one, in each mask."""
     import xgrammar
 
-    size = min(vocab_size, 1 + max((*tokenizer.get_vocab().values(), *end_ids)))
+    size = 1 + max((*tokenizer.get_vocab().values(), *end_ids))
+    size = size if vocab_size is None else min(size, vocab_size)
     return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(end_ids) or None)
 
 

@@ -1,7 +1,8 @@
-"""Compiles a grammar in a process that can be killed, to learn whether that ends within limits.
+"""Translates and compiles a grammar in a process that can be killed, to learn whether that ends within limits.
 
 xgrammar cannot be interrupted, and what it has compiled cannot be sent to another process in bounded space. So a server
-tries a grammar in a process of serve/grammar/trial_process.py before the engine compiles it.
+tries a grammar in a process of serve/grammar/trial_process.py, and gives its translation to the engine, which compiles
+it again. Python reads a client's schema there alone, and holds up no other client.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER
+from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED
 from slipstream.serve.request import Grammar
 
 MODULE = "slipstream.serve.grammar.trial_process"
@@ -35,8 +36,8 @@ class Unavailable(Exception):
 class TrialProcess:
     """The process that is forked for each trial. `load_tokenizer` is pickled. All methods belong to one event loop."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
-        self._vocabulary = pickle.dumps((load_tokenizer, vocab_size))
+    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
+        self._load_tokenizer = pickle.dumps(load_tokenizer)
         self._lock = asyncio.Lock()  # one message and its answer at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -59,7 +60,7 @@ class TrialProcess:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._socket.setblocking(False)
-        self._socket.send(self._vocabulary)
+        self._socket.send(self._load_tokenizer)
 
     def close(self) -> None:
         """Ends the process. Trials end with their answers, or their CPU time."""
@@ -69,9 +70,9 @@ class TrialProcess:
             self._process.wait()
         self._process = self._socket = None
 
-    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None:
-        """Returns once the grammar is compiled, or `abandoned`. Raises ValueError with the library's refusal; TooLong
-        after `seconds` of CPU time; Crashed; Unavailable."""
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar:
+        """The translation of a grammar that compiles; the grammar itself once it is `abandoned`. Raises ValueError with
+        the refusal; TooLong after `seconds` of CPU time; Crashed; Unavailable."""
         connection, theirs = socket.socketpair()
         with theirs:
             pid = await self._fork(theirs)
@@ -82,12 +83,14 @@ class TrialProcess:
         finally:
             writer.close()
             status = await self._end(pid)
-        if answer == COMPILED or abandoned.is_set():
-            return
+        if abandoned.is_set():
+            return grammar
         if answer is None:
             raise Unavailable(f"the grammar did not get {seconds:g} s of CPU time within {WALL_FACTOR * seconds:g} s")
-        if answer:
-            raise ValueError(answer.decode())
+        if answer[:1] == COMPILED:
+            return Grammar("ast", answer[1:].decode())
+        if answer[:1] == REFUSED:
+            raise ValueError(answer[1:].decode())
         raise TooLong if status == -signal.SIGPROF else Crashed
 
     async def _answer(self, reader: asyncio.StreamReader, seconds: float, abandoned: asyncio.Event) -> bytes | None:

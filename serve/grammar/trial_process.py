@@ -4,8 +4,8 @@ python -m slipstream.serve.grammar.trial_process FD      # of a socket that keep
 
 This process loads the library and a vocabulary, which takes seconds, and is then forked for each trial, which takes
 milliseconds, so nobody waits where a trial has to be killed. It starts no thread, since those do not survive a fork.
-Messages in: first a pickle of what loads the tokenizer and of the vocabulary's size; then FORK with the socket of a
-trial, answered by the trial's process id; or such an id, whose process is ended, answered by its exit status.
+Messages in: first a pickle of what loads the tokenizer; then FORK with the socket of a trial, answered by the trial's
+process id; or such an id, whose process is ended, answered by its exit status.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -21,11 +21,11 @@ import sys
 import traceback
 from typing import Any
 
-from slipstream.serve.grammar.grammars import NICENESS, compile_with, make_compiler, read_vocabulary
+from slipstream.serve.grammar.grammars import NICENESS, compile_with, make_compiler, read_vocabulary, translate
 
 NUMBER = struct.Struct("!i")
 FORK = b"fork"
-COMPILED = b"compiled"  # what a trial answers, or the sentence that refuses the grammar
+COMPILED, REFUSED = b"+", b"-"  # how a trial's answer begins, before the grammar's translation or a sentence
 MOST_MESSAGE = 64 * 2**10
 MOST_BYTES = 4 * 2**30  # of a trial's data
 
@@ -33,8 +33,8 @@ MOST_BYTES = 4 * 2**30  # of a trial's data
 def main() -> None:
     os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as server:
-        load_tokenizer, vocab_size = pickle.loads(server.recv(MOST_MESSAGE))
-        vocabulary = read_vocabulary(load_tokenizer(), vocab_size)
+        load_tokenizer = pickle.loads(server.recv(MOST_MESSAGE))
+        vocabulary = read_vocabulary(load_tokenizer())
         gc.freeze()  # or a collection in a trial would copy all memory
         while True:
             message, descriptors, _, _ = socket.recv_fds(server, MOST_MESSAGE, 1)
@@ -71,19 +71,20 @@ def end(pid: int) -> int:
 
 
 def run_trial(connection: socket.socket, vocabulary: Any) -> None:
-    """Compiles the grammar that comes over `connection`, and answers. SIGPROF ends the process after the CPU time that
-    the grammar may take, on all cores together, also if nobody is left to kill it."""
+    """Translates and compiles the grammar that comes over `connection`, and answers. SIGPROF ends the process after the
+    CPU time that the grammar may take, on all cores together, also if nobody is left to kill it."""
     with connection.makefile("rb") as file:
         grammar, seconds = pickle.load(file)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES if hard < 0 else min(MOST_BYTES, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        compile_with(make_compiler(vocabulary), grammar)
+        translated = translate(grammar)
+        compile_with(make_compiler(vocabulary), translated)
+        answer = COMPILED + translated.text.encode()
     except ValueError as refusal:
-        connection.sendall(str(refusal).encode())
-    else:
-        connection.sendall(COMPILED)
+        answer = REFUSED + str(refusal).encode(errors="replace")
+    connection.sendall(answer)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,15 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slipstream.serve.grammar.grammars import check_length
 from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
 from slipstream.serve.request import Grammar
 
 SHORT_SECONDS = 1.0  # CPU time of a short try
 MOST_SHORT = 64  # grammars that wait for their short try
 MOST_LONG = 8  # for their second one, which may take 20 times as long
-MOST_VERDICTS = 4096
+MOST_REMEMBERED = 64 * 2**20  # bytes of verdicts
+LEAST_SIZE = 256  # bytes of a verdict, beside its characters
 CRASHED = "the grammar needs too much memory to compile, or makes the compiler fail; simplify it"
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,21 @@ class Compiler(Protocol):
 
     def start(self) -> None: ...
 
-    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None: ...
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar: ...
 
     def close(self) -> None: ...
 
 
+Verdict = Grammar | str  # a translation, or the sentence that refuses it
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """A grammar that is wanted. `verdict`: nothing, or the sentence that refuses it."""
+    """A grammar that is wanted."""
 
     grammar: Grammar
     name: bytes
-    verdict: asyncio.Future[str]
+    verdict: asyncio.Future[Verdict]
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0  # requests
 
@@ -76,6 +81,31 @@ class Lane:
         return self._jobs.popleft()
 
 
+class Verdicts:
+    """Those used last, by the digests of their grammars."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._num_chars = 0
+
+    def find(self, name: bytes) -> Verdict | None:
+        if name in self._known:
+            self._known.move_to_end(name)
+        return self._known.get(name)
+
+    def add(self, name: bytes, verdict: Verdict) -> None:
+        if name in self._known:  # a trial that was given up may have ended all the same
+            return
+        self._known[name] = verdict
+        self._num_chars += size_of(verdict)
+        while self._num_chars > MOST_REMEMBERED:
+            self._num_chars -= size_of(self._known.popitem(last=False)[1])
+
+
+def size_of(verdict: Verdict) -> int:
+    return LEAST_SIZE + len(verdict if isinstance(verdict, str) else verdict.text)
+
+
 class Trials:
     """`seconds`: CPU time that compiling a grammar may take. All methods belong to one event loop."""
 
@@ -84,24 +114,24 @@ class Trials:
         self._short = Lane(min(SHORT_SECONDS, seconds), MOST_SHORT)
         self._long = Lane(seconds, MOST_LONG)
         self._jobs: dict[bytes, Job] = {}  # those not yet decided
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._verdicts = Verdicts()
         self._workers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Loads in the background what the first grammar would have to wait for."""
         self._compiler.start()
 
-    async def admit(self, grammar: Grammar) -> None:
-        """Returns once it is known that the grammar compiles within the limits. Raises ValueError, in a sentence, if it
-        does not; Busy; Unavailable."""
+    async def admit(self, grammar: Grammar) -> Grammar:
+        """The translation of a grammar that compiles within the limits. Raises ValueError, in a sentence, for another;
+        Busy; Unavailable."""
+        check_length(grammar)
         name = grammar.digest()
-        verdict = self._verdicts.get(name)
-        if verdict is not None:
-            self._verdicts.move_to_end(name)
-        else:
+        verdict = self._verdicts.find(name)
+        if verdict is None:
             verdict = await self._decide(self._jobs.get(name) or self._add(grammar, name))
-        if verdict:
+        if isinstance(verdict, str):
             raise ValueError(verdict)
+        return verdict
 
     async def aclose(self) -> None:
         for worker in self._workers:
@@ -117,7 +147,7 @@ class Trials:
         self._jobs[name] = job
         return job
 
-    async def _decide(self, job: Job) -> str:
+    async def _decide(self, job: Job) -> Verdict:
         job.num_waiting += 1
         try:
             return await asyncio.shield(job.verdict)
@@ -140,7 +170,7 @@ class Trials:
 
     async def _try(self, job: Job, lane: Lane) -> None:
         try:
-            await self._compiler.attempt(job.grammar, lane.seconds, job.abandoned)
+            translated = await self._compiler.attempt(job.grammar, lane.seconds, job.abandoned)
         except ValueError as refusal:
             self._remember(job, str(refusal))
         except TooLong:
@@ -151,7 +181,7 @@ class Trials:
             self._fail(job, error)
         else:
             if not job.abandoned.is_set():
-                self._remember(job, "")
+                self._remember(job, translated)
 
     def _lengthen(self, job: Job, lane: Lane) -> None:
         """A job whose time is up waits for a longer try, if there is one."""
@@ -166,10 +196,8 @@ class Trials:
         except Busy as busy:
             self._fail(job, busy)
 
-    def _remember(self, job: Job, verdict: str) -> None:
-        self._verdicts[job.name] = verdict
-        if len(self._verdicts) > MOST_VERDICTS:
-            self._verdicts.popitem(last=False)
+    def _remember(self, job: Job, verdict: Verdict) -> None:
+        self._verdicts.add(job.name, verdict)
         if not job.abandoned.is_set():
             del self._jobs[job.name]
             job.verdict.set_result(verdict)

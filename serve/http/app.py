@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -50,13 +50,10 @@ from slipstream.serve.http.schemas import (
 from slipstream.serve.http.unread_bodies import UnreadBodies
 from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.request import Grammar
+from slipstream.serve.request import Request as RequestOfEngine
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
 LONG_SCORED = 256  # tokens whose log-probabilities or traces a thread writes, while the event loop serves others
-
-# Of short bodies: schemas and patterns cost far more than their bytes tell, so nobody else waits for them.
-COSTLY_FIELDS = frozenset(("tools", "response_format", "structured_outputs", "json_schema", "regex", "ebnf", "text"))
 
 Fields = dict[str, Any]  # of a body
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -86,7 +83,7 @@ class Api:
         num_cores = os.cpu_count() or 1
         self.short_pool = BoundedPool(min(max(num_cores // 2, 1), 8), self.max_open)
         self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
-        self.costly_pool = BoundedPool(min(max(num_cores // 4, 1), 4), self.max_open)
+        self.tools_pool = BoundedPool(min(max(num_cores // 4, 1), 4), self.max_open)
         self._watchers: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
 
     async def answer(self, kind: Kind, request: Request) -> Response:
@@ -95,13 +92,13 @@ class Api:
         try:
             async with deadline.watched():
                 call, left = await self._take(partial(self._read_call, kind), request)
-                await self._try_grammar(call.requests[0].params.grammar, left)
+                requests = await self._with_grammar(call, left)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
         note(answer=call.requests[0].id.rpartition("-")[0], stream=call.stream)
         completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline)
-        requests = [replace(choice, client=request.state.client) for choice in call.requests]
+        requests = [replace(choice, client=request.state.client) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
@@ -193,32 +190,36 @@ class Api:
             return await self._while_there(left, self._read_in_pool(read, raw)), left
 
     async def _read_in_pool(self, read: Callable[[Fields], Taken], raw: bytes) -> Taken:
-        """What is read on a thread of the pool for bodies that cost as much."""
+        """What is read on a thread. Schemas of tools may cost far more than their bytes tell, so bodies with tools have
+        threads of their own, as long bodies do."""
 
         def parsed() -> Fields:
             return parse_json(raw, self.frontend.limits.values)
 
         def read_cheap() -> tuple[Fields, Taken | None]:
             fields = parsed()
-            return fields, None if fields.keys() & COSTLY_FIELDS else read(fields)
+            return fields, None if fields.get("tools") else read(fields)
 
         if len(raw) > SHORT_BODY_BYTES:
             return await self.long_pool.run(lambda: read(parsed()))
         fields, taken = await self.short_pool.run(read_cheap)
-        return await self.costly_pool.run(read, fields) if taken is None else taken
+        return await self.tools_pool.run(read, fields) if taken is None else taken
 
-    async def _try_grammar(self, grammar: Grammar | None, left: asyncio.Task[None]) -> None:
-        """Raises ApiError for a grammar that does not compile within the limits; ClientDisconnect."""
-        if grammar is None:
-            return
+    async def _with_grammar(self, call: AnyCall, left: asyncio.Task[None]) -> Sequence[RequestOfEngine]:
+        """The requests of a call, whose grammar is translated. Raises ApiError for one that does not compile within the
+        limits; ClientDisconnect."""
+        if call.answers.grammar is None:
+            return call.requests
         try:
-            await self._while_there(left, self.trials.admit(grammar))
+            grammar = await self._while_there(left, self.trials.admit(call.answers.grammar))
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            field = call.answers.grammar_field
+            raise ApiError(400, f"{field}: {error}", field) from error
         except Busy as error:
             raise ApiError(429, str(error), code="server_overloaded") from error
         except Unavailable as error:
             raise ApiError(503, f"{error}; try again later", code="server_overloaded") from error
+        return [replace(one, params=replace(one.params, grammar=grammar)) for one in call.requests]
 
     async def _while_there(self, left: asyncio.Task[None], work: Coroutine[Any, Any, Taken]) -> Taken:
         """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +14,6 @@ from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
-from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
 from slipstream.serve.http.logprobs import Echo
@@ -23,14 +23,12 @@ from slipstream.serve.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    SamplingBody,
     TokenizeBody,
     grammar_of,
 )
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.request import (
     EngineInfo,
-    Grammar,
     Request,
     SamplingParams,
     check_token_ids,
@@ -189,7 +187,7 @@ class Frontend:
     def read(self, body: CallBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
         """The Requests, and how their answers are read."""
         self.check_choices(body)
-        grammar = translated_grammar(body, self._ignore_unknown)
+        grammar, field = grammar_of(body, ignore_unknown=self._ignore_unknown) or (None, "tools")
         if not isinstance(body, CompletionBody):
             tools = self.tool_choice(body)
             prompts = [self.chat_prompt(body, tools)]
@@ -208,7 +206,7 @@ class Frontend:
                 requests.append(
                     Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=namespace)
                 )
-        return requests, answers
+        return requests, replace(answers, grammar_field=field)
 
     def echoes(self, body: CallBody, requests: Sequence[Request]) -> list[Echo]:
         """What the choices repeat, in order; empty where they repeat nothing."""
@@ -263,18 +261,6 @@ def check_prompt_logprobs(body: CompletionBody, num_tokens: int) -> None:
             f"tokens); the limit is {MAX_PROMPT_LOGPROBS}: ask for fewer, or send fewer or shorter prompts"
         )
         raise ApiError(400, message, field)
-
-
-def translated_grammar(body: SamplingBody, ignore_unknown: bool) -> Grammar | None:
-    """What the answer must be, in the library's form. Raises ApiError for a grammar that cannot be served."""
-    found = grammar_of(body, ignore_unknown=ignore_unknown)
-    if found is None:
-        return None
-    grammar, field = found
-    try:
-        return translate(grammar)
-    except ValueError as error:
-        raise ApiError(400, f"{field}: {error}", field) from error
 
 
 def digest(salt: str) -> str:

@@ -12,7 +12,6 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from slipstream.serve.chat.tools import ToolError
-from slipstream.serve.grammar.grammars import as_element, translate
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import ChatBody, read_body
@@ -233,7 +232,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     ({"separate_reasoning": False}, "separate_reasoning", "send true"),
-    ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format", "cannot be used"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.format", "object"),
     ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "not valid JSON"),
 ]
@@ -283,13 +281,15 @@ def test_grammars_reach_the_engine(frontend: Frontend) -> None:
 
     assert grammar(tools=TOOLS) is grammar(tools=TOOLS, tool_choice="none") is None
     for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"parallel_tool_calls": False}):
-        assert grammar(tools=TOOLS, **fields) is not None
+        found = grammar(tools=TOOLS, **fields)
+        assert found is not None
+        assert found.kind == "structural_tag"
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["weather"]}}
-    content = as_element(Grammar("json_schema", json.dumps(SCHEMAS["weather"])))
-    think = frontend.chat._grammar._before(is_open=False, is_closed=False)
-    assert [one["type"] for one in think] == ["optional"], "the answer may begin with reasoning"
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [*think, content]}}
-    assert grammar(response_format=schema) == translate(Grammar("structural_tag", json.dumps(tag)))
+    found = grammar(response_format=schema)
+    assert found is not None
+    think, content = json.loads(found.text)["format"]["elements"]
+    assert think["type"] == "optional", "the answer may begin with reasoning"
+    assert content["json_schema"] == SCHEMAS["weather"]
     tag = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</a>"}
     older = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
     newer = {"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag]}}

@@ -8,17 +8,24 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
-from slipstream.serve.grammar.trials import MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
+from slipstream.serve.grammar.trials import LEAST_SIZE, MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
+from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
+from slipstream.tests.serve.fake_server import COMPLETIONS, serving
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 LIMIT = 20.0
+
+
+def translation_of(text: str) -> Grammar:
+    return Grammar("ast", f"translated {text}")
 
 
 class Desk:
@@ -26,16 +33,16 @@ class Desk:
 
     def __init__(self, seconds: float = LIMIT) -> None:
         self.begun = list[tuple[str, float]]()
-        self.running: dict[str, asyncio.Future[None]] = {}
+        self.running: dict[str, asyncio.Future[Grammar]] = {}
         self.abandoned = list[str]()
         self.trials = Trials(self, seconds)
-        self.requests: dict[str, list[asyncio.Task[None]]] = {}
+        self.requests: dict[str, list[asyncio.Task[Grammar]]] = {}
 
     def start(self) -> None: ...
 
     def close(self) -> None: ...
 
-    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> None:
+    async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar:
         self.begun.append((grammar.text, seconds))
         end = self.running[grammar.text] = asyncio.get_running_loop().create_future()
         left = asyncio.create_task(abandoned.wait())
@@ -44,8 +51,8 @@ class Desk:
         left.cancel()
         if abandoned.is_set():
             self.abandoned.append(grammar.text)
-        else:
-            end.result()
+            return grammar
+        return end.result()
 
     async def ask(self, *texts: str) -> None:
         """A request for each."""
@@ -61,7 +68,7 @@ class Desk:
 
     async def end(self, text: str, error: Exception | None = None) -> None:
         if error is None:
-            self.running[text].set_result(None)
+            self.running[text].set_result(translation_of(text))
         else:
             self.running[text].set_exception(error)
         await self.settle()
@@ -76,7 +83,10 @@ class Desk:
         if not task.done():
             return ""
         error = task.exception()
-        return "compiled" if error is None else f"{type(error).__name__}: {error}"
+        if error is not None:
+            return f"{type(error).__name__}: {error}"
+        assert task.result() == translation_of(text)
+        return "compiled"
 
 
 def played(play: Callable[[Desk], Awaitable[None]], seconds: float = LIMIT) -> None:
@@ -159,6 +169,20 @@ def test_too_many_are_refused() -> None:
     played(play)
 
 
+def test_translations_are_forgotten_where_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(desk: Desk) -> None:
+        monkeypatch.setattr("slipstream.serve.grammar.trials.MOST_REMEMBERED", 3 * (LEAST_SIZE + len("translated 1")))
+        for text in "1", "2", "3", "1", "4":
+            await desk.ask(text)
+            if text in desk.running:
+                await desk.end(text)
+        await desk.ask("1", "3", "2")
+        assert "2" in desk.running
+        assert [text for text, _ in desk.begun] == ["1", "2", "3", "4", "2"], "2 was not asked for as lately as 1"
+
+    played(play)
+
+
 def test_only_verdicts_are_remembered() -> None:
     """Whether a trial takes too long, crashes or cannot begin, says nothing of the next."""
 
@@ -174,7 +198,7 @@ def test_only_verdicts_are_remembered() -> None:
         num_begun = len(desk.begun)
         for _ in range(2):
             await desk.ask("unlucky", "wrong")
-        assert [task.exception() for task in desk.requests["unlucky"]] == [None] * 3
+        assert [task.result() for task in desk.requests["unlucky"]] == [translation_of("unlucky")] * 3
         assert [str(task.exception()) for task in desk.requests["wrong"]] == ["is wrong"] * 3
         assert len(desk.begun) == num_begun
 
@@ -183,15 +207,15 @@ def test_only_verdicts_are_remembered() -> None:
 
 @contextmanager
 def processes() -> Iterator[TrialProcess]:
-    process = TrialProcess(partial(load_tokenizer, TINY), 4096)
+    process = TrialProcess(partial(load_tokenizer, TINY))
     try:
         yield process
     finally:
         process.close()
 
 
-SLOW = translate(Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600))  # some seconds
-QUICK = translate(Grammar("regex", "[ab]{1,3}"))
+SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # some seconds
+QUICK = Grammar("json_schema", '{"type": "string", "maxLength": 9}')
 
 
 def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
@@ -199,7 +223,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
 
     async def run(process: TrialProcess) -> None:
         wanted = asyncio.Event()
-        await process.attempt(QUICK, 9.0, wanted)
+        assert await process.attempt(QUICK, 9.0, wanted) == translate(QUICK), "equal schemas have equal translations"
         loaded = psutil.Process(process.pid)
         with pytest.raises(ValueError, match="cannot be used"):
             await process.attempt(Grammar("regex", "(a"), 9.0, wanted)
@@ -232,8 +256,38 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
 
 def test_without_a_process_nothing_is_tried() -> None:
     async def run() -> None:
-        process = TrialProcess(partial(load_tokenizer, TINY / "missing"), 4096)
+        process = TrialProcess(partial(load_tokenizer, TINY / "missing"))
         with pytest.raises(Unavailable, match="does not start"):
             await process.attempt(QUICK, 9.0, asyncio.Event())
 
     asyncio.run(run())
+
+
+def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_target: str) -> None:
+    with (
+        serving(ServeConfig(target=byte_target, port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"contains": {}}}}
+        unknown = {"type": "structural_tag", "format": {"type": "x"}}
+        for field, fields, message in (
+            ("regex", {"regex": "(a"}, "cannot be used"),
+            ("regex", {"regex": "a" * 70_000}, "has 70000 characters; the limit is 65536"),
+            (
+                "response_format.json_schema.schema",
+                {"response_format": schema},
+                "contains at the root is not supported",
+            ),
+            ("response_format", {"response_format": unknown}, "cannot be used"),
+        ):
+            answer = client.post(COMPLETIONS, json={"prompt": "x", "stream": True, **fields})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field)
+            assert error["message"].startswith(f"{field}: ")
+            assert message in error["message"]
+        asked = {"prompt": "x", "max_tokens": 2, "n": 2, "regex": "[a-c]+"}
+        assert client.post(COMPLETIONS, json=asked).status_code == 200
+        server.api.trials._short.most = 0
+        busy = client.post(COMPLETIONS, json={**asked, "regex": "[a-d]+"})
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "server_overloaded")
+        assert client.post(COMPLETIONS, json=asked).status_code == 200, "a known one"

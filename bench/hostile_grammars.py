@@ -1,0 +1,265 @@
+"""What hostile schemas, patterns and tools of one client cost the others: /health, another stream, another's grammar.
+
+python bench/hostile_grammars.py
+python bench/hostile_grammars.py --only pattern,tools
+
+Starts `serve` on a free port. While a client streams, and another asks for grammars that compile at once, each case
+sends several bodies of up to 64 KiB together, hangs up after some seconds, and looks after two more at what still runs.
+Prints a line for each case and one of JSON: milliseconds of /health (median, 99th percentile, most) and of the stream's
+longest gap (before, meanwhile), seconds that the innocent grammars took, trials that go on and cores that are busy once
+everybody has left. The bundled target has no tools, so the server gets it with a template that has.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+
+from slipstream.bench.lines import Lines, origin
+from slipstream.bench.soak import JSON, Server, session_to
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROBE_S, QUIET_S, AFTER_S, WINDOW_S = 0.02, 3.0, 2.0, 0.5
+MOST_CHARS = 64 * 2**10 - 200
+TEMPLATE = (
+    "{%- for tool in tools or [] -%}{{ tool | tojson }}{%- endfor -%}{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+Body = dict[str, Any]
+
+
+def schema(value: Any) -> Body:
+    named = {"name": "n", "schema": value}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def tool(parameters: Any) -> Body:
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def texts(number: int, length: int) -> list[str]:
+    return [f"{index:0{length}d}" for index in range(number)]
+
+
+def alternatives(width: int, number: int) -> Body:
+    """Definitions, each of which offers the next one several times."""
+    definitions: Body = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(6)}
+    definitions["d6"] = {"type": "integer", "minimum": number}
+    return {**properties(["x"], {"$ref": "#/$defs/d0"}), "required": ["x"], "$defs": definitions}
+
+
+def joined(number: int) -> Body:
+    """Two enums, referred to in turn."""
+    values = list(range(number, number + 1000))
+    parts = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 900
+    return {"$defs": {"a": {"enum": values}, "b": {"enum": values[::-1]}}, "allOf": parts}
+
+
+def properties(names: list[str], own: Body) -> Body:
+    return {"type": "object", "properties": dict.fromkeys(names, own), "additionalProperties": False}
+
+
+def doubling(number: int) -> str:
+    rules = [f"r{index} ::= r{index + 1} r{index + 1}" for index in range(2500)]
+    return "\n".join(["root ::= r0", *rules, f'r2500 ::= "{number}"'])
+
+
+AMBIGUOUS = "(a|b|ab|ba|aab|bba)*"
+NEGATED = "".join(f"[^{chr(97 + index % 26)}]+." for index in range(8000))
+NESTED = "((((a{1,900}b){1,900}c){1,900}d){1,900}e){1,900}"
+# Bodies by case, each for a number, so that no two are the same.
+CASES: dict[str, Callable[[int], Body]] = {
+    "pattern of brackets": lambda n: schema({"type": "string", "pattern": f"^{n}" + "(" * 60_000}),
+    "pattern that backtracks": lambda n: schema({"type": "string", "pattern": f"{n}" + AMBIGUOUS * 3000}),
+    "oneOf of constants": lambda n: schema({"oneOf": [{"const": n + index} for index in range(3500)]}),
+    "allOf of enums": lambda n: schema({"allOf": [{"enum": list(range(n, n + 4500))}, {"enum": list(range(4500))}]}),
+    "enums by reference": lambda n: schema(joined(n)),
+    "anyOf of itself": lambda n: schema({"anyOf": [{"$ref": "#"}] * 3000 + [{"const": n}]}),
+    "many properties": lambda n: schema(properties(texts(1500, 8 + n), {"type": "string"})),
+    "long strings": lambda n: schema(properties(texts(800, 4), {"type": "string", "maxLength": 9000 + n})),
+    "large numbers": lambda n: schema({"type": "integer", "minimum": 10**400 + n}),
+    "slow pattern": lambda n: {"regex": f"{NEGATED}{n}"},
+    "slower pattern": lambda n: {"regex": AMBIGUOUS * 3200 + f"{n}"},
+    "nested repetition": lambda n: {"regex": f"{NESTED}{n}"},
+    "rules that double": lambda n: {"ebnf": doubling(n)},
+    "long choices": lambda n: {"structured_outputs": {"choice": [f"{text} {n}" for text in texts(1000, 50)]}},
+    "tools with alternatives": lambda n: tool(alternatives(9, n)),
+    "tools of themselves": lambda n: tool(properties(["x", f"y{n}"], {"anyOf": [{"$ref": "#/properties/x"}] * 18})),
+    "tools of enums": lambda n: tool(properties(["x"], {"allOf": [{"enum": list(range(n, n + 4000))}] * 2})),
+}
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds that were measured since the last `take`."""
+
+    health: list[float] = field(default_factory=list)
+    events: list[float] = field(default_factory=list)  # of the stream: when they came
+    grammars: list[float] = field(default_factory=list)  # how long innocent ones took
+
+    def take(self) -> "Times":
+        taken = Times(self.health, self.events, self.grammars)
+        self.health, self.events, self.grammars = [], self.events[-1:], []
+        return taken
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in pairwise(self.events)]
+
+
+async def probe(session: aiohttp.ClientSession, times: Times) -> None:
+    while True:
+        began = time.perf_counter()
+        async with session.get("/health") as answer:
+            await answer.read()
+        times.health.append(time.perf_counter() - began)
+        await asyncio.sleep(PROBE_S)
+
+
+async def stream(session: aiohttp.ClientSession, times: Times) -> None:
+    body = {"prompt": "Tom has 12 boxes.", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    while True:
+        times.events.clear()  # between two answers there is no gap
+        async with session.post(COMPLETIONS, json=body) as answer:
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    times.events.append(time.perf_counter())
+
+
+async def ask_for_grammars(session: aiohttp.ClientSession, times: Times) -> None:
+    """New ones, which compile in milliseconds."""
+    for number in count():
+        body = {"prompt": "Tom", "max_tokens": 2, "regex": f"[ab]{{1,3}}{number}"}
+        began = time.perf_counter()
+        async with session.post(COMPLETIONS, json=body) as answer:
+            await answer.read()
+        times.grammars.append(time.perf_counter() - began)
+        await asyncio.sleep(0.1)
+
+
+async def attack(session: aiohttp.ClientSession, body: Body) -> str:
+    sent = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **body})
+    assert len(sent) < MOST_CHARS + 2000, len(sent)
+    async with session.post(CHAT, data=sent, headers=JSON) as answer:
+        await answer.read()
+        return str(answer.status)
+
+
+@contextmanager
+def running(*tasks: asyncio.Task[None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def run_case(server: Server, make: Callable[[int], Body], copies: int, seconds: float) -> dict[str, Any]:
+    async with session_to(server) as session:
+        times = Times()
+        users = [asyncio.create_task(use(session, times)) for use in (probe, stream, ask_for_grammars)]
+        with running(*users):
+            await asyncio.sleep(QUIET_S)
+            quiet = times.take()
+            attacks = [asyncio.create_task(attack(session, make(number))) for number in range(copies)]
+            began = time.perf_counter()
+            await asyncio.wait(attacks, timeout=seconds)
+            took = time.perf_counter() - began
+            await asyncio.sleep(0.3)
+            outcomes = [one.result() if one.done() else "left" for one in attacks]
+            for one in attacks:
+                one.cancel()
+            during = times.take()
+            during.health += [] if during.health else [time.perf_counter() - began]  # not answered at all
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*users, *attacks, return_exceptions=True)
+    await asyncio.sleep(AFTER_S)
+    left = leftovers(server)
+    health, gaps, gaps_before = (1000 * np.array(own) for own in (during.health, during.gaps, quiet.gaps))
+    return {
+        "outcomes": " ".join(sorted(set(outcomes))),
+        "seconds": round(took, 2),
+        "health_ms": [round(float(np.quantile(health, share)), 1) for share in (0.5, 0.99, 1.0)],
+        "gap_ms": [round(float(own.max(initial=0)), 1) for own in (gaps_before, gaps)],
+        "grammar_s": round(max(during.grammars, default=float("nan")), 2),
+        **left,
+        "all_health": during.health,
+    }
+
+
+def leftovers(server: Server) -> dict[str, float]:
+    """Trials that go on, and cores that the server keeps busy."""
+    own = psutil.Process(server.process.pid)
+    family = [own, *own.children(recursive=True)]
+    forking = [one for one in family if "trial_process" in " ".join(one.cmdline())]
+    before = cpu_s(family)
+    time.sleep(WINDOW_S)
+    return {"trials_left": max(len(forking) - 1, 0), "busy_cores": round((cpu_s(family) - before) / WINDOW_S, 2)}
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    total = 0.0
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            used = one.cpu_times()
+            total += used.user + used.system
+    return total
+
+
+def copy_target(target: str, folder: Path) -> Path:
+    """The target with a template that takes tools."""
+    shutil.copytree(target, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="assets/tiny-target", help="a folder")
+    parser.add_argument("--only", default="", help="cases that have one of these texts in their names, with commas")
+    parser.add_argument("--copies", type=int, default=3, help="bodies that a case sends together")
+    parser.add_argument("--seconds", type=float, default=3.0, help="after which the client hangs up")
+    parser.add_argument("--output", help="JSON lines file to append to")
+    given = parser.parse_args()
+    wanted = [name for name in CASES if any(part in name for part in given.only.split(","))]
+    load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
+    found = dict[str, dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        target = copy_target(given.target, Path(folder) / "target")
+        server = Server([f"--target={target}", "--draft=none", "--device=cpu", "--tool-parser=qwen3_coder"])
+        try:
+            for name in wanted:
+                found[name] = asyncio.run(run_case(server, CASES[name], given.copies, given.seconds))
+                shown = {key: value for key, value in found[name].items() if key != "all_health"}
+                print(f"{name}: {shown}", flush=True)
+        finally:
+            server.end()
+    health = 1000 * np.array([seconds for one in found.values() for seconds in one.pop("all_health")])
+    line = {"cores_busy_before": round(load, 1), "cases": found}
+    line |= {
+        "health_p99_ms": round(float(np.quantile(health, 0.99)), 1),
+        "health_max_ms": round(float(health.max()), 1),
+    }
+    lines = Lines(given.output, origin("hostile_grammars", "cpu"))
+    lines.add(line)
+    lines.print()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
