@@ -60,6 +60,7 @@ class Progress:
     best_step: int = 0
     best_accept_length: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    fitted: dict[str, list[float]] = field(default_factory=dict)  # fields of the draft's config, by that evaluation
 
 
 def provenance(data_hash: str) -> dict[str, Any]:
@@ -210,7 +211,9 @@ class Checkpoints:
                 self.check_alone()
                 kind = STEP if with_state else CHECKPOINT
                 shared = [stack.enter_context(atomic_folder(path, kind.check))]
-                self.write_draft(tensors, shared[0], {**self.run, **asdict(progress)})
+                values = asdict(progress)
+                del values["fitted"]  # config.json has it
+                self.write_draft(tensors, shared[0], {**self.run, **values})
             folder = broadcast_object_list(shared)[0]
             if with_state:
                 with disk_errors(folder):

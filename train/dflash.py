@@ -188,6 +188,7 @@ class DFlashTraining(DraftTraining):
     draft vocabulary."""
 
     Network, drafter = DFlash, "dflash"
+    fitted = ("confidence_temperatures", "confidence_biases")
     temperature = 0.0  # of the server that an evaluation simulates
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

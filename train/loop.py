@@ -105,6 +105,7 @@ def fit(
     identity = {**asdict(options), **identity}
     checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write, lock)
     progress = checkpoints.resume(options.resume)
+    training.restore(progress.fitted)
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)
     is_main = accelerator.is_main_process
     trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
@@ -249,7 +250,7 @@ class Loop:
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
         metrics |= self.training.end_evaluation(gather_object)
-        self.progress.metrics = metrics
+        self.progress.metrics, self.progress.fitted = metrics, self.training.fitted_fields()
         if metrics["accept_length"] > self.progress.best_accept_length:
             self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]
         return {f"eval_{name}": value for name, value in metrics.items()}

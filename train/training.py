@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +31,7 @@ class DraftTraining(nn.Module, ABC):
 
     Network: ClassVar[type[DraftNetwork]]
     drafter: ClassVar[str]  # its kind, as files name it
+    fitted: ClassVar[tuple[str, ...]] = ()  # fields of the draft's config that evaluations fit: lists of numbers
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
@@ -83,6 +85,15 @@ class DraftTraining(nn.Module, ABC):
         """Called by all processes when all held-out rows are done: metrics that are no sums over rows. `gather` joins
         the processes' lists."""
         return {}
+
+    def fitted_fields(self) -> dict[str, list[float]]:
+        """What evaluations have fitted so far."""
+        values = {name: getattr(self.draft.config, name) for name in self.fitted}
+        return {name: list(value) for name, value in values.items() if value}
+
+    def restore(self, fields: Mapping[str, list[float]]) -> None:
+        """Sets what `fitted_fields` said when the run was saved."""
+        self.draft.config = replace(self.draft.config, **{name: tuple(value) for name, value in fields.items()})
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
         """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""

@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import SaveData
-from slipstream.tests.train.runs import ROOT, Arguments, records, start_program
+from slipstream.tests.train.runs import ROOT, Arguments, Program, records, start_program
+from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.eagle3 import main
 
 KILLS_IN_START, KILLS_ANYWHERE, KILLS_IN_WRITING = 3, 8, 9
@@ -28,6 +32,20 @@ def answered(target: PreTrainedModel, count: int) -> Dataset:
     prompts = torch.randint(5, target.config.vocab_size, (count, 4))
     ids = target.generate(prompts, min_new_tokens=20, max_new_tokens=20, do_sample=False).tolist()
     return Dataset.from_dict({"input_ids": ids, "loss_mask": [[False] * 4 + [True] * 20] * count})
+
+
+# A draft with each head and flag that changes what a run keeps -> its program and options.
+BLOCKS = {"draft__num_layers": 2, "draft__block_size": 5, "draft__anchors": 6, "draft__mask_token_id": 7}
+EVERY_HEAD: dict[str, tuple[Program, dict[str, Any]]] = {
+    "eagle3": (eagle3.main, {"draft__ttt_steps": 2, "draft__norm_output": "true", "draft__state_weight": 0.1}),
+    "eagle": (eagle.main, {"draft__ttt_steps": 2}),
+    "dflash2": (dflash.main, BLOCKS | {"draft__conv": "true", "draft__selector_rank": 4, "draft__selector_top_k": 4}),
+    "dspark": (
+        dflash.main,
+        BLOCKS | {"draft__sample_from_anchor": "true", "draft__markov_rank": 4, "draft__confidence_head": "true"},
+    ),
+    "lilicorr": (dflash.main, BLOCKS | {"draft__lilicorr": '{"candidate_topk": 4}'}),
+}
 
 
 def newest_step(output: Path) -> int:
@@ -101,6 +119,21 @@ def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments
     (tmp_path / ".step-1.tmp").mkdir()
     main(arguments(tmp_path, checkpoint__every=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "metrics.jsonl", "step-5", "step-6"]
+
+
+@pytest.mark.parametrize("name", EVERY_HEAD)
+def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Path, run_flags: Arguments) -> None:
+    """Every file of the next checkpoint, before the next evaluation."""
+    program, options = EVERY_HEAD[name]
+    options = options | {"optim__steps": 4, "checkpoint__every": 1, "evaluation__every": 2}
+    program(run_flags(tmp_path / "whole", checkpoint__keep=9, **options))
+    shutil.copytree(tmp_path / "whole" / "step-2", tmp_path / "stopped" / "step-2")
+    program(run_flags(tmp_path / "stopped", checkpoint__keep=9, **options))
+    found, expected = tmp_path / "stopped" / "step-3", tmp_path / "whole" / "step-3"
+    assert_checkpoint(found, expected)
+    for file in ("config.json", "run.json"):
+        assert read_json(found / file) == read_json(expected / file)
+    assert bool(read_json(found / "state" / "progress.json")["progress"]["fitted"]) == (name == "dspark")
 
 
 @pytest.mark.slow
