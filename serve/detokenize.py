@@ -1,7 +1,7 @@
 """Incremental detokenization with stop strings, for the server and `LLM`. Imports no torch.
 
 Invariant: however tokens are split over calls, the pieces join to the decoding of all tokens, cut at the stop string
-that ends first.
+that ends first; and each token is decoded a bounded number of times.
 """
 
 import json
@@ -11,6 +11,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from slipstream.serve.request import FinishReason, RequestStats
@@ -19,11 +20,17 @@ TRANSFORMERS = ["transformers.tokenization_utils_base", "transformers.tokenizati
 # Bytes that byte-level tokenizers write as themselves; the others follow from 256 on (GPT-2's encoder.py).
 PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later tokens
+INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later tokens; one, however many there are
+MOST_BYTES = 4  # of a character
+PROMPT_TAIL = 8  # tokens of a prompt with which its continuation is decoded
 
 
 class Decoder:
-    """Decodes with a transformers tokenizer, skipping special tokens. `markers`: what stands for some added tokens."""
+    """Decodes with a transformers tokenizer, skipping special tokens. `markers`: what stands for some added tokens.
+
+    Of bytes that are no characters it keeps all complete characters, as byte-level tokenizers do: the decoder of
+    byte-fallback tokenizers would drop all characters of a row of byte tokens that ends within one.
+    """
 
     def __init__(self, tokenizer: Any, markers: Mapping[int, str] | None = None) -> None:
         self._tokenizer, self._markers = tokenizer, markers or {}
@@ -31,6 +38,7 @@ class Decoder:
         self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call; four times as fast
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.silent_ids -= self._markers.keys()
+        self._byte_of = {} if self._backend is None else fallback_bytes(self._backend)
 
     def __call__(self, tokens: list[int]) -> str:
         if self._markers.keys().isdisjoint(tokens):
@@ -43,11 +51,12 @@ class Decoder:
                 marker, start = tokens[place % len(tokens)], place + 1
         return "".join(pieces)
 
-    def _after(self, marker: int, tokens: list[int]) -> str:
-        """The text of tokens after a marker: some decoders drop a space at the beginning of a text."""
+    def _after(self, last: int, tokens: list[int]) -> str:
+        """The text of tokens after the token `last`: some decoders drop a space at the beginning of a text."""
         shown = [token for token in tokens if token not in self.silent_ids]
-        before, text = self._decode_all([marker]), self._decode_all([marker, *shown])
-        return text[len(before) :] if text.startswith(before) else self._decode(shown)
+        before, text = self._decode_all([last]), self._decode_all([last, *shown])
+        is_whole = text.startswith(before) and INCOMPLETE not in text[len(before) :]
+        return text[len(before) :] if is_whole else self._decode(shown)
 
     def _decode_all(self, tokens: list[int]) -> str:
         if self._backend is not None:
@@ -55,15 +64,49 @@ class Decoder:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _decode(self, tokens: list[int]) -> str:
-        if self._backend is not None:
-            return str(self._backend.decode(tokens, skip_special_tokens=True))
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self._backend is None:
+            return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = str(self._backend.decode(tokens, skip_special_tokens=True))
+        return self._mended(tokens) if self._byte_of and INCOMPLETE in text else text
+
+    def _mended(self, tokens: list[int]) -> str:
+        """The text of tokens of which some spell bytes that are no characters."""
+        visible = [token for token in tokens if token not in self.silent_ids]
+        pieces, plain, last = list[str](), list[int](), None
+
+        def end_plain() -> None:
+            if last is None:
+                pieces.append(self._decode_all(plain))
+            elif plain:
+                text = self._decode_all([last, *plain])
+                pieces.append(text[len(self._decode_all([last])) :])
+            plain.clear()
+
+        for spells_bytes, group in groupby(visible, self._byte_of.__contains__):
+            row = list(group)
+            text = bytes(self._byte_of[token] for token in row).decode(errors="replace") if spells_bytes else ""
+            if INCOMPLETE not in text:
+                plain += row
+                continue
+            end_plain()
+            pieces.append(text)
+            last = row[-1]
+        end_plain()
+        return "".join(pieces)
 
 
 def overrides_none(tokenizer: Any, public: str, private: str) -> bool:
     """Whether these methods are transformers' own, which hand over to the fast tokenizer behind them."""
     own = [getattr(type(tokenizer), name, None) for name in (public, private)]
     return [getattr(function, "__module__", None) for function in own] == TRANSFORMERS
+
+
+def fallback_bytes(backend: Any) -> dict[int, int]:
+    """The byte of each token that spells one, of a fast tokenizer whose decoder joins such tokens."""
+    if backend.decoder is None or "ByteFallback" not in decoder_steps(json.loads(backend.decoder.__getstate__())):
+        return {}
+    ids = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return {id: byte for byte, id in ids.items() if id is not None}
 
 
 def spellings(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -133,20 +176,31 @@ class TextStream:
     """The text of one request. Holds back incomplete characters and text that may begin a stop string.
 
     A token's text can depend on the token before it (leading spaces, bytes of one character), so each token is decoded
-    together with the tokens of the previous piece; the new text is what that adds.
+    together with the tokens of the previous piece; the new text is what that adds. The first piece is decoded with the
+    end of the prompt, if the text continues one.
     """
 
     def __init__(
-        self, decoder: Decoder, stop: Sequence[str] = (), *, watched: bool = True, min_tokens: int = 0
+        self,
+        decoder: Decoder,
+        stop: Sequence[str] = (),
+        *,
+        watched: bool = True,
+        min_tokens: int = 0,
+        prompt: Sequence[int] = (),
     ) -> None:
         """`watched=False`: text is needed at the end only; without stop strings it is then decoded once. The text of
-        the first `min_tokens` tokens is not searched for stop strings."""
+        the first `min_tokens` tokens is not searched for stop strings. `prompt`: what the text continues; without one,
+        it begins as the decoder begins a text."""
         self._decoder, self._min_tokens = decoder, min_tokens
         self._stop = tuple(stop)
         self._is_piecewise = watched or bool(stop)
-        self._window: list[int] = []  # tokens of the last piece, then those whose text is not yet complete
-        self._num_shown = 0  # tokens of the window whose text has moved on to `_pending`
-        self._shown = ""  # their text
+        # Tokens of the last piece, then those whose text is not yet complete.
+        self._window = [token for token in prompt[-PROMPT_TAIL:] if token not in decoder.silent_ids]
+        self._shown = decoder(self._window)  # the text of the former, which has moved on to `_pending`
+        if self._shown.endswith(INCOMPLETE):  # the prompt ends within a character
+            self._window, self._shown = [], ""
+        self._num_shown = len(self._window)  # tokens of the window whose text is complete
         self._pending = ""  # decoded, held back because it may begin a stop string
         self._push_sizes: list[int] = []
         self.num_tokens = 0  # of the answer, up to the one that completes a stop string
@@ -196,12 +250,26 @@ class TextStream:
             return ""
         self._window.append(token)
         text = self._decoder(self._window)
-        if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
+        is_full = len(self._window) - self._num_shown >= MOST_BYTES  # an incomplete character began after `_num_shown`
+        if text.endswith(INCOMPLETE):
+            return self._complete_part(text) if is_full else ""
+        if len(text) <= len(self._shown):
+            if is_full:
+                self._window.pop()  # a token without text
             return ""
         piece = text[len(self._shown) :]
         del self._window[: self._num_shown]
         self._num_shown = len(self._window)
         self._shown = self._decoder(self._window)
+        return piece
+
+    def _complete_part(self, text: str) -> str:
+        """New text but for its last character. As many tokens stay in the window as a character has bytes: from any
+        byte on, UTF-8 is read as from the beginning within that."""
+        piece = text[len(self._shown) : -1]
+        del self._window[:-MOST_BYTES]
+        self._num_shown = 1
+        self._shown = self._decoder(self._window)[:-1]
         return piece
 
     def _release(self, piece: str, final: bool = False) -> str:

@@ -65,7 +65,8 @@ class Answer:
         self._num_spec_tokens = num_spec_tokens if request.params.wants_drafts else 0
         self._trace: list[TokenTrace] = []
         min_tokens = request.params.min_tokens
-        self.text = TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=min_tokens)
+        prompt = request.prompt if form.continues else ()
+        self.text = TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=min_tokens, prompt=prompt)
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._logprobs: list[Logprobs] = []
@@ -136,7 +137,7 @@ class LLM:
         """
         check_prompts(prompts)
         tokens = [self.encode(prompt) for prompt in prompts]
-        free = [AnswerFormat(self._decoder, one.grammar) for one in params_of(prompts, params)]
+        free = [AnswerFormat(self._decoder, one.grammar, continues=True) for one in params_of(prompts, params)]
         return self._generate(tokens, params, free, stop, bad_words, progress)
 
     def chat(
@@ -227,7 +228,7 @@ class LLM:
         ValueError for what cannot be served."""
         if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping):
             tokens = self.encode(prompt)  # type: ignore[arg-type]
-            return self._begin(name, tokens, params, AnswerFormat(self._decoder, params.grammar), ())
+            return self._begin(name, tokens, params, AnswerFormat(self._decoder, params.grammar, continues=True), ())
         choice = read_choice(None, None, True)
         tokens = self._chat_prompt(prompt, choice, chat_template_kwargs or {})
         return self._begin(name, tokens, params, self._chat.answer(choice, tokens, params.grammar), ())

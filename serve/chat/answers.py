@@ -42,6 +42,7 @@ class AnswerFormat:
     has_reasoning: bool = False
     hidden: Callable[[str], str] = str  # a text as the decoder would give it
     grammar_field: str = "tools"  # of the request, which is at fault where the grammar cannot be served
+    continues: bool = False  # the text of the prompt, whose end is then decoded with it; a chat's answer is a new text
 
     def stops(self, stop: Sequence[str]) -> list[str]:
         """Stop strings, as decoded text may hold them."""

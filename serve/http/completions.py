@@ -267,7 +267,8 @@ class Completion:
         for index, request in enumerate(requests):
             params = request.params
             watched = is_counted or params.logprobs is not None  # tokens have their places in the text
-            text = TextStream(answers.decoder, stop, watched=watched, min_tokens=params.min_tokens)
+            prompt = request.prompt if answers.continues else ()
+            text = TextStream(answers.decoder, stop, watched=watched, min_tokens=params.min_tokens, prompt=prompt)
             parser = None if answers.parser is None else answers.parser()
             self.choices.append(Choice(index, request, text, parser, self, echoes[index] if echoes else None))
             self.engine.submit(request, self.choices[-1])

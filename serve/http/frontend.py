@@ -194,7 +194,7 @@ class Frontend:
             answers = self.chat.answer(tools, prompts[0], grammar)
         else:
             prompts = self.completion_prompts(body)
-            answers = AnswerFormat(self.decoder, grammar)
+            answers = AnswerFormat(self.decoder, grammar, continues=True)
             check_prompt_logprobs(body, sum(map(len, prompts)))
         seed = draw_seed() if body.seed is None else body.seed
         namespace = digest(body.cache_salt)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,12 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.detokenize import Decoder, TextStream, TokenTexts
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.logprobs import LEAST, Scored, completion_logprobs
+from slipstream.serve.http.schemas import ChatBody
+from slipstream.serve.llm import Answer
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
 from slipstream.tests.serve.fake_engine import logprobs_of
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events
-from slipstream.tests.serve.test_detokenize import TEXTS, TOKENIZERS, byte_level, push_in_chunks
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, serving, write_target
+from slipstream.tests.serve.test_detokenize import TEXTS, TOKENIZERS, byte_fallback, byte_level, push_in_chunks
 
 Entry = dict[str, Any]
 
@@ -268,3 +274,36 @@ def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
         assert settled[-1] == sum(start < returned for start in stream.starts)
     else:
         assert settled[-1] == len(tokens)
+
+
+def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_of_a_text(tmp_path: Path) -> None:
+    """As Llama-2's does: text of a completion goes on from its prompt's; a chat's answer is a text of its own."""
+    tokenizer = byte_fallback()
+    target = write_target(tmp_path)
+    tokenizer.save_pretrained(target)
+    prompt, count = tokenizer("the the", add_special_tokens=False).input_ids, 5
+    tokens = prompt + (prompt * count)[:count]
+    starts = [len(tokenizer.decode(tokens[:index])) for index in range(len(tokens))]
+    whole = tokenizer.decode(tokens)
+    text = whole[starts[len(prompt)] :]
+    assert text.startswith(" "), "or this proves nothing"
+    with serving(ServeConfig(target=str(target), port=0)) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": "the the", "max_tokens": count, "logprobs": 0}
+        for stream in (False, True):
+            [choice] = answered(client, COMPLETIONS, body, stream=stream)
+            assert choice["text"] == text
+            [choice] = answered(client, COMPLETIONS, {**body, "echo": True}, stream=stream)
+            assert (choice["text"], choice["logprobs"]["text_offset"]) == (whole, starts)
+        assert client.post(COMPLETIONS, json={**body, "logprobs": None}).json()["choices"][0]["text"] == text
+        front = server.api.frontend
+        chat = {"messages": [{"role": "user", "content": "the the"}], "max_tokens": count}
+        ids = front.requests(ChatBody(**chat), "r")[0].prompt
+        answer = client.post(CHAT, json=chat).json()["choices"][0]["message"]["content"]
+    assert answer == tokenizer.decode((ids * count)[:count])
+    request = Request(id="r", prompt=prompt, params=SamplingParams(max_tokens=count))
+    form = AnswerFormat(front.decoder, continues=True)
+    offline = Answer(request, form, (), 0)
+    stats = RequestStats(completion_tokens=count)
+    ended = Output(request_id="r", tokens=tokens[len(prompt) :], finish_reason="length", stats=stats)
+    offline.add(ended)
+    assert offline.generation(ended).text == text
