@@ -1,18 +1,21 @@
 """Log a run's metrics and samples: to metrics.jsonl always, to Weights & Biases and TensorBoard on request.
 
 All get the same metrics and samples. Weights & Biases also gets the options, the code's revision, versions and system
-(`run` of its config) and, by option, checkpoints.
+(`run` of its config) and, by option, checkpoints. Invariant: what a tracker besides metrics.jsonl raises ends no run; it
+is said once, and that tracker is switched off.
 """
 
 import importlib
 import json
+import os
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tqdm import tqdm
 
 from slipstream.models.files.atomic import atomic_file
 from slipstream.train.options import TrackerOptions
@@ -74,31 +77,40 @@ class TensorBoard:
         for number, sample in enumerate(samples):
             self.writer.add_text(f"sample_{number}", f"{escape(sample.prompt)}<hr>{sample.html()}", step)
 
+    def checkpoint(self, folder: Path, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps none."""
+
     def close(self) -> None:
         self.writer.close()
 
 
 class WeightsAndBiases:
-    """Resumes the run whose id is stored in the output folder. Offline without a key; `wandb sync` uploads later."""
+    """Continues the run whose id is stored in the output folder. Offline where there is neither a key nor WANDB_MODE,
+    and where the service fails at the start; `wandb sync` uploads later."""
 
     def __init__(self, folder: Path, options: TrackerOptions, config: Mapping[str, Any]) -> None:
         self.wandb = import_tracker("wandb", "wandb")
         id_path = folder / "wandb_id"
-        if not id_path.exists():
+        if not id_path.exists() or not id_path.read_text():  # a kill may have left it empty
             id_path.write_text(uuid.uuid4().hex)
         self.artifacts = options.artifacts
-        self.run = self.wandb.init(
-            project=options.project,
-            entity=options.entity,
-            name=options.name or folder.name,
-            tags=list(options.tags),
-            job_type="train",
-            id=id_path.read_text(),
-            resume="allow",
-            dir=str(folder),
-            mode="online" if self.wandb.api.api_key else "offline",
-            config=dict(config),
-        )
+        settings = {
+            "project": options.project,
+            "entity": options.entity,
+            "name": options.name or folder.name,
+            "tags": list(options.tags),
+            "job_type": "train",
+            "id": id_path.read_text(),
+            "resume": "allow",
+            "dir": str(folder),
+            "config": dict(config),
+        }
+        has_mode = "WANDB_MODE" in os.environ or self.wandb.api.api_key
+        try:
+            self.run = self.wandb.init(**settings, mode=None if has_mode else "offline")
+        except Exception as error:  # of many types: the network, the service, its settings
+            tqdm.write(f"Weights & Biases does not start ({error}); goes on offline, `wandb sync` uploads later")
+            self.run = self.wandb.init(**settings, mode="offline")
         self.run.define_metric("eval_accept_length", summary="max")
         self.run.define_metric("loss", summary="min")
 
@@ -135,31 +147,56 @@ def import_tracker(module: str, package: str) -> ModuleType:
         raise ValueError(f"tracker.{package} is on, but {package} is missing: pip install {package}") from error
 
 
+Tracker = TensorBoard | WeightsAndBiases
+
+
 class Trackers:
     """All of a run's. `config`: options and identity; `run`: provenance of the code, the system and the data."""
 
     def __init__(
         self, folder: Path, options: TrackerOptions, config: Mapping[str, Any], run: Mapping[str, Any], step: int
     ) -> None:
-        self.all: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / "metrics.jsonl", step)]
-        self.wandb: WeightsAndBiases | None = None
+        self.lines = JsonLines(folder / "metrics.jsonl", step)
+        self.services: dict[str, Tracker] = {}
         if options.tensorboard:
-            self.all.append(TensorBoard(folder, step))
+            import_tracker("torch.utils.tensorboard", "tensorboard")
+            self._begin("TensorBoard", lambda: TensorBoard(folder, step))
         if options.wandb:
-            self.wandb = WeightsAndBiases(folder, options, {**config, "run": dict(run)})
-            self.all.append(self.wandb)
+            import_tracker("wandb", "wandb")
+            self._begin("Weights & Biases", lambda: WeightsAndBiases(folder, options, {**config, "run": dict(run)}))
 
     def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
-        for tracker in self.all:
-            tracker.log(step, values, samples)
+        self.lines.log(step, values, samples)
+        self._tell(lambda tracker: tracker.log(step, values, samples))
 
     def checkpoints(self, folders: Sequence[Path], step: int, metrics: Mapping[str, float]) -> None:
         """`folders` were written in this step; `metrics` of the latest evaluation."""
-        for folder in folders:
-            if self.wandb is not None:
-                self.wandb.checkpoint(folder, step, metrics)
+
+        def upload(tracker: Tracker) -> None:
+            for folder in folders:
+                tracker.checkpoint(folder, step, metrics)
+
+        self._tell(upload)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes all even if one fails
-            for tracker in self.all:
-                stack.callback(tracker.close)
+        self.lines.close()
+        self._tell(lambda tracker: tracker.close())
+
+    def _begin(self, name: str, make: Callable[[], Tracker]) -> None:
+        try:
+            self.services[name] = make()
+        except Exception as error:  # as in _tell
+            _say_off(name, error)
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        """Calls every tracker besides metrics.jsonl."""
+        for name, tracker in list(self.services.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # of types that only the package knows; a service must not end a run
+                del self.services[name]
+                _say_off(name, error)
+
+
+def _say_off(name: str, error: Exception) -> None:
+    tqdm.write(f"{name} is off from here on ({type(error).__name__}: {error}); metrics.jsonl goes on")

@@ -135,7 +135,7 @@ def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path: Path, wandb
     trackers.log(8, {"loss": 0.5})
     trackers.close()
     assert wandb.options["config"] == {"seed": 3, "optim": {"lr": 1e-4}, "run": run}
-    expected = {"project": "drafts", "entity": "us", "tags": ["8b"], "mode": "online", "resume": "allow"}
+    expected = {"project": "drafts", "entity": "us", "tags": ["8b"], "mode": None, "resume": "allow"}
     assert expected.items() <= wandb.options.items()
     (_, first), (_, second) = wandb.logged
     assert values.items() <= first.items()
@@ -176,6 +176,66 @@ def test_checkpoints_become_artifacts_by_option(
         assert artifact.metadata == {"step": 4, "accept_length": 1.5}
         assert artifact.name == f"draft-{wandb.id}"
     trackers.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "variable", "mode"),
+    [("key", None, None), ("", None, "offline"), ("key", "offline", None), ("", "disabled", None)],
+)
+def test_wandb_is_left_its_own_mode(
+    key: str, variable: str | None, mode: str | None, tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline only where it would ask for a key."""
+    monkeypatch.setattr(FakeWandb, "api", SimpleNamespace(api_key=key))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step=0)
+    assert wandb.options["mode"] == mode
+
+
+FAILURES = ("init", "define_metric", "log", "Table", "Artifact", "log_artifact", "finish")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_whatever_wandb_raises_ends_no_run(
+    name: str, tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start and when a run continues; it is said once, and metrics.jsonl goes on."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(wandb, name, fail, raising=True)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").touch()
+    for first in (0, 2):
+        trackers = Trackers(tmp_path, TrackerOptions(wandb=True, artifacts="all"), {}, {}, step=first)
+        for step in (first + 1, first + 2):
+            trackers.log(step, {"loss": 1.0, "eval_accept_rate_0": 0.5}, [SAMPLE])
+            trackers.checkpoints([tmp_path / "best"], step, {})
+        trackers.close()
+        printed = capsys.readouterr().out
+        assert printed.count("Weights & Biases is off from here on (RuntimeError: no network)") == 1
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_wandb_goes_offline_where_the_service_does_not_answer(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = wandb.init
+
+    def refuse_online(**options: Any) -> FakeWandb:
+        if options["mode"] is None:
+            raise OSError("deadline exceeded")
+        return init(**options)
+
+    monkeypatch.setattr(wandb, "init", refuse_online)
+    trackers = Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step=0)
+    trackers.log(1, {"loss": 1.0})
+    assert wandb.options["mode"] == "offline"
+    assert wandb.logged == [(1, {"loss": 1.0})]
+    assert "does not start (deadline exceeded); goes on offline" in capsys.readouterr().out
 
 
 @pytest.mark.slow
