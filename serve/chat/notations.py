@@ -14,6 +14,8 @@ Element = dict[str, Any]
 ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
+MOST_BRANCHES = 64  # of one parameter
+MOST_OPTIONAL = 64  # keywords: the grammar of more has more than 64 KiB
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
 
@@ -101,7 +103,9 @@ class Parameters:
 
     def _tag(self, key: list[Element], schema: Any, place: str) -> Element:
         is_free, texts, others = False, list[Element](), list[Element]()
-        for branch in branches(schema):
+        for index, branch in enumerate(branches(schema)):
+            if index == MOST_BRANCHES:
+                raise Unsupported(place, "anyOf", f"of more than {MOST_BRANCHES} schemas is not supported")
             own = {keyword: value for keyword, value in branch.items() if keyword != "$defs"}
             if own in ({}, {"type": "string"}):
                 is_free = True
@@ -145,6 +149,8 @@ def keywords(schema: Any) -> list[Element]:
     pairs = [(sequence(text(f"{name}="), json_of(own)), is_required) for name, own, is_required in found]
     required = [pair for pair, is_required in pairs if is_required]
     others = [pair for pair, is_required in pairs if not is_required]
+    if not required and len(others) > MOST_OPTIONAL:
+        raise Unsupported("/properties", "more", f"than {MOST_OPTIONAL} optional ones are not supported; require one")
 
     def following(elements: Sequence[Element], wrap: Any = lambda element: element) -> list[Element]:
         return [wrap(sequence(text(", "), element)) for element in elements]

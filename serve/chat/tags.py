@@ -12,13 +12,27 @@ from slipstream.serve.chat.markers import Markers
 from slipstream.serve.chat.notations import ANY_TEXT, Element, arguments_of, one_of, optional, sequence
 from slipstream.serve.chat.parser import ARGUMENTS
 from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
-from slipstream.serve.grammar.grammars import as_element
+from slipstream.serve.grammar.grammars import MOST_CHARS, as_element
 from slipstream.serve.grammar.json_schema import Unsupported
 from slipstream.serve.request import Grammar
 
 # What an answer begins with that is content alone, where calls stand at the beginning: brackets begin a call.
 NOT_A_CALL: Element = {"type": "regex", "pattern": r"[^\s\[\]{}<]"}
 SPACE: Element = {"type": "regex", "pattern": r"\s{0,8}"}
+
+
+def written(tag: Element) -> str:
+    """A structural tag as JSON. What references share in it is written many times, so it is not written further than
+    its limit. Raises ToolError."""
+    parts, num_chars = list[str](), 0
+    for part in json.JSONEncoder().iterencode(tag):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > MOST_CHARS:
+            raise ToolError(
+                "tools", f"cannot be enforced: the grammar of the answer has more than {MOST_CHARS} characters"
+            )
+    return "".join(parts)
 
 
 class AnswerGrammar:
@@ -40,7 +54,7 @@ class AnswerGrammar:
             answer = self._free_or_calls(choice)
         before = self._before(is_open, is_closed)
         tag = {"type": "structural_tag", "format": sequence(*before, answer)}
-        return Grammar("structural_tag", json.dumps(tag))
+        return Grammar("structural_tag", written(tag))
 
     def _literal(self, text: str) -> list[Element]:
         return self._markers.elements(text)

@@ -529,10 +529,20 @@ def whole(pattern: Any, place: str = "") -> str:
     plain = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # no escapes, no classes
     starts, ends = plain.startswith("^"), plain.endswith("$")
     inner = plain[starts : len(plain) - ends]
-    if "^" in inner or "$" in inner or "(?" in inner or ((starts or ends) and "|" in re.sub(r"\(.*\)", "", inner)):
+    if "^" in inner or "$" in inner or "(?" in inner or ((starts or ends) and has_free_bar(inner)):
         raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
     own = pattern[starts : len(pattern) - ends]
     return ("" if starts else ANYTHING) + f"({own})" + ("" if ends else ANYTHING)
+
+
+def has_free_bar(pattern: str) -> bool:
+    """Whether a pattern without escapes and classes offers alternatives outside all brackets."""
+    depth = 0
+    for character in pattern:
+        if character == "|" and depth <= 0:
+            return True
+        depth += (character == "(") - (character == ")")
+    return False
 
 
 def _count(value: Any, place: str, name: str) -> int:

@@ -328,6 +328,7 @@ def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> 
         ({"type": "number", "multipleOf": 0.01}, "is 0.01; whole numbers from 1 to 1000 are supported"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern at the root beside maxLength"),
         ({"pattern": "a(?=b)"}, "with anchors inside, or with lookaround"),
+        ({"pattern": "^(a)|b(c)$"}, "with anchors inside, or with lookaround"),
         ({"type": "array", "maxItems": 10**6}, "at most 10000 is supported"),
         (
             {"type": "object", "required": ["a"], "additionalProperties": False},

@@ -356,3 +356,39 @@ def test_a_schema_that_cannot_be_enforced_is_named_and_refused_only_then(hermes:
         with pytest.raises(ToolError, match="not at /properties/a is not supported") as caught:
             chat.answer(choice, [5], None)
         assert caught.value.field.endswith(".function.parameters")
+
+
+def alternatives() -> dict[str, Any]:
+    """9^6 of them, by references, in 2 KiB."""
+    definitions: dict[str, Any] = {
+        f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 9} for index in range(6)
+    }
+    definitions["d6"] = {"type": "integer"}
+    return {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "required": ["x"], "$defs": definitions}
+
+
+def shared_definitions() -> dict[str, Any]:
+    """14 KiB, referred to 300 times: 4 MB if each reference is written with what it may refer to."""
+    definitions = {f"d{index}": {"enum": [f"{index:010d}"]} for index in range(400)}
+    arrays = {f"p{index}": {"type": "array", "items": {"$ref": f"#/$defs/d{index}"}} for index in range(300)}
+    return {"type": "object", "properties": arrays, "required": [*arrays], "$defs": definitions}
+
+
+def optional_keywords() -> dict[str, Any]:
+    """Any of them may come first: a grammar of 1500^2 / 2 elements."""
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(1500)}}
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "words"),
+    [
+        ("qwen3_coder", alternatives(), "anyOf at /properties/x of more than 64 schemas is not supported"),
+        ("qwen3_coder", shared_definitions(), "the grammar of the answer has more than 65536 characters"),
+        ("llama_pythonic", optional_keywords(), "than 64 optional ones are not supported; require one"),
+    ],
+)
+def test_small_schemas_of_large_grammars_are_refused(form: str, schema: Any, words: str, tmp_path: Path) -> None:
+    """Before their elements are made, which would take minutes and all memory."""
+    chat = ChatFormat(load(form, tmp_path / "target"), "auto", "auto")
+    with pytest.raises(ToolError, match=words):
+        chat.answer(read_choice([tool("f", schema, strict=True)], "required", True), [5], None)
