@@ -6,6 +6,7 @@ it again. Python reads a client's schema there alone, and holds up no other clie
 """
 
 import asyncio
+import os
 import pickle
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.serve.grammar.grammars import NICENESS
 from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED
 from slipstream.serve.request import Grammar
 
@@ -59,6 +61,7 @@ class TrialProcess:
                 self._process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         self._socket.setblocking(False)
         self._socket.send(self._load_tokenizer)
 

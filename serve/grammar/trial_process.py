@@ -21,7 +21,7 @@ import sys
 import traceback
 from typing import Any
 
-from slipstream.serve.grammar.grammars import NICENESS, compile_with, make_compiler, read_vocabulary, translate
+from slipstream.serve.grammar.grammars import compile_with, make_compiler, read_vocabulary, translate
 
 NUMBER = struct.Struct("!i")
 FORK = b"fork"
@@ -31,7 +31,6 @@ MOST_BYTES = 4 * 2**30  # of a trial's data
 
 
 def main() -> None:
-    os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as server:
         load_tokenizer = pickle.loads(server.recv(MOST_MESSAGE))
         vocabulary = read_vocabulary(load_tokenizer())
@@ -58,8 +57,9 @@ def fork(server: socket.socket, connection: socket.socket, vocabulary: Any) -> i
             server.close()
             run_trial(connection, vocabulary)
             status = 0
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:  # whose text may be a client's
+            print(f"a grammar made its trial fail by {type(error).__name__}", file=sys.stderr)
+            traceback.print_tb(error.__traceback__)
         finally:
             os._exit(status)  # whatever happens, a trial does not go on as the process that forked it
 

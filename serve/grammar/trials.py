@@ -16,9 +16,9 @@ from slipstream.serve.grammar.grammars import check_length
 from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
 from slipstream.serve.request import Grammar
 
-SHORT_SECONDS = 1.0  # CPU time of a short try
+SHORT_SECONDS = 0.5  # CPU time of a short try
 MOST_SHORT = 64  # grammars that wait for their short try
-MOST_LONG = 8  # for their second one, which may take 20 times as long
+MOST_LONG = 8  # for their second one, which may take 40 times as long
 MOST_REMEMBERED = 64 * 2**20  # bytes of verdicts
 LEAST_SIZE = 256  # bytes of a verdict, beside its characters
 CRASHED = "the grammar needs too much memory to compile, or makes the compiler fail; simplify it"

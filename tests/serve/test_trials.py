@@ -202,7 +202,7 @@ def test_only_verdicts_are_remembered() -> None:
         assert [str(task.exception()) for task in desk.requests["wrong"]] == ["is wrong"] * 3
         assert len(desk.begun) == num_begun
 
-    played(play, seconds=1.0)
+    played(play, seconds=SHORT_SECONDS)
 
 
 @contextmanager
