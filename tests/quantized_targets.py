@@ -95,7 +95,8 @@ def int4(weight: Tensor, group: Tensor, symmetric: bool) -> tuple[Tensor, Tensor
         scales, zeros = torch.maximum(high, -low) / 7, torch.full_like(high, 8)
     else:
         scales = (high - low) / 15
-        zeros = (-low / scales).round().clamp(1, 15)
+        zeros = (-low / scales).round().clamp(0, 15)
+        zeros[0, 0] = 0  # as of a group without negative weights
     scales = scales.half().float()
     codes = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, 15)
     return codes.int(), zeros.int(), scales.half(), (codes - zeros[:, group]) * scales[:, group]
@@ -104,7 +105,16 @@ def int4(weight: Tensor, group: Tensor, symmetric: bool) -> tuple[Tensor, Tensor
 def packed(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """(n, 8 * m) -> (n, m) int32: nibble i holds the column order[i] of its 8."""
     columns = numbers.long().unflatten(1, (-1, 8))
-    words = sum(columns[..., column] << 4 * nibble for nibble, column in enumerate(order))
+    return wrapped(sum(columns[..., column] << 4 * nibble for nibble, column in enumerate(order)))
+
+
+def minus_ones(words: Tensor, offset: int) -> Tensor:
+    """Takes `offset` from all nibbles at once, as GPTQ's first format: a nibble of 0 borrows from the next."""
+    return wrapped(words.long() - 0x11111111 * offset)
+
+
+def wrapped(words: Tensor) -> Tensor:
+    words = words & 0xFFFFFFFF
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
@@ -119,7 +129,7 @@ def gptq(weight: Tensor, size: int, symmetric: bool, act_order: bool, offset: in
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
     group = (order if act_order else torch.arange(inputs)) // (size if size > 0 else inputs)
     codes, zeros, scales, value = int4(weight, group, symmetric)
-    tensors = {"qweight": packed(codes).t(), "qzeros": packed(zeros.t() - offset), "scales": scales.t()}
+    tensors = {"qweight": packed(codes).t(), "qzeros": minus_ones(packed(zeros.t()), offset), "scales": scales.t()}
     return tensors | {"g_idx": group.int()}, value
 
 

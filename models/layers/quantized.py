@@ -320,8 +320,9 @@ class Int4Linear(QuantizedLinear):
         elif self.format.layout == "awq":
             zeros = _awq_columns(tensors["qzeros"], slice(0, count), device).t()
         else:
-            zeros = _nibbles(tensors["qzeros"].to(device)).flatten(1).t()
-        zeros = zeros.to(torch.uint8) + self.format.zero_offset
+            words = tensors["qzeros"].to(device, torch.int64)
+            zeros = _nibbles(words + 0x11111111 * self.format.zero_offset).flatten(1).t()  # a zero of 0 borrowed
+        zeros = zeros.to(torch.uint8)
         if not self.format.symmetric:
             units = int4_weight.pack_units(zeros, self.group_size, self.in_features)
             self.get_buffer("zeros")[:, rows] = units.to(torch.int16)
