@@ -1,6 +1,6 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,7 @@ from slipstream.models.targets.families import Norms
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
 
-# Architecture -> has it q/k norms? All other differences within the family are config fields.
-DENSE_ARCHITECTURES = {
-    "LlamaForCausalLM": False,
-    "MistralForCausalLM": False,
-    "Qwen2ForCausalLM": False,
-    "Qwen3ForCausalLM": True,
-    **dict.fromkeys(families.FAMILIES.keys() - families.MIXTURES, False),  # they say themselves
-}
+ARCHITECTURES = frozenset(families.FAMILIES)
 # Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
 NEEDED = frozenset(
     ("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads")
@@ -39,16 +32,18 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
         + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
     ),
 }
-# Mixtures of experts, likewise.
-EXPERT_ARCHITECTURES = {
-    "Qwen3MoeForCausalLM": True,
-    "Qwen2MoeForCausalLM": False,
-    "MixtralForCausalLM": False,
-    "GptOssForCausalLM": False,
-}
-ARCHITECTURES = DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
+ORIGINAL = "original_max_position_embeddings"
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL),
+    "longrope": ("factor", ORIGINAL),
+}
+ROPE_LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
+ROPE_TYPES = tuple(ROPE_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +61,48 @@ class RopeConfig:
             raise ValueError(f"rope_type is {self.rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial_rotary_factor is {self.partial}; it must be above 0 and at most 1")
+        for name in ROPE_NUMBERS[self.rope_type]:
+            families.number_of(self.scaling, name)
+        for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            families.cap_of(self.scaling, name)
+        for name in ROPE_LISTS.get(self.rope_type, ()):
+            factors = self.scaling.get(name)
+            if not isinstance(factors, Sequence) or not all(isinstance(x, int | float) and x > 0 for x in factors):
+                raise ValueError(f"config.json: {name} is {factors!r}; it must be a list of numbers above 0")
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any], kind: str = "full_attention") -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or the older `rope_theta` + `rope_scaling`; where each kind of layer
-        has its own, those of `kind`."""
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        if isinstance(parameters.get(kind), Mapping):
-            parameters = dict(parameters[kind])
-        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        has its own, those of `kind`. Fields are looked up where transformers looks first."""
+        parameters = rope_fields(config)
+        is_nested = isinstance(parameters.get(kind), Mapping)
+        parameters = dict(parameters[kind]) if is_nested else parameters
+        theta = _first(parameters.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
         rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         parameters.pop("type", None)
-        partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-        if rope_type in ("llama3", "yarn"):
-            parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-        if rope_type == "longrope":
-            original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
-            original = parameters.setdefault("original_max_position_embeddings", original)
-            parameters.setdefault("factor", config["max_position_embeddings"] / original)
+        partial = _first(parameters.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"), 1.0)
+        if rope_type in ("llama3", "yarn", "longrope"):
+            longest = config["max_position_embeddings"]
+            outer = None if is_nested else config.get(ORIGINAL)
+            original = parameters[ORIGINAL] = _first(outer, parameters.get(ORIGINAL), longest)
+            may_lack = rope_type == "longrope" or (rope_type == "yarn" and "factor" in parameters)
+            if may_lack and parameters.get("factor") is None:
+                parameters["factor"] = longest / families.number_of({ORIGINAL: original}, ORIGINAL)
+        theta = families.number_of({"rope_theta": theta}, "rope_theta")
+        partial = families.number_of({"partial_rotary_factor": partial}, "partial_rotary_factor")
         return cls(float(theta), rope_type, {} if rope_type == "default" else parameters, float(partial))
+
+    def check(self, head_dim: int) -> None:
+        """Raises ValueError where it cannot be that of heads with `head_dim` numbers."""
+        pairs, odd = divmod(self.rotary_dim(head_dim), 2)
+        if odd or not pairs:
+            share = "" if self.partial == 1 else f" with partial_rotary_factor {self.partial}"
+            raise ValueError(f"config.json: head_dim is {head_dim}{share}; an even number of dims must be rotated")
+        for name in ROPE_LISTS.get(self.rope_type, ()):
+            if len(self.scaling[name]) != pairs:
+                raise ValueError(
+                    f"config.json: {name} has {len(self.scaling[name])} numbers; head_dim {head_dim} needs {pairs}"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """The older pair of fields, which all readers of draft checkpoints understand."""
@@ -108,6 +126,37 @@ def most_positions(named: int, rope: Mapping[str, Any]) -> int:
     embedding. YaRN extends the original ones by a factor, and recipes add it without a change of what is named."""
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or named
     return max(named, int(factor * original)) if rope.get("rope_type") == "yarn" and factor else named
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters`, or the older `rope_scaling`. Raises ValueError where a config has both and they differ:
+    transformers then takes rope_scaling, with another base than the one beside it."""
+    given: dict[str, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config.json: {name} is {value!r}; it must be an object")
+        if value.get("type", value.get("rope_type")) == "su":
+            raise ValueError(
+                f"config.json: {name} has type 'su', the former name of longrope; write \"longrope\" in its place"
+            )
+        if value:
+            given[name] = dict(value)
+    alike = [
+        {"rope_theta": config.get("rope_theta"), "rope_type": fields.get("type"), **fields, "type": None}
+        for fields in given.values()
+    ]
+    if len(alike) == 2 and alike[0] != alike[1]:
+        raise ValueError(
+            "config.json has both rope_parameters and rope_scaling, which differ; merge rope_scaling into "
+            "rope_parameters, which keeps rope_theta, and delete it"
+        )
+    return dict(next(iter(given.values()), {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,16 +251,27 @@ class DecoderShape:
     max_position_embeddings: int
     rope: RopeConfig
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_key_value_heads is {self.num_kv_heads}; it must divide num_attention_heads, "
+                f"{self.num_heads}"
+            )
+        self.rope.check(self.head_dim)
+
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        """These fields, from those of a config.json."""
-        heads = values["num_attention_heads"]
-        same = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
+        """These fields, from those of a config.json. Raises ValueError for one that is not a number as it must be."""
+        heads = families.count_of(values, "num_attention_heads")
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        sizes = {name: families.count_of(values, name) for name in counts}
+        kv_heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
         return {
-            **{name: values[name] for name in same},
+            **sizes,
+            "rms_norm_eps": families.number_of(values, "rms_norm_eps"),
             "num_heads": heads,
-            "num_kv_heads": values.get("num_key_value_heads") or heads,
-            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+            "num_kv_heads": heads if kv_heads is None else families.count_of(values, "num_key_value_heads"),
+            "head_dim": sizes["hidden_size"] // heads if head_dim is None else families.count_of(values, "head_dim"),
             "rope": RopeConfig.from_json(values),
         }
 
@@ -266,25 +326,27 @@ class TargetSpec(DecoderShape):
         check_supported(values)
         values = families.text_part(values)
         traits = families.traits_of(values)
-        bias = bool(values.get("attention_bias", False))
-        attention = {
-            "qk_norm": ARCHITECTURES[architecture],
-            # Fixed by the architecture, not by a field, in Qwen2ForCausalLM.
-            "qkv_bias": bias or architecture == "Qwen2ForCausalLM" or bool(values.get("qkv_bias", False)),
-            "output_bias": bias,
-            **traits.attention,
-        }
+        bias = traits.attention_bias and bool(values.get("attention_bias", False))
+        attention = {"qkv_bias": bias, "output_bias": bias, **traits.attention}
         shape = DecoderShape(**DecoderShape.read(values))
-        mlp = {"bias": bool(values.get("mlp_bias", False)), "activation": families.activation_of(values, traits)}
+        activation = families.activation_of(values, traits)
+        mlp = {"bias": traits.mlp_bias and bool(values.get("mlp_bias", False)), "activation": activation}
         layer = partial(shape.layer, mlp=mlp, norms=traits.norms, norm_offset=traits.norm_offset, **attention)
         ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
-        layers = [layer(window=window, rope=ropes[window is not None]) for window in windows_of(values)]
+        for rope in ropes.values():
+            if rope.partial != 1 and not traits.partial_rotary:
+                raise ValueError(
+                    f"config.json: partial_rotary_factor is {rope.partial}, but {architecture} rotates whole heads; "
+                    "delete it"
+                )
+            rope.check(shape.head_dim)
+        layers = [layer(window=window, rope=ropes[window is not None]) for window in windows_of(values, traits)]
         return cls(
             **shape.shape(),
             architecture=architecture,
             layers=tuple(
                 one if experts is None else replace(one, mlp=experts)
-                for one, experts in zip(layers, experts_of(architecture, values), strict=True)
+                for one, experts in zip(layers, experts_of(architecture, values, activation), strict=True)
             ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             norm_offset=traits.norm_offset,
@@ -298,39 +360,51 @@ def check_supported(values: Mapping[str, Any]) -> None:
     name, reason = (values.get("architectures") or ["(none)"])[0], families.refusal(values)
     if reason or families.architecture_of(values) not in ARCHITECTURES:
         why = f": {reason}" if reason else ""
-        known = ", ".join(sorted(ARCHITECTURES.keys() | families.TEXT_PARTS.keys()))
+        known = ", ".join(sorted(ARCHITECTURES | families.TEXT_PARTS.keys()))
         raise ValueError(f"architecture {name} cannot be a target{why}; supported: {known}")
 
 
-def windows_of(values: Mapping[str, Any]) -> list[int | None]:
+def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int | None]:
     """The window of each layer, from a transformers config. Raises ValueError for other kinds of layers."""
-    count, window = values["num_hidden_layers"], values.get("sliding_window")
-    if not window or values.get("use_sliding_window") is False:
+    count = families.count_of(values, "num_hidden_layers")
+    if traits.windows == "none":
         return [None] * count
+    is_off = traits.window_switch and not values.get("use_sliding_window")
+    window = None if is_off or values.get("sliding_window") is None else families.count_of(values, "sliding_window")
+    if traits.windows == "alike":
+        return [window] * count
     kinds = values.get("layer_types")
-    if kinds is None:  # transformers' rule for Qwen; Mistral has windows in every layer
-        is_qwen3_moe = values.get("architectures") == ["Qwen3MoeForCausalLM"]  # windows in every layer, too
-        first = values.get("max_window_layers", count) if "use_sliding_window" in values and not is_qwen3_moe else 0
-        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(count)]
-    if len(kinds) != count or set(kinds) - LAYER_KINDS:
+    if kinds is None and window is None:
+        return [None] * count
+    if not isinstance(kinds, Sequence) or len(kinds) != count or set(kinds) - LAYER_KINDS:
         raise ValueError(
-            f"layer_types is {list(kinds)}; it must be {' or '.join(sorted(LAYER_KINDS))} for each of {count} layers"
+            f"config.json: layer_types is {kinds!r}; it must be {' or '.join(sorted(LAYER_KINDS))} for each of {count} "
+            "layers"
         )
-    return [int(window) if kind == "sliding_attention" else None for kind in kinds]
+    if window is None and "sliding_attention" in kinds:
+        switch = "use_sliding_window is off" if is_off else "sliding_window is null"
+        raise ValueError(f"config.json: layer_types names sliding_attention, but {switch}")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def experts_of(architecture: str, values: Mapping[str, Any]) -> list[MoESpec | None]:
+def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activation") -> list[MoESpec | None]:
     """The mixture of each layer, from a transformers config; None for a dense one."""
     count = values["num_hidden_layers"]
-    if architecture in DENSE_ARCHITECTURES:
+    if architecture not in families.MIXTURES:
         return [None] * count
     is_qwen, is_gpt_oss = architecture.startswith("Qwen"), architecture == "GptOssForCausalLM"
+    if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
+        raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
+    has_shared, named = architecture == "Qwen2MoeForCausalLM", "num_experts" in values
+    counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
     spec = MoESpec(
-        num_experts=values.get("num_experts") or values["num_local_experts"],
-        top_k=values["num_experts_per_tok"],
-        intermediate_size=values["moe_intermediate_size" if is_qwen else "intermediate_size"],
+        num_experts=families.count_of(values, "num_experts" if named else "num_local_experts"),
+        top_k=families.count_of(values, "num_experts_per_tok"),
+        intermediate_size=families.count_of(values, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalise=not is_qwen or bool(values.get("norm_topk_prob", False)),
-        shared_size=values["shared_expert_intermediate_size"] if architecture == "Qwen2MoeForCausalLM" else 0,
+        shared_size=families.count_of(values, "shared_expert_intermediate_size") if has_shared else 0,
         activation=clamped_swiglu(values) if is_gpt_oss else None,
         bias=is_gpt_oss,
         transposed=is_gpt_oss,
@@ -351,9 +425,10 @@ def is_complete(values: Mapping[str, Any]) -> bool:
     needed = NEEDED_TOO.get(architecture)
     if needed is None or values.get("use_sliding_window") or "auto_map" in values:
         return False
-    if architecture in EXPERT_ARCHITECTURES and not values.keys() & {"num_experts", "num_local_experts"}:
+    if architecture in families.MIXTURES and not values.keys() & {"num_experts", "num_local_experts"}:
         return False
-    return values.keys() >= NEEDED | needed and bool(values.keys() & {"rope_theta", "rope_parameters"})
+    has_base = values.get("rope_theta") is not None or "rope_theta" in rope_fields(values)
+    return values.keys() >= NEEDED | needed and has_base
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.compile_ahead import is_short
 from slipstream.kernels.sampling.softcap import softcap
-from slipstream.models.drafts.base import EMBEDDING, HEAD
+from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.quantization import Quantization, has_fp8_cache, read_quantization
 from slipstream.models.files.weights import load_weights
@@ -22,7 +22,7 @@ from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, qu
 from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
 from slipstream.models.targets.cache_scales import read_cache_scales
-from slipstream.models.targets.config import TargetSpec, check_supported, is_complete
+from slipstream.models.targets.config import TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -133,6 +133,9 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     values = read_json(file)
     if "auto_map" in values:  # do not ask for trust in code that runs nothing here
         check_supported(values)
+    for part in (values, values.get("text_config")):
+        if isinstance(part, Mapping):
+            rope_fields(part)  # refuses two that differ, of which transformers tells no more than one
     if not is_complete(values) and not families.refusal(values):
         values = read_config(path, trust_remote_code).to_dict()
     return TargetSpec.from_json(values)
@@ -162,6 +165,29 @@ def own_name(key: str) -> str:
     return key
 
 
+def drop_tied_head(tensors: dict[str, Tensor], path: Path) -> None:
+    """Removes the head of a target whose config ties it to the embedding. Raises ValueError for one that differs."""
+    names = [key for key in tensors if key.startswith(HEAD.removesuffix("weight"))]
+    if names and not (names == [HEAD] and EMBEDDING in tensors and are_equal(tensors[HEAD], tensors[EMBEDDING])):
+        raise ValueError(
+            f"{path}: tie_word_embeddings is true in config.json, or left out where that means true, but the files "
+            f"hold a head of their own ({names[0]}) that is not the embedding; set tie_word_embeddings to false at the "
+            f"top level of config.json to use it, or delete {names[0]} from the files"
+        )
+    for name in names:
+        del tensors[name]
+
+
+def are_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, whatever their dtypes; reads them in pieces."""
+    if left.shape != right.shape:
+        return False
+    starts = range(0, len(left), ROWS)
+    return all(
+        torch.equal(left[start : start + ROWS].double(), right[start : start + ROWS].double()) for start in starts
+    )
+
+
 def load_target(
     path: Path,
     config: TargetSpec,
@@ -180,7 +206,7 @@ def load_target(
         target.cache_scales = read_cache_scales(held, [layer.attention for layer in config.layers], path)
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
-        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}
+        drop_tied_head(tensors, path)
     dequantize_head(head, formats, tensors, dtype)
     quantize_linears(target, formats, tensors)
     quantize_experts(target, formats, tensors, device)

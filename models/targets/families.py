@@ -5,14 +5,16 @@ in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.1
 gpt-oss (2508.10925).
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
 
 Norms = Literal["pre", "post", "sandwich"]
+Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -37,34 +39,63 @@ class Traits:
     """The config's field that names it."""
     norms: Norms = "pre"
     """Where the layers' norms are: LayerSpec.norms."""
+    windows: Windows = "by_layer"
+    """Which layers `sliding_window` is for: none, all, or those that `layer_types` calls sliding_attention."""
+    window_switch: bool = False
+    """`use_sliding_window` decides whether there are windows."""
+    attention_bias: bool = True
+    """`attention_bias` decides whether all four projections of attention have biases."""
+    mlp_bias: bool = False
+    """`mlp_bias` decides whether MLPs have biases."""
+    partial_rotary: bool = False
+    """`partial_rotary_factor` decides how much of a head is rotated."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float | None = None
     logit_softcap: float | None = None
 
 
+def llama(_values: Mapping[str, Any]) -> Traits:
+    return Traits(windows="none", mlp_bias=True)
+
+
+def mistral(_values: Mapping[str, Any]) -> Traits:
+    """Mistral and Mixtral."""
+    return Traits(windows="alike", attention_bias=False)
+
+
+def qwen2(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention={"qkv_bias": True}, window_switch=True, attention_bias=False)
+
+
+def qwen2_moe(values: Mapping[str, Any]) -> Traits:
+    return replace(qwen2(values), attention={"qkv_bias": bool(values.get("qkv_bias", True))})
+
+
+def qwen3(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention={"qk_norm": True}, window_switch=True)
+
+
+def qwen3_moe(values: Mapping[str, Any]) -> Traits:
+    return replace(qwen3(values), windows="alike")
+
+
 def gemma2(values: Mapping[str, Any]) -> Traits:
+    scale = number_of(values, "query_pre_attn_scalar") ** -0.5
     return Traits(
-        attention={"scale": values["query_pre_attn_scalar"] ** -0.5, "softcap": values.get("attn_logit_softcapping")},
+        attention={"scale": scale, "softcap": cap_of(values, "attn_logit_softcapping")},
         activation="hidden_activation",
         norms="sandwich",
         norm_offset=True,
         embedding_scale=values["hidden_size"] ** 0.5,
-        logit_softcap=values.get("final_logit_softcapping"),
+        logit_softcap=cap_of(values, "final_logit_softcapping"),
     )
 
 
 def gemma3(values: Mapping[str, Any]) -> Traits:
-    """Gemma 2 with norms of queries and keys; its configs leave out the caps, which its code has."""
-    one = gemma2(values)
-    return Traits(
-        attention={**one.attention, "qk_norm": True},
-        activation=one.activation,
-        norms=one.norms,
-        norm_offset=True,
-        embedding_scale=one.embedding_scale,
-        logit_softcap=one.logit_softcap,
-    )
+    """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
+    base = gemma2(values)
+    return replace(base, attention={"scale": base.attention["scale"], "qk_norm": True})
 
 
 def gpt_oss(_values: Mapping[str, Any]) -> Traits:
@@ -73,23 +104,30 @@ def gpt_oss(_values: Mapping[str, Any]) -> Traits:
 
 
 def olmo2(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention={"projection_norm": True}, norms="post")
+    return Traits(attention={"projection_norm": True}, norms="post", windows="none")
 
 
 def phi3(_values: Mapping[str, Any]) -> Traits:
-    """What is particular, fused projections and longrope, files and fields say."""
-    return Traits()
+    """Fused projections and longrope, files and fields say."""
+    return Traits(windows="alike", attention_bias=False, partial_rotary=True)
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "GptOssForCausalLM": gpt_oss,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mistral,
     "Olmo2ForCausalLM": olmo2,
     "Phi3ForCausalLM": phi3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
-MIXTURES = frozenset({"GptOssForCausalLM"})  # of these, the families of experts
-OFFSET_NORMS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
+# Of these, the families of experts.
+MIXTURES = frozenset({"GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
@@ -99,18 +137,39 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's fields of a config, which a multimodal checkpoint has in `text_config`."""
+    """The decoder's fields of a config, which a multimodal checkpoint has in `text_config`. Whether the head is tied
+    the top level says, as in transformers."""
     name = (values.get("architectures") or [""])[0]
     if name not in TEXT_PARTS:
         return values
-    inside = values.get("text_config") or {}
-    tied = inside.get("tie_word_embeddings", values.get("tie_word_embeddings", True))  # true where neither says
-    return {**inside, "architectures": [TEXT_PARTS[name]], "tie_word_embeddings": tied}
+    tied = values.get("tie_word_embeddings", True)
+    same = {"architectures": [TEXT_PARTS[name]], "tie_word_embeddings": tied}
+    return {**(values.get("text_config") or {}), **same, "final_logit_softcapping": None}  # its code caps no logits
 
 
 def traits_of(values: Mapping[str, Any]) -> Traits:
-    family = FAMILIES.get(architecture_of(values))
-    return Traits() if family is None else family(values)
+    return FAMILIES[architecture_of(values)](values)
+
+
+def count_of(values: Mapping[str, Any], name: str) -> int:
+    """The field `name` of a config. Raises ValueError unless it is an integer of at least 1."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {name} is {value!r}; it must be an integer of at least 1")
+    return value
+
+
+def number_of(values: Mapping[str, Any], name: str) -> float:
+    """The field `name` of a config. Raises ValueError unless it is a number above 0."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {name} is {value!r}; it must be a number above 0")
+    return value
+
+
+def cap_of(values: Mapping[str, Any], name: str) -> float | None:
+    """The field `name` of a config, as `number_of`; None where there is none."""
+    return None if values.get(name) is None else number_of(values, name)
 
 
 def activation_of(values: Mapping[str, Any], traits: Traits) -> "Activation":

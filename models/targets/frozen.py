@@ -4,6 +4,7 @@ weights is written once; families that it lacks, and sharded targets, by transfo
 Layer ids are those of config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,21 +15,23 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.utils.quantization_config import Mxfp4Config
 
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import HEAD
-from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.quantized import QuantizedLinear
 from slipstream.models.targets import families
 from slipstream.models.targets.config import ARCHITECTURES, check_aux_layers
-from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.decoder import Target, decoder_tensors, drop_tied_head, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
 
+LOGIT_FIELDS = re.compile("logit|head_multiplier|output_multiplier|dim_model_base")  # of configs that change logits
 VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 
 
@@ -178,10 +181,33 @@ class TransformersTarget(FrozenTarget):
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
         super().__init__(model, decoder_layers(model), aux_layers)
         self.decoder = model.get_decoder()
-        check_head(model)
+        if not self.head.is_meta:
+            self._check_head()
         self._states: dict[int, Tensor] = {}
         for layer in set(aux_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Raises ValueError for a model that changes the head's logits: drafts are trained, and served, without that.
+        Compares what it makes of a few states with what `logits` makes of them; its layers do not run."""
+        head = self.head
+        states = torch.randn(3, head.shape[1], generator=torch.Generator().manual_seed(0)).to(head.device, head.dtype)
+        forward = self.decoder.forward
+        self.decoder.forward = lambda *_inputs, **_options: MoEModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=states[None]
+        )
+        try:
+            expected = self.model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=head.device)).logits[0]
+        finally:
+            self.decoder.forward = forward
+        logits, _ = self.logits(states, torch.arange(len(head)))
+        if not is_close(logits, expected[:, : len(head)]):
+            names = (name for name in self.model.config.get_text_config().to_dict() if LOGIT_FIELDS.search(name))
+            raise ValueError(
+                f"{type(self.model).__name__} changes its head's logits, perhaps by {', '.join(names) or 'its code'}, "
+                "which training does not know; choose another target"
+            )
 
     def _capture(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -233,20 +259,35 @@ class TransformersTarget(FrozenTarget):
         return self.as_read(F.embedding(tokens, self.model.get_input_embeddings().get_parameter("weight")))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
+        norm = self._norm_weight()
         last = [layer.state_dict() for layer in list(self.layers)[-num_layers:]]
-        are_alike = not any("post_feedforward_layernorm.weight" in layer for layer in last)
+        is_sandwich = any("post_feedforward_layernorm.weight" in layer for layer in last)
+        is_silu = getattr(self.model.config.get_text_config(), "hidden_act", "silu") in ("silu", "swish")
+        are_alike = is_silu and not is_sandwich and norm is self.decoder.norm.weight
         layers = enumerate(last if are_alike else [])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.items()}
-        try:
-            norm = self.decoder.get_parameter("norm.weight")
-        except AttributeError as error:
-            raise ValueError(
-                f"{type(self.model).__name__} has no final norm to start from ({error}); set draft.init_from_target "
-                "to false"
-            ) from error
-        if type(self.model).__name__ in families.OFFSET_NORMS:
-            norm = 1 + norm.float()  # what a draft's norm multiplies by
         return weights | {"norm.weight": norm, HEAD: self.head}
+
+    @torch.no_grad()
+    def _norm_weight(self) -> Tensor:
+        """What a draft's RMS norm multiplies by (Ht,) to do what the final norm does. Raises ValueError where none
+        does."""
+        name, remedy = type(self.model).__name__, "set draft.init_from_target to false"
+        try:
+            weight = self.decoder.get_parameter("norm.weight")
+        except AttributeError as error:
+            raise ValueError(f"{name} has no final norm to start from ({error}); {remedy}") from error
+        if weight.is_meta:
+            return weight
+        row = torch.randn(len(weight), generator=torch.Generator().manual_seed(0)) + 1  # has a mean; eps is lost in it
+        row = (100 * row).to(weight.device, weight.dtype)
+        normed = self.decoder.norm(row[None])[0].float()
+        scaled = row.float() * row.float().square().mean().rsqrt()
+        if is_close(weight.float() * scaled, normed):
+            return weight
+        if is_close((1 + weight.float()) * scaled, normed):
+            return 1 + weight.float()
+        raise ValueError(f"{name} has a final norm that is no RMS norm with weights; {remedy}")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -260,15 +301,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that scales the head's logits: drafts are trained, and served, without that."""
-    config = model.config.get_text_config()
-    for name in ("logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"{type(model).__name__} changes its logits by {name} {getattr(config, name)}, which training does not "
-                "know; choose another target"
-            )
+def is_close(tensor: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal up to the rounding of 16 bits."""
+    difference = (tensor.float() - expected.float()).abs().max()
+    return bool(difference <= 0.02 * expected.float().abs().max())
 
 
 def load_frozen_target(
@@ -287,6 +323,8 @@ def load_frozen_target(
     """
     if mesh is not None:
         model = empty_model(path, trust_remote_code)
+        if ties_head(model.config) and any(path.glob("*.safetensors")):
+            drop_tied_head(decoder_tensors(read_tensors(path)), path)  # else the processes would differ
         source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
         share_out(model, decoder_layers(model), source, mesh, device)
         return TransformersTarget(model, aux_layers)
@@ -296,6 +334,11 @@ def load_frozen_target(
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
     return TransformersTarget(model, aux_layers)
+
+
+def ties_head(config: PretrainedConfig) -> bool:
+    """Whether a model's head is its embedding: the top level says, of multimodal ones, too."""
+    return bool(getattr(config, "tie_word_embeddings", True))
 
 
 def is_served(values: Mapping[str, Any]) -> bool:
@@ -341,6 +384,6 @@ def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device untied them
     head = model.get_output_embeddings()
-    if model.config.get_text_config().tie_word_embeddings:  # a caller's init_empty_weights unties them once more
+    if ties_head(model.config):  # a caller's init_empty_weights unties them once more
         head._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")
     return model

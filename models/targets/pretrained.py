@@ -26,15 +26,16 @@ VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktok
 
 
 def read_config(path: Path, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Raises ValueError for a folder without config.json, and for code that is not trusted."""
+    """Raises ValueError for a folder without config.json, for code that is not trusted, and for fields that
+    transformers refuses."""
     from transformers import AutoConfig
 
     read_json(path / "config.json")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ValueError as error:
+    except Exception as error:  # a KeyError, TypeError or one of a validator of its own, depending on the field
         _refuse_code(path, error)
-        raise
+        raise ValueError(f"{path / 'config.json'} cannot be read by transformers ({_in_a_line(error)})") from error
 
 
 def find_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
@@ -52,6 +53,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTo
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception
         _refuse_code(path, error)
+        if (path / "config.json").exists():
+            read_config(path, trust_remote_code)  # which transformers reads first: says so if that is at fault
         if not _has_vocabulary(path):
             raise ValueError(missing) from error
         raise ValueError(f"the tokenizer in {path} cannot be read ({error}); download it again") from error
@@ -107,6 +110,10 @@ def _listed(file: Path) -> set[int]:
         listed = part.get("eos_token_id")
         found += listed if isinstance(listed, list) else [listed]
     return {token for token in found if token is not None}
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _has_vocabulary(path: Path) -> bool:

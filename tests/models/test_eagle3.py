@@ -14,10 +14,11 @@ from slipstream.models.drafts.base import HEAD, OWN_FIELDS, write_draft
 from slipstream.models.drafts.eagle3 import FLAGS, UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import RopeConfig, TargetSpec, default_aux_layers
+from slipstream.models.targets.config import ORIGINAL, RopeConfig, TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
+from slipstream.tests.random_targets import LONGROPE
 
 LENGTH = 23
 FLAGGED: list[dict[str, bool]] = [
@@ -155,15 +156,12 @@ def test_a_round_trip_is_exact(draft: SavedDraft) -> None:
     [
         RopeConfig(5e5),
         RopeConfig(1e4, "linear", {"factor": 2.0}),
-        RopeConfig(1e4, "yarn", {"factor": 4.0, "beta_fast": 30}),
-        RopeConfig(1e4, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        RopeConfig(1e4, "yarn", {"factor": 4.0, "beta_fast": 30, ORIGINAL: 64}),
+        RopeConfig(1e4, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 64}),
     ],
 )
 def test_a_config_survives_json(rope: RopeConfig, draft: SavedDraft) -> None:
-    scaling = dict(rope.scaling)
-    if rope.rope_type in ("yarn", "llama3"):
-        scaling["original_max_position_embeddings"] = 64
-    config = replace(draft.module.config, rope=replace(rope, scaling=scaling), attention_bias=True)
+    config = replace(draft.module.config, rope=rope, attention_bias=True)
     assert Eagle3Config.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
@@ -436,7 +434,7 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         ({"num_hidden_layers": 2}, r"missing layers\.1\.input_layernorm\.weight"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "must be alike"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
+        ({"rope_scaling": LONGROPE}, "rope_type is 'longrope'; supported"),
         ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
         ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"aux_layers is \[2, 16, 29\]"),

@@ -10,10 +10,15 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
     GptOssConfig,
     GraniteConfig,
+    LlamaConfig,
     MistralConfig,
+    PretrainedConfig,
     PreTrainedModel,
+    Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from slipstream.models.layers.attention import AttentionLayer
@@ -22,7 +27,7 @@ from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESp
 from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target, read_model
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
-from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, change_json
+from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, change_json, roughen
 
 GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
 CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
@@ -220,8 +225,35 @@ def test_gpt_oss_is_read() -> None:
 
 def test_a_head_that_does_more_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, logits_scaling=8.0))
-    with pytest.raises(ValueError, match="changes its logits by logits_scaling 8.0"):
+    with pytest.raises(ValueError, match="changes its head.s logits, perhaps by logits_scaling, which"):
         TransformersTarget(model, (1,))
+
+
+def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
+    """By what the model makes of states, not by a list."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    head, forward = model.lm_head, model.lm_head.forward
+    head.forward = lambda states: 1.1 * forward(states)
+    with pytest.raises(ValueError, match="changes its head.s logits, perhaps by its code"):
+        TransformersTarget(model, (1,))
+    del head.forward
+    TransformersTarget(model, (1,))
+
+
+@pytest.mark.parametrize(("config", "offset"), [(LlamaConfig, 0), (GemmaConfig, 1), (VaultGemmaConfig, 1)])
+def test_a_final_norm_starts_as_the_targets_is(config: type[PretrainedConfig], offset: int) -> None:
+    model = AutoModelForCausalLM.from_config(config(**SHAPE | {"head_dim": 8}))
+    roughen(model)
+    weights, states = TransformersTarget(model, (1,)).initial_weights(1), torch.randn(5, 32)
+    own = torch.nn.functional.rms_norm(states, (32,), weights["norm.weight"], eps=1e-6)
+    torch.testing.assert_close(own, model.model.norm(states))
+    assert ("layers.0.mlp.up_proj.weight" in weights) == (not offset), "norms of layers have the offset, too"
+
+
+def test_a_final_norm_that_no_draft_has_is_refused() -> None:
+    target = TransformersTarget(AutoModelForCausalLM.from_config(Starcoder2Config(**SHAPE)), (1,))
+    with pytest.raises(ValueError, match=r"is no RMS norm with weights; set draft\.init_from_target to false"):
+        target.initial_weights(1)
 
 
 def test_mxfp4_experts_become_numbers_in_transformers(tmp_path: Path) -> None:

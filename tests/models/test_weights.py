@@ -107,14 +107,17 @@ def test_every_fault_is_named_before_anything_is_filled() -> None:
     assert all(tensor.is_meta for tensor in block.state_dict().values())
 
 
-@pytest.mark.parametrize("has_copy", [False, True])
-def test_a_tied_head_is_the_embedding(has_copy: bool, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("copied", [None, torch.float32, torch.float64])
+def test_a_tied_head_is_the_embedding(
+    copied: torch.dtype | None, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Also where a file has it once more."""
     tensors, config = load_file(make_target("llama") / "model.safetensors"), load_config(make_target("llama"))
     object.__setattr__(config, "tie_word_embeddings", True)
     embedding = tensors["model.embed_tokens.weight"]
-    rest = {name: x for name, x in tensors.items() if has_copy or name != "lm_head.weight"}
-    save_file(rest, tmp_path / "model.safetensors")
+    copies = {} if copied is None else {"lm_head.weight": embedding.to(copied, copy=True)}
+    rest = {name: x for name, x in tensors.items() if name != "lm_head.weight"}
+    save_file(rest | copies, tmp_path / "model.safetensors")
     target = load_target(tmp_path, config, torch.float32, CPU)
     assert target.lm_head.weight is target.embed_tokens.weight
     assert torch.equal(target.embed_tokens.weight, embedding)
