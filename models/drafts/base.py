@@ -7,6 +7,7 @@ A reduced vocabulary is two buffers: d2t (Vd,) int64 offsets, target id = draft 
 true for target ids that the draft has.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
+from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
 from slipstream.models.layers.linear import Embedding
 from slipstream.models.layers.quantized import FLOATS, QUANTIZED
 from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
@@ -107,6 +111,7 @@ class DraftConfig(DecoderShape, ABC):
             raise ValueError(
                 f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever targets have"
             )
+        DecoderShape.__post_init__(self)
 
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
@@ -207,11 +212,6 @@ class DraftNetwork(nn.Module):
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
 
-def ids_of(d2t: Tensor) -> Tensor:
-    """(Vd,) int64 target id of each draft id."""
-    return d2t + torch.arange(len(d2t), device=d2t.device)
-
-
 def drafter_of(config: Mapping[str, Any], draft: str) -> str:
     """The drafter that config.json calls for. `draft` names the checkpoint.
 
@@ -292,11 +292,16 @@ def check_llama_layer(values: Mapping[str, Any]) -> None:
 
 
 def window_from_json(values: Mapping[str, Any]) -> int | None:
-    """The window of an EAGLE draft's layers. Raises ValueError if some have one and others none."""
+    """The window of an EAGLE draft's layers. Raises ValueError if some have one and others none.
+
+    Llama's code has windows only where `layer_types` or `use_sliding_window` say so, as they do in our files.
+    """
     types = values.get("layer_types")
     if types and len(set(types)) > 1:
         raise ValueError(f"draft config: layer_types is {list(types)}; the layers of an EAGLE draft must be alike")
-    is_used = "sliding_attention" in types if types else values.get("use_sliding_window", True)
+    is_used = (
+        "sliding_attention" in types if types else values.get("use_sliding_window", values.get("model_type") != "llama")
+    )
     return (values.get("sliding_window") or None) if is_used else None
 
 
@@ -390,6 +395,9 @@ def build_draft(
     with torch.device("meta"):
         module = network(config)
         for key in network.shared:
+            if key == EMBEDDING and key in tensors and not tensors[key].any():
+                logger.warning("%s: %s is all zeros, a placeholder; the draft reads the target's", path, key)
+                del tensors[key]
             if not drop_copy(tensors, key, shared):
                 continue
             if key != EMBEDDING or not network.may_embed:
@@ -425,15 +433,36 @@ def _public_name(network: type[DraftNetwork], key: str) -> str:
 
 def complete_vocabulary(tensors: dict[str, Tensor], config: DraftConfig, path: Path) -> None:
     """Adds t2d, computed from d2t, as some files omit it, and both to a draft of the whole vocabulary that must have
-    them. Raises ValueError for a d2t that does not fit the target."""
+    them. Raises ValueError for a d2t that does not fit the target or the file's t2d; `load_weights` names one of
+    another size."""
     if config.draft_vocab_size == config.vocab_size:
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
     if "d2t" not in tensors:
         return
-    ids = ids_of(tensors["d2t"])
+    d2t = tensors["d2t"] = whole_numbers(tensors["d2t"], path)
+    if d2t.ndim != 1:
+        return
+    ids = ids_of(d2t)
     if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
         raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
-    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    t2d = tensors.setdefault("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
+    if t2d.shape != (config.vocab_size,):
+        raise ValueError(f"{path}: t2d is {list(t2d.shape)}, but the target has {config.vocab_size} tokens")
+    if len(d2t) == config.draft_vocab_size:
+        check_t2d(str(path), d2t, t2d, "fetch the draft again, or write d2t as target id minus draft id")
+    if len(d2t) < config.vocab_size and not d2t.any():
+        logger.warning(
+            "%s: d2t is all zeros, so that the draft proposes the first %d tokens of the target alone; if few are "
+            "accepted, the file lacks its map",
+            *(path, len(d2t)),
+        )
+
+
+def whole_numbers(d2t: Tensor, path: Path) -> Tensor:
+    """`d2t` as int64. Raises ValueError for fractions."""
+    if d2t.is_floating_point() and not torch.equal(d2t, d2t.round()):
+        raise ValueError(f"{path}: d2t holds fractions ({d2t.dtype}); it must hold whole numbers")
+    return d2t.long()
 
 
 def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None) -> bool:

@@ -144,10 +144,11 @@ class TokenMap:
         missing = {"d2t", "t2d", "counts"} - tensors.keys()
         if missing or METADATA_KEY not in metadata:
             raise ValueError(f"{path} is not a token map: it lacks {', '.join(sorted(missing)) or 'metadata'}")
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        ids = ids_of(tensors["d2t"])
         token_map = cls(ids, tensors["counts"], json.loads(metadata[METADATA_KEY]))
-        if not torch.equal(token_map.t2d, tensors["t2d"]):
-            raise ValueError(f"{path}: d2t and t2d name different tokens; write it again")
+        if tensors["t2d"].shape != token_map.counts.shape:
+            raise ValueError(f"{path}: t2d and counts are of different vocabularies; write it again")
+        check_t2d(str(path), tensors["d2t"], tensors["t2d"], "write it again")
         return token_map
 
     def write_sglang(self, path: Path) -> None:
@@ -183,7 +184,7 @@ def read_token_map(path: Path, vocab_size: int) -> TokenMap:
 def _listed_ids(path: Path, content: Any) -> Tensor:
     """(n,) int64 target ids in the order of the file."""
     if isinstance(content, dict) and _is_integers(content.get("d2t")):
-        return content["d2t"].long() + torch.arange(len(content["d2t"]))
+        return ids_of(content["d2t"].long())
     if isinstance(content, list) and content and all(type(token) is int for token in content):
         return torch.tensor(content)
     if _is_integers(content):
@@ -223,8 +224,21 @@ def _check_t2d(path: Path, ids: Tensor, t2d: Any, vocab_size: int) -> None:
     if not isinstance(t2d, Tensor) or t2d.ndim != 1:
         raise ValueError(f"{path}: t2d is not a 1-D tensor; {REMEDY}")
     _check_vocab_size(path, len(t2d), vocab_size)
-    if not torch.equal(t2d.bool().nonzero().flatten(), ids.sort().values):
-        raise ValueError(f"{path}: d2t and t2d name different tokens; {REMEDY}")
+    check_t2d(str(path), ids - torch.arange(len(ids)), t2d, REMEDY)
+
+
+def ids_of(d2t: Tensor) -> Tensor:
+    """(Vd,) int64 target id of each draft id."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def check_t2d(source: str, d2t: Tensor, t2d: Tensor, remedy: str) -> None:
+    """Raises ValueError unless d2t (Vd,) and t2d (V,) name the same target tokens."""
+    named = t2d.bool().nonzero().flatten()
+    if not torch.equal(named, ids_of(d2t).sort().values):
+        is_ids = torch.equal(named, d2t.sort().values)
+        cause = ", since d2t holds target ids where differences belong" if is_ids else ""
+        raise ValueError(f"{source}: d2t and t2d name different tokens{cause}; {remedy}")
 
 
 def is_token_map(path: Path) -> bool:

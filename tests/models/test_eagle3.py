@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.models.drafts.base import HEAD, OWN_FIELDS, write_draft
+from slipstream.models.drafts.base import HEAD, OWN_FIELDS, load_draft, write_draft
 from slipstream.models.drafts.eagle3 import FLAGS, UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -465,7 +465,8 @@ def test_misfits_name_field_and_values(values: Values, message: str, draft: Save
     [
         ({"use_sliding_window": False}, None),
         ({"layer_types": ["full_attention"], "use_sliding_window": True}, None),
-        ({}, 4096),
+        ({}, None),
+        ({"use_sliding_window": True}, 4096),
         ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, 4096),
     ],
 )
@@ -492,12 +493,49 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         (lambda tensors: without("t2d")(tensors | {"d2t": tensors["d2t"] - 1}), "d2t maps outside"),
         (lambda tensors: tensors | {"d2t": -torch.arange(50)}, "d2t maps outside .* or twice to one"),
         (lambda tensors: tensors | {"d2t": tensors["d2t"][:40]}, r"d2t is \[40\], the config says \[50\]"),
+        (lambda tensors: tensors | {"d2t": tensors["d2t"][None]}, r"d2t is \[1, 50\], the config says \[50\]"),
+        (lambda tensors: tensors | {"d2t": tensors["d2t"] + 0.5}, r"d2t holds fractions \(torch.float32\)"),
+        (
+            lambda tensors: tensors | {"d2t": torch.arange(50), "t2d": torch.arange(120) < 50},
+            "name different tokens, since d2t holds target ids where differences belong; fetch the draft again",
+        ),
+        (
+            lambda tensors: tensors | {"d2t": torch.zeros(50)},
+            "d2t and t2d name different tokens; fetch the draft again",
+        ),
+        (lambda tensors: tensors | {"t2d": tensors["t2d"].roll(1)}, "d2t and t2d name different tokens; fetch"),
+        (lambda tensors: tensors | {"t2d": torch.ones(121)}, r"t2d is \[121\], but the target has 120 tokens"),
     ],
 )
 def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message: str, draft: SavedDraft) -> None:
     draft.change(change)
     with pytest.raises(ValueError, match=message):
         draft.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_a_d2t_of_whole_numbers_is_read(dtype: torch.dtype, draft: SavedDraft) -> None:
+    draft.change(lambda tensors: tensors | {"d2t": tensors["d2t"].to(dtype), "t2d": tensors["t2d"].float()})
+    found, expected = draft.load().target_ids, draft.module.target_ids
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+
+
+def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(
+    draft: SavedDraft, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft.change(lambda tensors: without("t2d")(tensors | {"d2t": torch.zeros(50)}))
+    assert draft.load().target_ids.tolist() == list(range(50))
+    assert "d2t is all zeros, so that the draft proposes the first 50 tokens" in caplog.text
+
+
+def test_an_embedding_of_zeros_is_a_placeholder(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
+    shared = {"embed_tokens.weight": torch.randn(120, 32)}
+    draft.change(lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(120, 32)})
+    files = draft.folder, draft.target, torch.float32, torch.device("cpu")
+    assert load_draft(Eagle3, *files, shared).embed_tokens is None
+    assert "embed_tokens.weight is all zeros, a placeholder; the draft reads the target's" in caplog.text
 
 
 @pytest.mark.parametrize(
