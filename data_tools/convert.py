@@ -57,7 +57,7 @@ from slipstream.models.files.checkpoint import (
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
-from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.decoder import decoder_tensors, drop_tied_head, load_config
 
 CPU = torch.device("cpu")
 # Fields of config.json that drafts of every kind may have. The last two lines say nothing about the network.
@@ -205,8 +205,10 @@ def check_fields(values: Mapping[str, Any], form: Form) -> None:
 
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
-    config, tensors = load_config(path), read_tensors(path)
-    keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
+    config, tensors = load_config(path), decoder_tensors(read_tensors(path))
+    if config.tie_word_embeddings:
+        drop_tied_head(tensors, path)
+    keys = {EMBEDDING: EMBEDDING, HEAD: EMBEDDING if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - tensors.keys())
     if missing:
         raise ValueError(f"target {name} lacks {', '.join(missing)} in its *.safetensors files")

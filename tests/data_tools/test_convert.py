@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from slipstream.data_tools.convert import main
+from slipstream.data_tools.convert import main, read_target
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle3 import Eagle3
@@ -19,6 +19,7 @@ from slipstream.models.targets.decoder import load_config
 from slipstream.serve.drafters.registry import find_drafter
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, save_eagle3_draft
 from slipstream.tests.models.saved_drafts import fused
+from slipstream.tests.models.test_config_keys import WRAPPER, base_values
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, change_json, save_random_target
 
@@ -371,3 +372,18 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) 
 
 def test_speculators_cannot_hold_eagle(llama: Runs) -> None:
     assert "layout speculators cannot hold drafts such as" in llama.refused(save_eagle_draft(llama), "speculators")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_targets_tensors_are_found_by_each_naming(prefix: str, tied: bool, tmp_path: Path) -> None:
+    """As transformers writes a text model, and multimodal ones on the hub and of today."""
+    values = base_values("gemma3" if prefix == "model." else WRAPPER) | {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    embedding, head = torch.randn(120, 32), torch.randn(120, 32)
+    outer = "language_model." if prefix == "language_model.model." else ""
+    tensors = {f"{prefix}embed_tokens.weight": embedding} | ({} if tied else {f"{outer}lm_head.weight": head})
+    save_file(tensors, tmp_path / "model.safetensors")
+    shared = read_target(str(tmp_path)).shared
+    assert torch.equal(shared["embed_tokens.weight"], embedding)
+    assert torch.equal(shared["lm_head.weight"], embedding if tied else head)
