@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 FIRST_STAND_IN = 0xDC00
-MOST_STAND_INS = 0x400
 HOLDS_WORD = re.compile(r"[<\[｜].*\w")  # an added token that may be (part of) a marker, unlike a space or `json`
 
 PLACEHOLDERS = {

@@ -1,8 +1,12 @@
 """Encodes control tokens that clients write as plain text, and those that the chat template writes as control tokens.
 
 A tokenizer splits text at special tokens whoever wrote them: `<|im_end|>` in a question ends the turn. Here a second
-tokenizer reads special tokens as plain text and knows each by a random alias instead, which clients cannot guess. In a
-rendered prompt the template's own special tokens are replaced by their aliases; those of clients are not.
+tokenizer reads special tokens as plain text and knows each by a random alias instead, which clients cannot guess. The
+aliases stand in the source of the chat template, and in its variables such as `bos_token`: whatever a template does
+with text of clients, joins, cuts or replaces it, none of it becomes an alias.
+
+Some templates join a token from its parts and a role, `'<|' + message.role + '|>'`. There marks stand beside the parts,
+and what is between two marks must be a role.
 
 Invariant: a prompt in which clients wrote no special token has the same ids as without this module.
 """
@@ -11,13 +15,26 @@ import copy
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jinja2
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points of plane 16, which have no meaning
-JsonList = Sequence[Any]
+from slipstream.models.chat.messages import Message
+from slipstream.models.chat.template import PromptTemplate, TemplateRefused
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+PROBES: tuple[list[Message], ...] = (
+    [{"role": "user", "content": "ab"}],
+    [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "cd"},
+        {"role": "assistant", "content": "ef"},
+        {"role": "user", "content": "gh"},
+    ],
+)
+LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # otherwise transformers'
 PLACES = ("{}", " {} ", "\n{}\n", "a{}a")
 
 
@@ -30,6 +47,12 @@ class PlainTextTokenizer:
         special = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.special and token.content}
         self._aliases = {token.content: random_word() for token in special.values()}
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._aliases, key=len, reverse=True))) or "(?!)")
+        self._opening, self._closing = random_word(), random_word()
+        parts = [token.partition(role) for token in self._aliases for role in ROLES if role in token]
+        parts = [part for part in parts if part[0] and part[2]]
+        self._before, self._after = tuple({part[0] for part in parts}), tuple({part[2] for part in parts})
+        joined = (f"{re.escape(p)}{self._opening}{r}{self._closing}{re.escape(q)}" for p, r, q in parts)
+        self._joined = re.compile("|".join(joined) or "(?!)")
         self._tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer.add_tokens([alias_of(token, self._aliases[token.content]) for token in special.values()])
         self._ids = {
@@ -38,27 +61,65 @@ class PlainTextTokenizer:
         self._check(set(special) - {tokenizer.unk_token_id})
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of plain text or of the result of `render`. Thread-safe."""
-        ids = self._tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=True).input_ids
+        """Token ids of plain text or of what `template` renders. Thread-safe."""
+        text = self._joined.sub(lambda match: self._aliases[self._unmarked(match[0])], text)
+        ids = self._tokenizer(
+            self._unmarked(text), add_special_tokens=add_special_tokens, split_special_tokens=True
+        ).input_ids
         return [self._ids.get(token, token) for token in ids]
 
-    def render(self, given: JsonList, template: Callable[[JsonList], str]) -> str:
-        """Renders what clients give, messages or messages and tools, with `template`, whose own special tokens become
-        aliases."""
-        strings = list(strings_of(given))
-        found = {token for text in strings for token in self._pattern.findall(text)}
-        # For each token that a client wrote, the template sees a character that no client used.
-        stand_ins = dict(zip(found, unused_characters(strings) if found else "", strict=False))
-        if len(stand_ins) < len(found):
-            raise ValueError(
-                "messages hold too many private-use characters (Unicode's plane 16) besides control tokens"
-            )
-        hidden = [replaced(one, lambda text: self._replaced(text, stand_ins)) for one in given]
-        text = self._replaced(template(hidden), self._aliases)
-        return text.translate({ord(char): token for token, char in stand_ins.items()})
+    def template(self, tokenizer: PreTrainedTokenizerBase, *, date: str) -> PromptTemplate:
+        """The chat template of `tokenizer`, which writes aliases."""
+        source, aliased = tokenizer.chat_template, copy.copy(tokenizer)
+        if isinstance(source, str):
+            aliased.chat_template = self._aliased(source)
+        else:
+            aliased.chat_template = {name: self._aliased(text) for name, text in source.items()}
+        variables = {name: replaced(value, self._replaced) for name, value in tokenizer.special_tokens_map.items()}
+        template = PromptTemplate(aliased, date=date, variables=variables)
+        self._check_template(template, tokenizer, date)
+        return template
 
-    def _replaced(self, text: str, replacements: Mapping[str, str]) -> str:
-        return self._pattern.sub(lambda match: replacements[match[0]], text)
+    def _check_template(self, template: PromptTemplate, tokenizer: PreTrainedTokenizerBase, date: str) -> None:
+        """Raises ValueError for a template that makes control tokens of parts that cannot be told from text."""
+        plain = PromptTemplate(tokenizer, date=date, variables={})
+        for messages in PROBES:
+            try:
+                expected = tokenizer(plain.render(messages, prompt=True), add_special_tokens=False).input_ids
+            except TemplateRefused:
+                continue
+            if self(template.render(messages, prompt=True), add_special_tokens=False) != expected:
+                fault = "the chat template joins control tokens from parts, which cannot be told from text"
+                raise ValueError(f"control_tokens_as_text: {fault}; leave the option off")
+
+    def _aliased(self, source: str) -> str:
+        """The source of a template, with aliases in its text and in its string literals."""
+        try:
+            tokens = [*LEXER.lex(source)]
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+        return "".join(self._part(kind, text) for _, kind, text in tokens)
+
+    def _part(self, kind: str, text: str) -> str:
+        if kind == "data":
+            return self._marked(text)
+        if kind != "string":
+            return text
+        # As jinja2 reads a literal.
+        value = text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
+        marked = self._marked(value)
+        return text if marked == value else repr(marked)
+
+    def _marked(self, text: str) -> str:
+        text = self._replaced(text)
+        text = f"{text}{self._opening}" if text.endswith(self._before) else text
+        return f"{self._closing}{text}" if text.startswith(self._after) else text
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(self._opening, "").replace(self._closing, "")
+
+    def _replaced(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._aliases[match[0]], text)
 
     def _check(self, special: set[int]) -> None:
         for token in self._aliases:
@@ -68,36 +129,16 @@ class PlainTextTokenizer:
                 raise ValueError(f"control_tokens_as_text: {fault}; leave the option off")
 
 
-def strings_of(value: Any) -> Iterator[str]:
-    """At any depth, names of members included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield name
-            yield from strings_of(inner)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from strings_of(inner)
-
-
 def replaced(value: Any, replace: Callable[[str], str]) -> Any:
-    """With every string of it replaced."""
+    """A text or a list of texts, with each replaced."""
     if isinstance(value, str):
         return replace(value)
-    if isinstance(value, Mapping):
-        return {replace(name): replaced(inner, replace) for name, inner in value.items()}
     return [replaced(inner, replace) for inner in value] if isinstance(value, Sequence) else value
 
 
 def random_word() -> str:
     """62 random bits. No longer than other tokens, so that limits.longest_text also holds for aliases."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(12))
-
-
-def unused_characters(texts: Sequence[str]) -> list[str]:
-    used = set().union(*texts)
-    return [chr(code) for code in PRIVATE_USE if chr(code) not in used]
 
 
 def alias_of(token: AddedToken, alias: str) -> AddedToken:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,12 @@ class Frontend:
         self.sampling_defaults = read_sampling_defaults(path)
         self.tokenizer = tokenizer or read_tokenizer(config)
         has_template = bool(self.tokenizer.chat_template)
-        self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
+        self.template: PromptTemplate | None = None
+        if has_template and self.plain_text is not None:
+            self.template = self.plain_text.template(self.tokenizer, date=config.date)
+        elif has_template:
+            self.template = PromptTemplate(self.tokenizer, date=config.date, variables={})
         self.decoder, self.texts = Decoder(self.tokenizer), TokenTexts(self.tokenizer)
         self.chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
         self._ignore_unknown = config.ignore_unknown_fields
@@ -110,14 +113,10 @@ class Frontend:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
         asked = (None, "") if isinstance(body, TokenizeBody) else (body.reasoning_effort, body.effort_field)
         variables = self.chat.variables(*asked) | body.chat_template_kwargs
-        template = partial(self.template.render, prompt=body.add_generation_prompt, variables=variables)
         tools = [tool.definition for tool in choice.tools] or None
         try:
-            messages = self.template.prepared(self.chat.named_reasoning(body.messages), tools)
-            if self.plain_text is not None:
-                text = self.plain_text.render([messages, tools], lambda given: template(*given))
-            else:
-                text = template(messages, tools)
+            messages = self.chat.named_reasoning(body.messages)
+            text = self.template.render(messages, tools, prompt=body.add_generation_prompt, variables=variables)
         except TemplateFailed as error:
             if not body.chat_template_kwargs and not tools:
                 raise  # a bug in the template
