@@ -36,6 +36,8 @@ THREADS_SPIN = not set_thread_policy()
 # Whether a product and a sum become one operation decides bits. Triton does so up to 3.9, which warns that it will not.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+PARENT = os.getppid()  # as this program begins; another one later means that it has died
+
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))

@@ -5,13 +5,11 @@ accumulation window, known before the first forward pass, so neither of them cha
 """
 
 import math
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from slipstream import runtime
 from slipstream.models.files.atomic import FolderLock
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
+from slipstream.train.interrupts import Interrupt, end_with_launcher, mute_lost_streams
 from slipstream.train.optim import Schedule, build_optimizers
 from slipstream.train.options import RunOptions
 from slipstream.train.state_source import read_ahead
@@ -39,6 +38,7 @@ MAX_SKIPPED = 10  # consecutive non-finite steps that end a run
 
 def start(options: RunOptions) -> Accelerator:
     """The accelerator of this process, as `accelerate launch` set it up. Raises ValueError for Muon on shards."""
+    end_with_launcher()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     bf16 = options.precision == "bf16" or (options.precision == "auto" and has_bf16)
@@ -94,7 +94,8 @@ def fit(
     run: Mapping[str, Any],
     lock: FolderLock | None,
 ) -> Progress:
-    """Trains to the last step; at SIGINT or SIGTERM saves after the step at hand and exits with status 130.
+    """Trains to the last step; at SIGINT, SIGTERM, SIGHUP or its launcher's end saves after the step at hand and exits
+    with status 130.
 
     `identity`: hashes of what the options name, compared when a run continues. `run`: provenance for every run.json.
     `lock` of the output: the first process's.
@@ -130,6 +131,7 @@ def fit(
             if trackers is not None:
                 trackers.checkpoints(written, progress.step, progress.metrics)
             show(bar, record, progress)
+    mute_lost_streams()
     if progress.step < loop.num_steps:
         accelerator.print(f"stopped; step {progress.step} of {loop.num_steps} is saved, the same command continues")
         raise SystemExit(130)
@@ -257,6 +259,7 @@ class Loop:
 
 
 def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
+    mute_lost_streams()
     shown = {"loss": f"{record['loss']:.3f}"} if "loss" in record else {}
     shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
     if "accept_length" in progress.metrics:
@@ -269,21 +272,3 @@ def leave_processes() -> None:
     """For a program's end: one that ends within a process group may abort, as the group's threads still run."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-class Interrupt:
-    """Records SIGINT and SIGTERM instead of ending the process; a second SIGINT ends it as usual."""
-
-    def __enter__(self) -> "Interrupt":
-        self.received = False
-        self.previous = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        self.received = True
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *_exception: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)

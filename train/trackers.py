@@ -1,8 +1,8 @@
 """Log a run's metrics and samples: to metrics.jsonl always, to Weights & Biases and TensorBoard on request.
 
 All get the same metrics and samples. Weights & Biases also gets the options, the code's revision, versions and system
-(`run` of its config) and, by option, checkpoints. Invariant: what a tracker besides metrics.jsonl raises ends no run; it
-is said once, and that tracker is switched off.
+(`run` of its config) and, by option, checkpoints. Invariant: what a tracker besides metrics.jsonl raises ends no run;
+it is said once, and that tracker is switched off.
 """
 
 import importlib

@@ -69,7 +69,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, arguments: Arguments
     assert_same_run(tmp_path, finished)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     tmp_path: Path,
     arguments: Arguments,
