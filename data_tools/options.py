@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date, date_of
@@ -21,15 +20,6 @@ def check_at_least(config: object, minimum: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and value < minimum:
             raise ValueError(f"{name} is {value}; give at least {minimum}")
-
-
-def read_text_file(option: str, name: str) -> str:
-    """The text of the file that `option` names. Raises ValueError naming both."""
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fault = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"{option} is {name!r}, which cannot be read ({fault}); name a text file") from error
 
 
 def show_table(rows: Mapping[str, object]) -> None:

@@ -31,7 +31,6 @@ from slipstream.data_tools.options import (
     check_at_least,
     check_named,
     counted,
-    read_text_file,
     show_table,
 )
 from slipstream.data_tools.rows import check_data
@@ -39,6 +38,7 @@ from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer
 from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
+from slipstream.models.files.text import read_text_file
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from slipstream.data_tools.options import ConversationOptions, check_named, read_text_file
+from slipstream.data_tools.options import ConversationOptions, check_named
 from slipstream.models.chat.messages import Message
 from slipstream.models.chat.template import PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
+from slipstream.models.files.text import read_text_file
 from slipstream.models.targets.config import most_positions
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
 

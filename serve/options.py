@@ -149,6 +149,8 @@ class ServeConfig(EngineConfig):
     """Model name that clients use. Default: the target's."""
     max_waiting: int = 256
     """Requests that may wait in addition to the running ones; further ones get status 429."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's, as in `prepare` and `regenerate`."""
     date: str = DEFAULT_DATE
     """Date (year-month-day, or today) that chat templates get as today's, as in `prepare` and `regenerate`."""
     api_key: str | None = field(default=None, repr=False)

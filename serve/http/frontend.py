@@ -2,13 +2,15 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
+from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.text import read_text_file
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
@@ -43,12 +45,27 @@ RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
 
 def read_tokenizer(config: ServeConfig) -> Any:
-    """The target's. Logs a warning where the draft was trained for another target; ValueError if there is none."""
+    """The target's, with the chat template of the options. Logs a warning where the draft was trained for another
+    target; ValueError if there is none, or the template cannot be used."""
     _, path = find_target(config)
     tokenizer = load_tokenizer(path, config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_text_file("chat_template", config.chat_template)
+        check_template(tokenizer, config)
     tokenizer("")  # its first call may change its settings, which fails while another thread uses it
     warn_if_changed(config.draft, path, tokenizer)
     return tokenizer
+
+
+def check_template(tokenizer: Any, config: ServeConfig) -> None:
+    """Raises ValueError for a file that holds no chat template, or one that is not valid."""
+    with suppress(TemplateRefused):  # it may want a system message
+        text = PromptTemplate(tokenizer, date=config.date, variables={}).render([QUESTION], prompt=True)
+        if str(QUESTION["content"]) not in text:
+            fault = "a template that does not write the messages"
+            raise ValueError(
+                f"chat_template is {config.chat_template!r}, {fault}; name a file with a Jinja chat template"
+            )
 
 
 Conversation = ChatBody | ResponsesBody

@@ -1,13 +1,18 @@
 """/tokenize and /detokenize: what the model is sent for a text or for messages, and back."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jinja2
 import pytest
 
+from slipstream.serve.chat.forms import TOOL_FORMS
+from slipstream.serve.http.frontend import read_tokenizer
+from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL, serving
 
 
 def test_tokens_are_those_of_a_prompt(client: httpx.Client) -> None:
@@ -41,6 +46,28 @@ def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.
     text = jinja2.Template(info["chat_template"]).render(messages=HELLO, add_generation_prompt=True)
     tokens = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert tokens == client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+
+
+def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -> None:
+    """For chats and /tokenize, and for what tells the form of calls; a file that is none ends the start."""
+    file = tmp_path / "other.jinja"
+    file.write_text(
+        '{% for m in messages %}[{{ m.content }}]{% endfor %}{% if tools %}<tool_call>{"arguments"}{% endif %}'
+    )
+    config = ServeConfig(target=byte_target, port=0, chat_template=str(file))
+    with serving(config) as server, httpx.Client(base_url=server.url) as client:
+        tokens = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+        assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[hello]"
+        answer = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).json()
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        assert client.get("/tokenizer_info").json()["chat_template"] == file.read_text()
+        assert server.api.frontend.chat.tools == TOOL_FORMS["hermes"]
+    for text, fault in (("{% for", "not valid Jinja"), ("hello", "does not write the messages")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=fault):
+            read_tokenizer(config)
+    with pytest.raises(ValueError, match=r"chat_template is .*missing.*cannot be read"):
+        read_tokenizer(replace(config, chat_template=str(tmp_path / "missing")))
 
 
 @pytest.mark.parametrize(
