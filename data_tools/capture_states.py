@@ -67,7 +67,7 @@ class CaptureConfig:
     """Keep the state after the final norm of supervised tokens even if no named draft reads it."""
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
     """fp8: half the size, a scale per token and layer. fp32: for tests."""
-    max_length: int = 2048
+    max_length: int = 4096
     """Longer documents are cut; training may use this data.max_length or a smaller one."""
     train_documents: int | None = None
     """Take the first of the training split only."""

@@ -14,8 +14,8 @@ AT_LEAST_ONE = (
 class DataOptions:
     path: str
     """prepared dataset (data_tools/prepare.py): splits train and heldout"""
-    max_length: int = 2048
-    """tokens in a packed row; longer documents are cut"""
+    max_length: int = 4096
+    """tokens in a packed row; longer documents are cut, which is counted"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
     aux_states: str | None = None
