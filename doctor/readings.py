@@ -328,7 +328,10 @@ def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator
             f"the map d2t from the draft's ids to the target's {what}; the right one has {meaning}",
             "take d2t and t2d from the checkpoint of the training (a map that was made again differs silently), or "
             f"write d2t from {meaning}",
-            subject.with_values(draft_vocab_size=num_rows).with_tensors(**{name: ids - torch.arange(len(ids))}),
+            subject.with_values(draft_vocab_size=num_rows).with_tensors(
+                **{name: ids - torch.arange(len(ids))},
+                **dict.fromkeys(subject.names("t2d")),  # made from d2t again
+            ),
         )
 
 
