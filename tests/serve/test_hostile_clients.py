@@ -84,7 +84,10 @@ REQUESTS = {  # what is sent, and the status line that comes back
     "no such length": (POST + b"Content-Length: -1\r\n\r\n" + BODY, b"400"),
     "a length of 20 digits": (POST + b"Content-Length: 99999999999999999999\r\n\r\n" + BODY, b"413"),
     "a length of 5,000 digits": (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n" + BODY, b"400"),
-    "a length beside chunks": (CHUNKED[:-2] + b"Content-Length: 5\r\n\r\n2\r\n{}\r\n0\r\n\r\n" + POST, b"400"),
+    "a length beside chunks": (
+        CHUNKED[:-2] + b"Content-Length: 5\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY),
+        b"400",
+    ),
     "another encoding": (POST + b"Transfer-Encoding: gzip\r\n\r\n" + BODY, b"400"),
     "no chunk": (CHUNKED + b"xyz\r\n", b"400"),
     "as many chunks as allowed": (
