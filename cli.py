@@ -13,6 +13,7 @@ VERBS = {
     "regenerate": ("slipstream.data_tools.regenerate", "replace the answers by the target's own"),
     "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
     "capture-states": ("slipstream.data_tools.capture_states", "run the target once, keep its states for training"),
+    "train": ("slipstream.train.command", "train a draft in one process: eagle3, dflash or eagle"),
     "exact-check": ("slipstream.serve.exact_check", "show that a draft changes no token of any answer"),
     "doctor": ("slipstream.doctor.cli", "say why a draft is accepted badly, and what to do"),
     "accept": ("slipstream.serve.measure.accept", "accept length and speed-up of a draft, by category"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import DatasetDict, load_from_disk
 
+from slipstream import cli
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import named_target
@@ -80,6 +81,21 @@ def test_what_a_run_reads_may_lie_elsewhere(
     eagle3.main(arguments(run, target=target, data__path=data, draft__vocabulary=vocabulary))
     weights = "model.safetensors"
     assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
+
+
+def test_the_command_trains_in_this_process(
+    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["train", "eagle3", *arguments(tmp_path, optim__steps=1)])
+    assert (tmp_path / "step-1").exists()
+    for words, status, message in (
+        (["train", "eagle4"], 2, "unknown drafter 'eagle4'; give eagle3 or dflash or eagle"),
+        (["train", "eagle3", *arguments(tmp_path, target="/absent")], 1, "/absent"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == status
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_never_does_not_replace_a_best_alone(run: Path, arguments: Arguments) -> None:
