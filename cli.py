@@ -6,39 +6,118 @@ Invariant: a verb runs the program itself, so `slipstream prepare X` and `python
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NamedTuple
 
-# Verb -> the module whose main(argv) runs it, and what it does.
+from slipstream.config import nearest, run
+
+
+class Verb(NamedTuple):
+    """Import paths, MODULE:NAME, of a verb's parts. The program is imported after its options were read."""
+
+    options: str  # of a module that loads neither torch nor anything else that takes long
+    program: str
+    purpose: str
+
+
 VERBS = {
-    "prepare": ("slipstream.data_tools.prepare", "conversations to tokens and loss masks"),
-    "regenerate": ("slipstream.data_tools.regenerate", "replace the answers by the target's own"),
-    "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
-    "capture-states": ("slipstream.data_tools.capture_states", "run the target once, keep its states for training"),
-    "train": ("slipstream.train.command", "train a draft in one process: eagle3, dflash or eagle"),
-    "exact-check": ("slipstream.serve.exact_check", "show that a draft changes no token of any answer"),
-    "doctor": ("slipstream.doctor.cli", "say why a draft is accepted badly, and what to do"),
-    "accept": ("slipstream.serve.measure.accept", "accept length and speed-up of a draft, by category"),
-    "compare": ("slipstream.serve.measure.compare", "speed of several servers side by side, with intervals"),
-    "convert": ("slipstream.data_tools.convert", "write a draft in another server's or trainer's layout"),
-    "report": ("slipstream.train.report", "draw a training run as an HTML page"),
+    "prepare": Verb(
+        "data_tools.verb_options:PrepareConfig",
+        "data_tools.prepare:prepare",
+        "conversations to tokens and loss masks",
+    ),
+    "regenerate": Verb(
+        "data_tools.verb_options:RegenerateConfig",
+        "data_tools.regenerate:regenerate",
+        "replace the answers by the target's own",
+    ),
+    "frequency-map": Verb(
+        "data_tools.verb_options:FrequencyMapConfig",
+        "data_tools.frequency_map:frequency_map",
+        "count answer tokens, choose a draft vocabulary",
+    ),
+    "capture-states": Verb(
+        "data_tools.verb_options:CaptureConfig",
+        "data_tools.capture_states:capture_states",
+        "run the target once, keep its states for training",
+    ),
+    "train eagle3": Verb(
+        "train.eagle3:Eagle3Options",
+        "train.eagle3:program",
+        "train an EAGLE3 draft in one process",
+    ),
+    "train dflash": Verb(
+        "train.dflash:DFlashOptions",
+        "train.dflash:program",
+        "train a DFLASH block draft in one process",
+    ),
+    "train eagle": Verb(
+        "train.eagle:EagleOptions",
+        "train.eagle:program",
+        "train an EAGLE draft in one process",
+    ),
+    "exact-check": Verb(
+        "serve.exact_check:ExactCheckConfig",
+        "serve.exact_check:check_and_report",
+        "show that a draft changes no token of any answer",
+    ),
+    "doctor": Verb(
+        "doctor.options:DoctorConfig",
+        "doctor.cli:examine_and_report",
+        "say why a draft is accepted badly, and what to do",
+    ),
+    "accept": Verb(
+        "serve.measure.accept:AcceptConfig",
+        "serve.measure.accept:accept",
+        "accept length and speed-up of a draft, by category",
+    ),
+    "compare": Verb(
+        "serve.measure.compare:CompareConfig",
+        "serve.measure.compare:compare",
+        "speed of several servers side by side, with intervals",
+    ),
+    "convert": Verb(
+        "data_tools.verb_options:ConvertConfig",
+        "data_tools.convert:convert",
+        "write a draft in another server's or trainer's layout",
+    ),
+    "report": Verb(
+        "train.options:ReportConfig",
+        "train.report:draw_report",
+        "draw a training run as an HTML page",
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb that `argv` (default: the command line) begins with."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
+    is_group = any(name.startswith(f"{word} ") for word in arguments[:1] for name in VERBS)
+    group = arguments[:1] if is_group else []
+    rest = arguments[len(group) :]
+    if not rest or rest[0] in ("-h", "--help"):
+        print(overview(*group))
         return
-    verb, *rest = arguments
-    if verb not in VERBS:
-        print(f"slipstream: error: unknown verb {verb!r}; valid verbs: {', '.join(VERBS)}", file=sys.stderr)
+    name = " ".join((*group, rest[0]))
+    if name not in VERBS:
+        alike = nearest(name, VERBS)
+        hint = f"did you mean {alike[0]}?" if alike else f"valid verbs: {', '.join(VERBS)}"
+        print(f"slipstream: error: unknown verb {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)
-    import_module(VERBS[verb][0]).main(rest)
+    verb = VERBS[name]
+    run(lambda config: load(verb.program)(config), load(verb.options), rest[1:], f"slipstream {name}")
 
 
-def overview() -> str:
-    lines = [f"  {verb:<16} {purpose}" for verb, (_, purpose) in VERBS.items()]
-    return "\n".join(["usage: slipstream VERB [options]", "", *lines, "", "slipstream VERB --help lists its options"])
+def load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(f"slipstream.{module}"), name)
+
+
+def overview(*group: str) -> str:
+    """The verbs, or those that begin with the word `group`."""
+    verbs = {name: verb for name, verb in VERBS.items() if name.split()[: len(group)] == list(group)}
+    command = " ".join(("slipstream", *group, "VERB"))
+    lines = [f"  {name:<16} {verb.purpose}" for name, verb in verbs.items()]
+    return "\n".join([f"usage: {command} [options]", "", *lines, "", f"{command} --help lists its options"])
 
 
 if __name__ == "__main__":

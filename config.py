@@ -2,6 +2,12 @@
 
 Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-overlap) and lists as
 several words (--merge a b) or several flags (--endpoint a --endpoint b).
+
+A dataclass of options may also have these attributes, without annotations since they are no options:
+
+    REQUIRED = {"output": "the folder to write"}    options that may not be empty, and what to name
+    ALIASES = {"--fast": "--no-exact"}              words that stand for others
+    FIRST = "run"                                   the option that a first word without a flag gives
 """
 
 import argparse
@@ -10,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,8 +48,13 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM}  # for er
 class HelpFormatter(DefaultHelpFormatter):
     """Spells options as the documentation does: --max-length, and --overlap/--no-overlap for a switch."""
 
+    required: Mapping[str, str] = {}
+    aliases: Mapping[str, str] = {}
+
     def _get_help_string(self, action: argparse.Action) -> str:
         text = super()._get_help_string(action)
+        if action.dest in self.required:
+            text = f"Required. {text}"
         if action.default == "":  # nothing is no value
             text = text.replace(", default: %(default)s", "")
         listed = get_origin(getattr(action, "_typehint", None)) is Literal  # the metavar has its values
@@ -56,18 +67,20 @@ class HelpFormatter(DefaultHelpFormatter):
         flag, _, value = first.partition(" ")
         name = flag.replace("_", "-")
         if value in ("{true,false}", "{true,false,null}"):
-            return f"{name}/--no-{name.removeprefix('--')}"
+            words = {name: name, f"--no-{name.removeprefix('--')}": name}
+            return "/".join((*words, *(alias for alias, word in self.aliases.items() if word in words)))
         return f"{name} {value}".strip()
 
 
 def build_parser(config_class: type, *, prog: str, description: str) -> ArgumentParser:
     """Parser with one dotted flag per field of `config_class` (nested dataclasses included), `--config` and
-    `--print-config`."""
+    `--print-config`. Help marks the options that the class lists in REQUIRED, and shows its ALIASES."""
+    attributes = {"required": getattr(config_class, "REQUIRED", {}), "aliases": getattr(config_class, "ALIASES", {})}
     parser = ArgumentParser(
         prog=prog,
         usage="%(prog)s [options]",
         description=description,
-        formatter_class=HelpFormatter,
+        formatter_class=type("Formatter", (HelpFormatter,), attributes),
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -89,17 +102,23 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     Exits with status 2 and one message on a bad value or an unknown key; the message then lists the valid keys.
     """
     parser = build_parser(config_class, prog=prog, description=description)
-    words = expand(config_class, files_first(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = getattr(config_class, "FIRST", None)
+    if first is not None and words and not words[0].startswith("-"):
+        words[0] = f"--{first}={words[0]}"
+    words = expand(config_class, files_first(words))
     return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 
 def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
-    """Parses `argv` (default: the command line) and calls `program`; --help shows the docstring of `config_class`.
+    """Parses `argv` (default: the command line), checks the inputs if `config_class` has `check_inputs`, and calls
+    `program`; --help shows the docstring of `config_class`.
 
     A ValueError or OSError becomes one sentence on stderr and exit status 1, an interrupt exit status 130.
     """
     config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
     try:
+        getattr(config, "check_inputs", lambda: None)()
         program(config)
     except (ValueError, OSError) as error:
         message = file_fault(config, error) if isinstance(error, OSError) else error
@@ -155,13 +174,17 @@ def suggestion(parser: ArgumentParser, message: str) -> str:
     """Names the options that the unknown ones in a message resemble, or else those of their group, or else all."""
     options = [name.replace("_", "-") for name in option_names(parser)]
     unknown = [word.replace("_", "-") for word in re.findall(r"[A-Za-z][\w.-]*", message)]
-    similar = [get_close_matches(word, options, n=1, cutoff=0.75) for word in unknown]
-    names = list(dict.fromkeys(name for matches in similar for name in matches))
+    names = list(dict.fromkeys(name for word in unknown for name in nearest(word, options, cutoff=0.75)))
     if names:
         return f"did you mean {' or '.join(f'--{name}' for name in names)}?"
     groups = {f"{name.split('.')[0]}." for name in unknown if "." in name}
     alike = [name for name in options if name.startswith(tuple(groups))]
     return f"the options are {', '.join(f'--{name}' for name in alike or options)}"
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The name most like `word`, or none."""
+    return get_close_matches(word, names, n=1, cutoff=cutoff)
 
 
 def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any]) -> None:
@@ -227,7 +250,9 @@ def read_options(file: str) -> dict[str, Any]:
 def expand(config_class: type, argv: Sequence[str]) -> list[str]:
     """Rewrites `argv` into the form that the parser accepts: --name=value, underscores in names, lists as JSON."""
     types = option_types(config_class)
-    words, lists = list(argv), dict[str, list[Any]]()
+    aliases = getattr(config_class, "ALIASES", {})
+    words = [aliases.get(word, word) for word in argv]
+    lists = dict[str, list[Any]]()
     result: list[str] = []
     while words:
         name, value = _option(words.pop(0), types)
@@ -283,6 +308,13 @@ def _items(values: list[str]) -> list[Any]:
     for value in values:
         items += yaml.safe_load(value) if value.startswith("[") else [value]
     return items
+
+
+def check_required(config: Any) -> None:
+    """Raises ValueError if an option that the class of `config` lists in REQUIRED is empty."""
+    for name, remedy in config.REQUIRED.items():
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty; name {remedy}")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,8 +39,8 @@ from datasets import load_from_disk
 from slipstream.bench.accept_intervals import Counts, accept_ratio
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.peer_training import acceptance, read_prompts
-from slipstream.config import run
-from slipstream.data_tools.options import check_at_least, check_named
+from slipstream.config import check_required, run
+from slipstream.data_tools.options import check_at_least
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import check_working_folder
@@ -107,6 +107,8 @@ Groups = dict[str, tuple[list[list[int]], list[int]]]  # prompts and lengths of 
 class BlockDraftsConfig:
     """Block drafts trained alike, served alike."""
 
+    REQUIRED = {"target": "a folder or a hub id", "data": "a folder", "output": "a folder"}
+
     target: str = ""
     """Target model: folder or hub id."""
     data: str = ""
@@ -140,7 +142,7 @@ class BlockDraftsConfig:
     """Serve trees of so many nodes, too. 0: chains only."""
 
     def __post_init__(self) -> None:
-        check_named(self, target="a folder or a hub id", data="a folder", output="a folder")
+        check_required(self)
         check_at_least(self, 1, "jobs", "choosing", "others", "concurrency")
         check_at_least(self, 0, "tree")
         unknown = sorted(set(self.methods) - METHODS.keys())

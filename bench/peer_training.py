@@ -33,9 +33,9 @@ import torch
 from datasets import Dataset, load_from_disk
 
 from slipstream.bench.lines import Lines, origin, table
-from slipstream.config import run
+from slipstream.config import check_required, run
 from slipstream.data_tools.capture_states import CaptureConfig, capture_states
-from slipstream.data_tools.options import check_at_least, check_named
+from slipstream.data_tools.options import check_at_least
 from slipstream.data_tools.state_folders import trainer_flags
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import read_json, resolve
@@ -67,6 +67,8 @@ COLUMNS = (  # heading, key of a line, format
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
     """Drafts trained by speculators and by us, served alike."""
+
+    REQUIRED = {"target": "a folder or a hub id", "data": "a folder", "output": "a folder"}
 
     target: str = ""
     """Target model: folder or hub id."""
@@ -106,7 +108,7 @@ class PeerConfig:
     """Requests at once while a draft is measured."""
 
     def __post_init__(self) -> None:
-        check_named(self, target="a folder or a hub id", data="a folder", output="a folder")
+        check_required(self)
         check_at_least(self, 1, "epochs", "row_tokens", "questions", "concurrency", "train_documents", "num_layers")
         if not self.peer_python and not self.draft:
             raise ValueError(

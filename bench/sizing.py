@@ -21,8 +21,8 @@ import torch
 
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.workload import Task, Workload
-from slipstream.config import run
-from slipstream.data_tools.options import check_at_least, check_named
+from slipstream.config import check_required, run
+from slipstream.data_tools.options import check_at_least
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
@@ -47,6 +47,8 @@ COLUMNS = (
 class SizingConfig:
     """Options of this benchmark."""
 
+    REQUIRED = {"draft": "a draft checkpoint, or a drafter that needs none", "batch": "numbers of requests"}
+
     target: str = ""
     """Target checkpoint. Default: the target of the draft."""
     draft: str = ""
@@ -67,7 +69,7 @@ class SizingConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        check_named(self, draft="a draft checkpoint, or a drafter that needs none", batch="numbers of requests")
+        check_required(self)
         check_at_least(self, 0, "questions")
         check_at_least(self, 1, "runs")
         for name in ("batch", "width"):

@@ -9,15 +9,13 @@ Shows size and time first and asks before it writes. A run that was stopped cont
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -27,10 +25,11 @@ from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.data_tools.dataset import read_report
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, show_table
+from slipstream.data_tools.options import ConversationOptions, show_table
 from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, StateFolder, states_of_speculators
 from slipstream.data_tools.state_shards import Capturer, Document, measure, plan_shards, read_documents
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.drafts.dflash import default_block_aux_layers
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import resolve, weights_fingerprint
@@ -41,70 +40,6 @@ from slipstream.models.targets.pretrained import read_config
 
 LAYOUTS: dict[str, type[StateFolder]] = {"slipstream": ShardFolder, "speculators": SpeculatorsFolder}
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureConfig:
-    """Run the target over a prepared dataset and keep its states for training."""
-
-    data: str = ""
-    """Prepared dataset (slipstream prepare)."""
-    target: str = ""
-    """Target model: folder or hub id."""
-    output: str = ""
-    """Folder for the index and the shards."""
-    revision: str | None = None
-    """Hub revision of the target."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target."""
-    drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
-    """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
-    layout: Literal["slipstream", "speculators"] = "slipstream"
-    """speculators: the folder that this library's trainer reads offline. Keeps whole documents."""
-    layers: tuple[int, ...] = ()
-    """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
-    last_hidden: bool = False
-    """Keep the state after the final norm of supervised tokens even if no named draft reads it."""
-    dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
-    """fp8: half the size, a scale per token and layer. fp32: for tests."""
-    max_length: int = 4096
-    """Longer documents are cut; training may use this data.max_length or a smaller one."""
-    train_documents: int | None = None
-    """Take the first of the training split only."""
-    heldout_documents: int | None = 200
-    """Take the first of the heldout split only; training evaluates evaluation.documents of them."""
-    batch_tokens: int = 16384
-    """Tokens in a pass of the target, padding included."""
-    shard_gb: float = 2.0
-    """Size of a file; a killed process loses at most one. Memory holds two."""
-    shards: tuple[int, ...] = ()
-    """Capture only these shards, again, by their numbers."""
-    verify: bool = False
-    """Read all shards, compare their checksums, and write nothing."""
-    yes: bool = False
-    """Do not ask before writing."""
-
-    def __post_init__(self) -> None:
-        check_named(self, data="a folder", target="a folder or a hub id", output="a folder")
-        check_at_least(self, 2, "max_length")
-        check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
-        if self.shard_gb <= 0:
-            raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
-        if self.layout == "speculators" and (self.dtype == "fp8" or self.last_hidden or len(self.drafters) > 1):
-            raise ValueError(
-                "layout speculators holds the states of one draft in bf16 or fp32 and the last one before the final "
-                "norm; name one of --drafters, and leave out --dtype fp8 and --last-hidden"
-            )
-
-    def command(self) -> str:
-        """The command line of this capture, without the options that may change when it is continued."""
-        words = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name in ("shards", "verify", "yes"):
-                continue
-            words += [f"--{field.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
-        return shlex.join(["slipstream", "capture-states", *words])
 
 
 @dataclass(frozen=True, slots=True)

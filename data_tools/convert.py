@@ -12,15 +12,16 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.data_tools.options import check_named, show_table
+from slipstream.data_tools.options import show_table
+from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
 from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.block_layouts import (
@@ -85,32 +86,6 @@ BLOCK_FIELDS = (
         "confidence_head_alpha",
     ),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertConfig:
-    """Write a draft checkpoint in the layout that another server or trainer reads."""
-
-    input: str = ""
-    """Draft checkpoint to read: a folder or a hub id."""
-    output: str = ""
-    """Folder to write."""
-    overwrite: bool = False
-    """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
-    layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream"] = "sglang"
-    """sglang: the public layout (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load. deepspec:
-    DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft"""
-    target: str = ""
-    """The draft's target (folder or hub id). Default: the one that the draft names."""
-    aux_layers: tuple[int, ...] | None = None
-    """Target states that an EAGLE3 draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
-    norm_output: bool | None = None
-    """Whether the next step of an EAGLE3 draft reads the state after the final norm; for unclear files."""
-    sample_from_anchor: bool | None = None
-    """Whether slot 0 of a block draft, the anchor, predicts the token after it; for files that do not say it."""
-
-    def __post_init__(self) -> None:
-        check_named(self, input="a draft checkpoint to read", output="the folder to write")
 
 
 class Draft(NamedTuple):

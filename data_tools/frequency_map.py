@@ -28,56 +28,21 @@ from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.data_tools.dataset import is_prepared, read_report
-from slipstream.data_tools.options import TokenizeOptions, check_named, counted
+from slipstream.data_tools.options import counted
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.token_coverage import (
-    ACCEPT_RATES,
-    check_accept_rates,
     coverage_table,
     is_coverage_plot,
     plot_coverage,
 )
 from slipstream.data_tools.tokenization import AnswerTokenizer, Outcome, RowTokenizer, tokenize_rows
+from slipstream.data_tools.verb_options import FrequencyMapConfig
 from slipstream.models.drafts.token_map import TokenMap, is_listed, is_token_map
 from slipstream.models.files.outputs import check_output_file
 
 SHARD_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrequencyMapConfig(TokenizeOptions):
-    """Count answer tokens and choose a draft vocabulary. `data` may also name prepared datasets, of which `split` is
-    counted."""
-
-    output: str = ""
-    """Safetensors file to write."""
-    overwrite: bool = False
-    """Replace existing files, but only token maps and coverage curves."""
-    size: int | None = None
-    """Tokens in the draft vocabulary. Default: a quarter of the target's."""
-    merge: tuple[str, ...] = ()
-    """Token maps of one tokenizer whose counts are added up, instead of `data`."""
-    from_responses: tuple[str, ...] = ()
-    """Files of answers that the target served (OpenAI responses, texts, token ids), instead of `data`."""
-    sglang_pt: str | None = None
-    """Also write SGLang's token map (.pt) here."""
-    fr_spec: str | None = None
-    """Also write FR-Spec's frequency list (.pt) here."""
-    plot: str | None = None
-    """Also draw the coverage curve here (.png)."""
-    accept_rates: tuple[float, ...] = ACCEPT_RATES
-    """Share of rounds that accept draft position 1, 2, ... with the whole vocabulary; used to estimate the loss."""
-
-    def __post_init__(self) -> None:
-        TokenizeOptions.__post_init__(self)
-        check_named(self, output="the safetensors file to write")
-        if bool(self.data) + bool(self.merge) + bool(self.from_responses) != 1:
-            raise ValueError(
-                "give either data (datasets or conversations), from_responses (served answers) or merge (token maps)"
-            )
-        check_accept_rates(self.accept_rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,9 +206,6 @@ def count_conversations(config: FrequencyMapConfig) -> Counted:
 
 def count_responses(config: FrequencyMapConfig) -> Counted:
     """Counts the tokens of served answers."""
-    absent = [path for path in config.from_responses if not Path(path).exists()]
-    if absent:
-        raise ValueError(f"from_responses: {absent[0]} does not exist; name files or folders of served answers")
     target = load_target_tokenizer(config)
     rows = read_rows(replace(config, data=config.from_responses, from_responses=()))
     return count_outcomes(tokenize_rows(rows, AnswerTokenizer(target, config)), target)

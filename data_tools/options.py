@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date, date_of
+from slipstream.models.files.names import check_checkpoint, check_file, may_be_hub_id
 
-
-def check_named(config: object, **remedies: str) -> None:
-    """Raises ValueError if one of these options is empty; each comes with its remedy."""
-    for name, remedy in remedies.items():
-        if not getattr(config, name):
-            raise ValueError(f"{name} is empty; name {remedy}")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")  # of files of rows
 
 
 def check_at_least(config: object, minimum: float, *names: str) -> None:
@@ -20,6 +17,13 @@ def check_at_least(config: object, minimum: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and value < minimum:
             raise ValueError(f"{name} is {value}; give at least {minimum}")
+
+
+def check_source(option: str, name: str) -> None:
+    """Raises ValueError for data that is neither a file, nor a folder, nor, by its name, on the hub."""
+    is_remote = may_be_hub_id(name) and not name.endswith(SUFFIXES)
+    if not is_remote and not Path(name).exists():
+        raise ValueError(f"{option} {name} does not exist; name a file, a folder or a hub dataset such as owner/name")
 
 
 def show_table(rows: Mapping[str, object]) -> None:
@@ -71,6 +75,13 @@ class ConversationOptions:
         check_date(self.date)
         # Reports and continued files need the day itself, not `today`.
         object.__setattr__(self, "date", date_of(self.date).isoformat())
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        for name in self.data:
+            check_source("data", name)
+        check_checkpoint("target", self.target)
+        check_file("chat_template", self.chat_template, "a text file")
 
     def inputs(self) -> dict[str, Sequence[str | None]]:
         """Option -> the inputs it names, to which no program may write."""

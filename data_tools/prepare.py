@@ -21,36 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import run
 from slipstream.data_tools.dataset import Conversation, Tokens, write_dataset
-from slipstream.data_tools.options import TokenizeOptions, check_named, counted, show_table
+from slipstream.data_tools.options import counted, show_table
 from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
+from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.models.files.outputs import DATASET, check_output_folder
 
 EXAMPLES_PER_REASON = 3
 SHOWN_TOKENS = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareConfig(TokenizeOptions):
-    """Conversations to tokens and loss masks."""
-
-    output: str = ""
-    """Folder to write."""
-    overwrite: bool = False
-    """Replace `output` if it is a prepared dataset and nothing else."""
-    heldout: float = 0.02
-    """Share of the rows in the held-out split."""
-    heldout_data: tuple[str, ...] = ()
-    """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
-    seed: int = 0
-    """Seed of the shuffle."""
-
-    def __post_init__(self) -> None:
-        TokenizeOptions.__post_init__(self)
-        check_named(self, output="the folder to write")
-        if not 0.0 <= self.heldout < 1.0:
-            raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
 
 
 @dataclass(slots=True)
@@ -100,15 +79,17 @@ def prepare(config: PrepareConfig) -> None:
     output = Path(config.output)
     inputs = {**config.inputs(), "heldout_data": config.heldout_data}
     check_output_folder(config.output, DATASET, inputs, overwrite=config.overwrite)
-    heldout = dataclasses.replace(config, data=config.heldout_data)
-    for options in (config, heldout) if config.heldout_data else (config,):
-        check_data(options)
+    check_data(config)
+    heldout = None
+    if config.heldout_data:
+        heldout = dataclasses.replace(config, data=config.heldout_data)
+        check_data(heldout)
     target = load_target_tokenizer(config)
     tokenizer = RowTokenizer(target, config)
     tally = Tally()
     print(template_note(tokenizer))
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
-    heldout_rows = tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None
+    heldout_rows = tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if heldout is not None else None
     report = write_dataset(
         rows,
         output,

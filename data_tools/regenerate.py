@@ -9,16 +9,14 @@ lists the rows left out on purpose; OUTPUT.report counts everything, and lists t
 asks last: rows that always fail do not keep the others from being answered.
 """
 
-import dataclasses
 import hashlib
 import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 from tqdm import tqdm
 
@@ -27,117 +25,17 @@ from slipstream.data_tools.answers import AnswerReader, EngineAnswers
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
 from slipstream.data_tools.endpoints import EndpointAnswers, shared_model
 from slipstream.data_tools.options import (
-    ConversationOptions,
-    check_at_least,
-    check_named,
     counted,
     show_table,
 )
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
+from slipstream.data_tools.verb_options import RegenerateConfig
 from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
 from slipstream.models.files.text import read_text_file
 from slipstream.serve.llm import LLM
-from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import SamplingParams
-
-# Options that change answers: only the same ones continue a file.
-RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegenerateConfig(ConversationOptions):
-    """Replace the answers of conversations with the target's own."""
-
-    output: str = ""
-    """JSONL file to write, or to continue."""
-    overwrite: bool = False
-    """Replace `output` instead of continuing it; only if regenerate wrote it."""
-    endpoint: tuple[str, ...] = ()
-    """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
-    rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
-    model: str | None = None
-    """Name of the model at the endpoints, which all must list. Default: the first that the first endpoint lists."""
-    api_key_file: str | None = None
-    """File with the endpoints' API key."""
-    concurrency: int = 64
-    """Concurrent requests over all endpoints."""
-    retries: int = 8
-    """Retries of a request after status 408, 429, 5xx or a broken connection; 8 outlast a restart of three minutes."""
-    retry_pause: float = 1.0
-    """Seconds before the first retry; doubles with each further one."""
-    timeout: float = 600.0
-    """Seconds without a piece of an answer after which it is given up. Endpoints stream, so answers may take longer."""
-    max_failures: int = 100
-    """Stop when this many rows in a row got no answer."""
-    draft: str = "none"
-    """Draft checkpoint for the target in this process; changes speed, not answers."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Further engine options, such as --engine.max_running 128."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens of this total probability."""
-    top_k: int = 0
-    """Sample from this many most likely tokens; 0 for all."""
-    max_tokens: int = 2048
-    """Maximum tokens of an answer."""
-    seed: int = 0
-    """Each row gets its own seed, derived from this one and the row's id."""
-    cut: Literal["keep", "drop"] = "keep"
-    """Keep or drop rows whose answer max_tokens ended."""
-
-    def __post_init__(self) -> None:
-        ConversationOptions.__post_init__(self)
-        check_named(self, output="the JSONL file to write")
-        if not self.endpoint and not self.target:
-            raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
-        if self.endpoint and (self.draft != "none" or self.engine):
-            raise ValueError("draft and engine are for a target in this process; leave them out, or endpoint")
-        for url in self.urls or self.endpoint:
-            if not is_url(url):
-                raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
-        check_at_least(self, 0, "retries", "retry_pause")
-        check_at_least(self, 1, "concurrency", "max_failures")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout is {self.timeout}; give a number of seconds above 0")
-        unknown = self.engine.keys() - {option.name for option in dataclasses.fields(EngineConfig)}
-        if unknown:
-            raise ValueError(f"engine has no option {', '.join(sorted(unknown))}; see `serve --help`")
-        self.sampling()
-
-    def inputs(self) -> dict[str, Sequence[str | None]]:
-        given = ConversationOptions.inputs(self)
-        return {**given, "draft": [self.draft], "api_key_file": [self.api_key_file]}
-
-    @property
-    def answer_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in RENDERING + SAMPLING}
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The endpoints; one argument may hold several, separated by commas."""
-        return tuple(url.strip().rstrip("/") for word in self.endpoint for url in word.split(",") if url.strip())
-
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-        )
-
-
-def is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an address, a port that is no number
-        return False
 
 
 class Journal:

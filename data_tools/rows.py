@@ -17,10 +17,9 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
-from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.options import SUFFIXES, ConversationOptions, check_source
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a .gz file
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
 
 
 class RowError(ValueError):
@@ -75,9 +74,8 @@ def _source(name: str, options: ConversationOptions) -> Iterator[Row]:
         return _read_folder(path, options.split)
     if path.is_file():
         return _read_file(path)
-    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(SUFFIXES):
-        return _read_hub(name, options)
-    raise ValueError(f"data: {name} does not exist; name a file, a folder or a hub dataset such as owner/name")
+    check_source("data", name)
+    return _read_hub(name, options)
 
 
 def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:

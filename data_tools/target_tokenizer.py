@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from slipstream.data_tools.options import ConversationOptions, check_named
+from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.chat.messages import Message
 from slipstream.models.chat.template import PromptTemplate, TemplateRefused
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash
@@ -27,7 +27,8 @@ class TargetTokenizer:
 
 def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     """Raises ValueError if the target is missing or its files contradict each other."""
-    check_named(options, target="a model, as a folder or a hub id")
+    if not options.target:
+        raise ValueError("target is empty; name a model, as a folder or a hub id")
     trust = options.trust_remote_code
     folder = resolve(options.target, options.revision, trust_remote_code=trust, weights=False)
     tokenizer = load_tokenizer(folder, trust)

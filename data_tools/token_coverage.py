@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from slipstream.data_tools.verb_options import ACCEPT_RATES
 from slipstream.models.drafts.token_map import TokenMap, coverage_curve
 from slipstream.models.files.atomic import atomic_file
 
@@ -24,7 +25,6 @@ SOFTWARE = "slipstream frequency-map"  # in the file's metadata, by which is_cov
 BAR_WIDTH = 30
 PLOTTED_SIZES = 400
 BLUE, GREY = "#1f6feb", "#9aa5b1"
-ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
 
 
 def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> float:
@@ -33,16 +33,6 @@ def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> fl
     `accept_rates`: share of rounds that accept position 1, 2, ... of a draft with the whole vocabulary.
     """
     return 1.0 + sum(rate * coverage**position for position, rate in enumerate(accept_rates, 1))
-
-
-def check_accept_rates(accept_rates: Sequence[float]) -> None:
-    """Raises ValueError unless they are shares that never rise: a position is accepted only after the one before it."""
-    falling = [1.0, *accept_rates, 0.0]
-    if not accept_rates or any(not later <= earlier for earlier, later in zip(falling, falling[1:], strict=False)):
-        raise ValueError(
-            f"accept_rates is {list(accept_rates)}; give the share of rounds that accept each draft position, as "
-            "eval_accept_rate_i or /metrics show them: falling, from 0 to 1"
-        )
 
 
 def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_RATES) -> str:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import run
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named
+from slipstream.config import check_required, run
+from slipstream.data_tools.options import ConversationOptions, check_at_least
 from slipstream.data_tools.rows import matches, read_rows
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.outputs import check_new_file
@@ -27,6 +27,8 @@ from slipstream.models.files.outputs import check_new_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Copy questions with other numbers."""
+
+    REQUIRED = {"output": "the file to write"}
 
     data: tuple[str, ...] = ()
     """Files whose rows hold `id` and `messages` (a list of role and content)."""
@@ -40,7 +42,7 @@ class Options:
     """Seed of the numbers."""
 
     def __post_init__(self) -> None:
-        check_named(self, output="the file to write")
+        check_required(self)
         check_at_least(self, 0, "copies")
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from slipstream.config import run
-from slipstream.data_tools.options import ConversationOptions, check_at_least
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.doctor.answers import open_engine
 from slipstream.doctor.diagnosis import KINDS, SOUND_LENGTH, Diagnosis, Finding, diagnose
 from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
+from slipstream.doctor.options import QUESTIONS, DoctorConfig
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import FAMILIES, Replay, Score, Subject
 from slipstream.doctor.report import check_report, print_report, write_report
@@ -47,52 +47,8 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
-QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 VARIANT_QUESTIONS = 24  # of each other way to render prompts
 LONGEST = 1 << 20  # tokens of a text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorConfig(ConversationOptions):
-    """Says why a draft is accepted badly, and what to do."""
-
-    draft: str = ""
-    """Draft checkpoint, of any trainer whose files can be read."""
-    limit: int | None = 64
-    """Conversations to replay; null: all. Without data: held-out questions of GSM8K."""
-    max_tokens: int = 128
-    """Tokens of the target's answers."""
-    depth: int = 5
-    """Tokens that a chain draft proposes in a round. A block draft proposes its block."""
-    endpoint: str | None = None
-    """URL of a server with this draft, which is asked the same conversations."""
-    api_key_file: str | None = None
-    """File with the key of that server."""
-    aux_layers: tuple[int, ...] | None = None
-    """Layer outputs that the draft reads, where its files leave it open."""
-    norm_output: bool | None = None
-    """Whether an EAGLE3 draft's next step reads the state after the final norm, where its files leave it open."""
-    sample_from_anchor: bool | None = None
-    """Whether slot 0 of a block draft predicts a token, where its files leave it open."""
-    device: str = ""
-    """cuda or cpu. Default: a GPU if there is one."""
-    output: str = "doctor.html"
-    """Page to write; the same as JSON goes beside it."""
-
-    @property
-    def choices(self) -> Choices:
-        return Choices.of(self)
-
-    @property
-    def api_key(self) -> str | None:
-        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
-
-    def __post_init__(self) -> None:
-        ConversationOptions.__post_init__(self)
-        if not self.draft:
-            raise ValueError("draft is empty; name a draft checkpoint, as a folder or a hub id")
-        check_at_least(self, 2, "max_tokens")
-        check_at_least(self, 1, "depth", "limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +78,16 @@ class Examination:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    def program(config: DoctorConfig) -> None:
-        check_report(Path(config.output))
-        examination = examine(config)
-        print_report(examination)
-        print(f"\n{write_report(examination, Path(config.output))}")
-        if examination.is_wrong:
-            raise SystemExit(1)
+    run(examine_and_report, DoctorConfig, argv, "slipstream doctor")
 
-    run(program, DoctorConfig, argv, "slipstream doctor")
+
+def examine_and_report(config: DoctorConfig) -> None:
+    check_report(Path(config.output))
+    examination = examine(config)
+    print_report(examination)
+    print(f"\n{write_report(examination, Path(config.output))}")
+    if examination.is_wrong:
+        raise SystemExit(1)
 
 
 def examine(config: DoctorConfig) -> Examination:
@@ -154,7 +111,7 @@ def examine(config: DoctorConfig) -> Examination:
         return Replay(target, path, batches_of(answered, LONGEST), depth_of(config, family))
 
     files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
-    subject = Subject(family=family, files=files, choices=config.choices)
+    subject = Subject(family=family, files=files, choices=Choices.of(config))
     diagnosis = diagnose(subject, replay(texts.answered), path)
     notes = [
         *provenance(subject, folder, tokenizer),
@@ -193,7 +150,7 @@ def read_texts(
 ) -> Texts:
     options: dict[str, Any] = {"device": config.device} if config.device else {}
     options["trust_remote_code"] = config.trust_remote_code
-    arguments = Path(config.target), path, family, config.choices, config.depth, config.max_tokens
+    arguments = Path(config.target), path, family, Choices.of(config), config.depth, config.max_tokens
     with open_engine(*arguments, **options) as engine:
         answered, served = engine.answer([renderer.prompt(one) for one in conversations], conversations)
         few, variants = conversations[:VARIANT_QUESTIONS], {}

@@ -61,7 +61,6 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
 
 def read_config(argv: Sequence[str]) -> ServeConfig:
     """Exits with status 2 and one message if an option is bad."""
-    argv = ["--no-exact" if word == "--fast" else word for word in argv]
     try:
         draft = find_draft(argv)
         options = options_class(draft)

@@ -12,16 +12,16 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.serve.engine.build import build_engine
-from slipstream.serve.engine.engine import Engine
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import EngineConfig, check_checkpoints, find_target
 from slipstream.serve.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.serve.engine.engine import Engine
 
 Answers = dict[str, list[int]]
 
@@ -51,6 +51,10 @@ class ExactCheckConfig:
         for name in ("requests", "longest_prompt", "output_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for a checkpoint that does not exist, and if none names the target."""
+        check_checkpoints(self.target, self.draft)
 
     def options(self, draft: str, **own: Any) -> EngineConfig:
         target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
@@ -90,7 +94,11 @@ def check(config: ExactCheckConfig) -> int:
 
 
 @contextmanager
-def running(config: EngineConfig) -> Iterator[Engine]:
+def running(config: EngineConfig) -> "Iterator[Engine]":
+    import torch
+
+    from slipstream.serve.engine.build import build_engine
+
     engine = build_engine(config)
     try:
         yield engine
@@ -115,7 +123,7 @@ def make_requests(config: ExactCheckConfig, vocab_size: int) -> list[Request]:
     return requests
 
 
-def answer(engine: Engine, requests: Sequence[Request], level: int, name: str) -> Answers:
+def answer(engine: "Engine", requests: Sequence[Request], level: int, name: str) -> Answers:
     """Keeps `level` requests running. A request that fails raises ValueError with its error."""
     answers: Answers = {request.id: [] for request in requests}
     waiting, num_open = list(reversed(requests)), 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
-from slipstream.models.files.names import is_checkpoint
+from slipstream.models.files.names import check_checkpoint, is_checkpoint
 from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
@@ -141,6 +141,8 @@ class EngineConfig:
 class ServeConfig(EngineConfig):
     """Options of `serve`."""
 
+    ALIASES = {"--fast": "--no-exact"}
+
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -243,6 +245,14 @@ def check_target_named(config: EngineConfig) -> None:
     """Raises ValueError if neither the options nor a draft checkpoint can name the target."""
     if not config.target and not is_checkpoint(config.draft):
         raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
+
+
+def check_checkpoints(target: str, draft: str) -> None:
+    """Raises ValueError for a checkpoint that does not exist, and if none can name the target."""
+    check_target_named(EngineConfig(target=target, draft=draft))
+    check_checkpoint("target", target)
+    if is_checkpoint(draft):
+        check_checkpoint("draft", draft)
 
 
 def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Path]:

@@ -537,8 +537,11 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     own["hidden_norm.weight"].copy_(own[f"layers.{len(draft.layers) - 1}.input_layernorm.weight"])
 
 
+program = partial(train, kind=DFlashTraining)
+
+
 def main(argv: list[str] | None = None) -> None:
-    run(partial(train, kind=DFlashTraining), DFlashOptions, argv, "train/dflash.py")
+    run(program, DFlashOptions, argv, "train/dflash.py")
 
 
 if __name__ == "__main__":

@@ -110,8 +110,11 @@ def document_lengths(documents: Tensor) -> Tensor:
     return counts[documents + 1].float()
 
 
+program = partial(train, kind=EagleTraining)
+
+
 def main(argv: list[str] | None = None) -> None:
-    run(partial(train, kind=EagleTraining), EagleOptions, argv, "train/eagle.py")
+    run(program, EagleOptions, argv, "train/eagle.py")
 
 
 if __name__ == "__main__":

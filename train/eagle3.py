@@ -115,8 +115,11 @@ class Eagle3Training(ChainTraining):
         return best + self.draft.d2t[best]
 
 
+program = partial(train, kind=Eagle3Training)
+
+
 def main(argv: list[str] | None = None) -> None:
-    run(partial(train, kind=Eagle3Training), Eagle3Options, argv, "train/eagle3.py")
+    run(program, Eagle3Options, argv, "train/eagle3.py")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Options that every training program shares; a program's own dataclass adds its target and draft to `RunOptions`."""
+"""Options that every training program shares; a program's own dataclass adds its target and draft to `RunOptions`.
+Those of `report`, too. Imports nothing that takes long, so that wrong options are refused at once."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
+
+from slipstream.config import check_required
+from slipstream.models.files.names import check_folder
 
 AT_LEAST_ONE = (
     *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
@@ -132,3 +136,23 @@ class RunOptions:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; give 0 or more, below 2**63")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """Draws a training run as an HTML page."""
+
+    REQUIRED = {"run": "the output folder of a training run"}
+    FIRST = "run"
+
+    run: str = ""
+    """Output folder of a training run; also accepted as the first argument, without a flag."""
+    output: str | None = None
+    """HTML file to write. Default: report.html in that folder."""
+
+    def __post_init__(self) -> None:
+        check_required(self)
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for a run that does not exist."""
+        check_folder("run", self.run, self.REQUIRED["run"])

@@ -9,7 +9,6 @@ Reads metrics.jsonl and, where there is a checkpoint, its run.json and options; 
 import io
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +24,7 @@ from slipstream.config import flatten, run
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import check_output_file, step_folders
+from slipstream.train.options import ReportConfig
 from slipstream.train.samples import Sample
 from slipstream.train.trackers import read_lines
 
@@ -72,20 +72,6 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportConfig:
-    """Draws a training run as an HTML page."""
-
-    run: str = ""
-    """Output folder of a training run; also accepted as the first argument, without a flag."""
-    output: str | None = None
-    """HTML file to write. Default: report.html in that folder."""
-
-    def __post_init__(self) -> None:
-        if not self.run:
-            raise ValueError("run is empty; name the output folder of a training run")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     name: str  # of the folder
     draft: Mapping[str, Any]  # config.json of the newest checkpoint; empty before the first one
@@ -114,10 +100,11 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words[0] = f"--run={words[0]}"
-    run(lambda config: print(write_report(config)), ReportConfig, words, "slipstream report")
+    run(draw_report, ReportConfig, argv, "slipstream report")
+
+
+def draw_report(config: ReportConfig) -> None:
+    print(write_report(config))
 
 
 def write_report(config: ReportConfig) -> Path:

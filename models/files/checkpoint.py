@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.models.files.names import may_be_hub_id
+
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
@@ -31,7 +33,7 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
     path = Path(name)
     if path.is_dir():
         return path
-    if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+    if not may_be_hub_id(name):
         raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
     code = ("*.py",) if trust_remote_code else ()
     try:

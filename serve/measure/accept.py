@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import read_levels
 from slipstream.serve.measure.accept_report import ESTIMATED, Figures, figures_of, plot, shown_table
@@ -42,7 +43,7 @@ from slipstream.serve.measure.conversations import (
 from slipstream.serve.measure.identity import Identity, checkpoint_identity, server_identities
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import EngineConfig, check_checkpoints, find_target
 
 # Options that do not change what is measured.
 FREE = ("output", "overwrite", "fail_below", "api_key_file")
@@ -111,6 +112,12 @@ class AcceptConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if not self.settings:
             raise ValueError("questions is empty; name a file, or gsm8k")
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        if not self.url:
+            check_checkpoints(self.target, self.draft)
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
 
     @property
     def settings(self) -> list[Setting]:

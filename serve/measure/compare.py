@@ -22,8 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slipstream.config import run
+from slipstream.config import check_required, run
 from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
@@ -40,6 +41,8 @@ FREE = ("output", "overwrite", "api_key_file", "seconds")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareConfig:
     """Speed of one server, or of several side by side with confidence intervals."""
+
+    REQUIRED = {"url": "the servers, --url A --url B, or one alone"}
 
     url: list[str] = field(default_factory=list)
     """OpenAI-compatible servers, with or without /v1; the others are compared with the first."""
@@ -73,9 +76,8 @@ class CompareConfig:
     """Measure anew if OUTPUT holds a run with other options."""
 
     def __post_init__(self) -> None:
+        check_required(self)
         read_levels(self.concurrency)
-        if not self.url:
-            raise ValueError("url is empty; give the servers, --url A --url B, or one alone")
         for name in ("max_tokens", "requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -84,6 +86,10 @@ class CompareConfig:
             raise ValueError(f"thinking is {self.thinking!r}; choose one of {', '.join(THINKING)}")
         if self.temperature < 0 or self.seconds < 0:
             raise ValueError(f"temperature is {self.temperature} and seconds {self.seconds}; they must be at least 0")
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
 
     @property
     def api_key(self) -> str | None:

@@ -167,7 +167,7 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
         ({"layers": "[5]"}, "aux_layers is [5]; name distinct states 0..3"),
         ({"max-length": 1}, "max_length is 1; give at least 2"),
         ({"target": ""}, "target is empty"),
-        ({"data": "/nowhere"}, "/nowhere has no report.json"),
+        ({"data": "/nowhere"}, "data /nowhere does not exist; name a prepared dataset"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(

@@ -1,5 +1,6 @@
 """How the data programs read their flags, and the `slipstream` command with its verbs."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,23 +92,18 @@ def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"  {verb} " in output for verb in cli.VERBS)
 
 
-def test_help_of_train_names_the_drafters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_of_several_words_are_listed_too(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["train"], ["train", "--help"]):
         cli.main(words)
-        assert "slipstream train {eagle3,dflash,eagle}" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert "usage: slipstream train VERB [options]" in output
+        assert re.findall("^  train ([a-z0-9]+) ", output, re.MULTILINE) == ["eagle3", "dflash", "eagle"]
 
 
-def test_an_unknown_verb_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["prepar"])
-    assert caught.value.code == 2
-    assert "unknown verb 'prepar'; valid verbs: prepare, regenerate, frequency-map" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])  # which names a drafter first
+@pytest.mark.parametrize("verb", cli.VERBS)
 def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main([verb, "--help"])
+        cli.main([*verb.split(), "--help"])
     assert caught.value.code == 0
     output = capsys.readouterr().out
     assert f"slipstream {verb}" in output

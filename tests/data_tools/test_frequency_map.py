@@ -176,12 +176,12 @@ def test_other_tokenizers_are_refused(
         ((), "either data"),
         (("--data", "a", "--merge", "b"), "either data"),
         (("--from-responses", "a", "--merge", "b"), "either data"),
-        (("--from-responses", "absent.jsonl"), "from_responses: absent.jsonl does not exist"),
+        (("--from-responses", "absent.jsonl", "--target", "a/b"), "from_responses absent.jsonl does not exist"),
         (("--data", "a", "--accept-rates", "0.5", "0.6"), "accept_rates is [0.5, 0.6]; give the share of rounds"),
-        (("--data", "absent.jsonl", "--target", "/absent"), "data: absent.jsonl does not exist"),
-        (("--data", "absent"), "absent is not a prepared dataset; add --target to count conversations"),
-        (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
-        (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),
+        (("--data", "absent.jsonl", "--target", "/absent"), "data absent.jsonl does not exist"),
+        (("--data", "PREPARED/.."), "is not a prepared dataset; add --target to count conversations"),
+        (("--merge", "absent"), "merge absent does not exist; name a token map"),
+        (("--data", "PREPARED", "PREPARED/.."), "mixes prepared datasets and conversations"),
         (("--data", "PREPARED", "--split", "test"), "split is 'test'; "),
         (("--data", "PREPARED", "--size", "0"), "size is 0; it must hold the 1 special"),
     ],
@@ -189,7 +189,7 @@ def test_other_tokenizers_are_refused(
 def test_impossible_runs_get_one_sentence(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    words = [str(data / "prepared") if word == "PREPARED" else word for word in arguments]
+    words = [word.replace("PREPARED", str(data / "prepared")) for word in arguments]
     assert message in error(capsys, tmp_path, *words)
 
 

@@ -251,11 +251,10 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
         (ROWS[:1], ("--heldout", "0.5"), "leaves none of 1 rows to train on"),
         (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
-        (ROWS[:1], ("--target", "/absent"), "checkpoint /absent does not exist"),
-        (ROWS[:1], ("--target", ""), "target is empty"),
-        (ROWS[:1], ("--chat-template", "/absent"), "chat_template is '/absent', which cannot be read .No such file"),
+        (ROWS[:1], ("--target", "/absent"), "target /absent does not exist"),
+        (ROWS[:1], ("--chat-template", "/absent"), "chat_template /absent does not exist; name a text file"),
         (ROWS[:1], ("--target", "/absent", "--data", "no.jsonl"), "no.jsonl does not exist"),
-        (ROWS[:1], ("--target", "/absent", "--heldout-data", "no.jsonl"), "no.jsonl does not exist"),
+        (ROWS[:1], ("--target", "nobody/absent", "--heldout-data", "no.jsonl"), "no.jsonl does not exist"),
     ],
 )
 def test_impossible_runs_get_one_sentence(
@@ -294,7 +293,7 @@ def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest
         (tmp_path, f"--heldout-data={rows}", f"output {tmp_path} holds heldout_data"),
     ):
         with pytest.raises(SystemExit):
-            main(["--data", "unread.jsonl", "--target", "/absent", "--output", str(output), option])
+            main(["--data", "nobody/unread", "--target", "nobody/absent", "--output", str(output), option])
         assert message in capsys.readouterr().err
     assert load_from_disk(out)["train"]
 

@@ -178,7 +178,7 @@ def test_the_target_of_a_file_does_not_change_under_its_name(
 def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     tmp_path: Path, target: Path, capsys: Any
 ) -> None:
-    assert "checkpoint /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
+    assert "target /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
     assert not (tmp_path / "out.jsonl").exists()
     assert "absent.jsonl does not exist" in error(capsys, tmp_path, "--target", "/absent", "--data", "absent.jsonl")
     assert len(run(tmp_path, "--target", target, "--max-tokens", 3, "--cut", "drop")) < len(ROWS)
@@ -197,7 +197,7 @@ def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
         (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
         (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("--target", "x", "--concurrency", "0"), "concurrency is 0"),
-        (("--target", "/absent"), "checkpoint /absent does not exist"),
+        (("--target", "/absent"), "target /absent does not exist"),
         (("--endpoint", "http://a", "--timeout", "0"), "timeout is 0.0; give a number of seconds above 0"),
     ],
 )
@@ -229,7 +229,9 @@ def test_files_of_others_are_neither_continued_nor_replaced(
     tmp_path: Path, name: str, content: str, message: str, more: tuple[str, ...], capsys: Any
 ) -> None:
     (tmp_path / name).write_text(content)
-    assert f"{message} and is not replaced; name another file" in error(capsys, tmp_path, "--target", "/absent", *more)
+    assert f"{message} and is not replaced; name another file" in error(
+        capsys, tmp_path, "--target", "nobody/absent", *more
+    )
     assert (tmp_path / name).read_text() == content
     assert {path.name for path in tmp_path.iterdir()} == {name, "rows.jsonl"}
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from slipstream.data_tools.token_coverage import check_accept_rates, expected_accept_length
+from slipstream.data_tools.token_coverage import expected_accept_length
+from slipstream.data_tools.verb_options import check_accept_rates
 
 
 def test_the_expected_loss_is_that_of_a_draft_whose_tokens_fall_out_of_the_map_by_chance() -> None:

@@ -145,8 +145,9 @@ def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
     assert "<b>1</b>steps<" in text
     assert "best accept length" not in text
     assert "Options" not in text
-    for folder in (tmp_path / "absent", write_run(tmp_path / "empty", [])):
-        assert "has no metrics.jsonl with a step in it; name the output of a training" in refusal([str(folder)], main)
+    empty = write_run(tmp_path / "empty", [])
+    assert "has no metrics.jsonl with a step in it; name the output of a training" in refusal([str(empty)], main)
+    assert "absent does not exist; name the output folder of a training run" in refusal([f"{tmp_path}/absent"], main)
 
 
 def test_only_a_report_is_replaced(tmp_path: Path) -> None:

@@ -1,0 +1,315 @@
+"""Options of the data programs. Imports nothing that takes long, so that wrong ones are refused at once."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from slipstream.config import check_required
+from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_at_least, check_source
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder, is_checkpoint
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import SamplingParams
+
+ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
+# Options of regenerate that change answers: only the same ones continue a file.
+RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig(TokenizeOptions):
+    """Conversations to tokens and loss masks."""
+
+    REQUIRED = {
+        "data": "files, folders or hub datasets",
+        "target": "a model, as a folder or a hub id",
+        "output": "the folder to write",
+    }
+
+    output: str = ""
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace `output` if it is a prepared dataset and nothing else."""
+    heldout: float = 0.02
+    """Share of the rows in the held-out split."""
+    heldout_data: tuple[str, ...] = ()
+    """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
+    seed: int = 0
+    """Seed of the shuffle."""
+
+    def __post_init__(self) -> None:
+        TokenizeOptions.__post_init__(self)
+        check_required(self)
+        if not 0.0 <= self.heldout < 1.0:
+            raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        TokenizeOptions.check_inputs(self)
+        for name in self.heldout_data:
+            check_source("heldout_data", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegenerateConfig(ConversationOptions):
+    """Replace the answers of conversations with the target's own."""
+
+    REQUIRED = {"data": "files, folders or hub datasets", "output": "the JSONL file to write"}
+
+    output: str = ""
+    """JSONL file to write, or to continue."""
+    overwrite: bool = False
+    """Replace `output` instead of continuing it; only if regenerate wrote it."""
+    endpoint: tuple[str, ...] = ()
+    """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
+    rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
+    model: str | None = None
+    """Name of the model at the endpoints, which all must list. Default: the first that the first endpoint lists."""
+    api_key_file: str | None = None
+    """File with the endpoints' API key."""
+    concurrency: int = 64
+    """Concurrent requests over all endpoints."""
+    retries: int = 8
+    """Retries of a request after status 408, 429, 5xx or a broken connection; 8 outlast a restart of three minutes."""
+    retry_pause: float = 1.0
+    """Seconds before the first retry; doubles with each further one."""
+    timeout: float = 600.0
+    """Seconds without a piece of an answer after which it is given up. Endpoints stream, so answers may take longer."""
+    max_failures: int = 100
+    """Stop when this many rows in a row got no answer."""
+    draft: str = "none"
+    """Draft checkpoint for the target in this process; changes speed, not answers."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further engine options, such as --engine.max_running 128."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens of this total probability."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 for all."""
+    max_tokens: int = 2048
+    """Maximum tokens of an answer."""
+    seed: int = 0
+    """Each row gets its own seed, derived from this one and the row's id."""
+    cut: Literal["keep", "drop"] = "keep"
+    """Keep or drop rows whose answer max_tokens ended."""
+
+    def __post_init__(self) -> None:
+        ConversationOptions.__post_init__(self)
+        check_required(self)
+        if not self.endpoint and not self.target:
+            raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
+        if self.endpoint and (self.draft != "none" or self.engine):
+            raise ValueError("draft and engine are for a target in this process; leave them out, or endpoint")
+        for url in self.urls or self.endpoint:
+            if not is_url(url):
+                raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
+        check_at_least(self, 0, "retries", "retry_pause")
+        check_at_least(self, 1, "concurrency", "max_failures")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; give a number of seconds above 0")
+        unknown = self.engine.keys() - {option.name for option in fields(EngineConfig)}
+        if unknown:
+            raise ValueError(f"engine has no option {', '.join(sorted(unknown))}; see `serve --help`")
+        self.sampling()
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        ConversationOptions.check_inputs(self)
+        if is_checkpoint(self.draft):
+            check_checkpoint("draft", self.draft)
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
+
+    def inputs(self) -> dict[str, Sequence[str | None]]:
+        given = ConversationOptions.inputs(self)
+        return {**given, "draft": [self.draft], "api_key_file": [self.api_key_file]}
+
+    @property
+    def answer_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in RENDERING + SAMPLING}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The endpoints; one argument may hold several, separated by commas."""
+        return tuple(url.strip().rstrip("/") for word in self.endpoint for url in word.split(",") if url.strip())
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrequencyMapConfig(TokenizeOptions):
+    """Count answer tokens and choose a draft vocabulary. `data` may also name prepared datasets, of which `split` is
+    counted."""
+
+    REQUIRED = {"output": "the safetensors file to write"}
+
+    output: str = ""
+    """Safetensors file to write."""
+    overwrite: bool = False
+    """Replace existing files, but only token maps and coverage curves."""
+    size: int | None = None
+    """Tokens in the draft vocabulary. Default: a quarter of the target's."""
+    merge: tuple[str, ...] = ()
+    """Token maps of one tokenizer whose counts are added up, instead of `data`."""
+    from_responses: tuple[str, ...] = ()
+    """Files of answers that the target served (OpenAI responses, texts, token ids), instead of `data`."""
+    sglang_pt: str | None = None
+    """Also write SGLang's token map (.pt) here."""
+    fr_spec: str | None = None
+    """Also write FR-Spec's frequency list (.pt) here."""
+    plot: str | None = None
+    """Also draw the coverage curve here (.png)."""
+    accept_rates: tuple[float, ...] = ACCEPT_RATES
+    """Share of rounds that accept draft position 1, 2, ... with the whole vocabulary; used to estimate the loss."""
+
+    def __post_init__(self) -> None:
+        TokenizeOptions.__post_init__(self)
+        check_required(self)
+        if bool(self.data) + bool(self.merge) + bool(self.from_responses) != 1:
+            raise ValueError(
+                "give either data (datasets or conversations), from_responses (served answers) or merge (token maps)"
+            )
+        if self.from_responses and not self.target:
+            raise ValueError("target is empty; name the model that gave from_responses, as a folder or a hub id")
+        check_accept_rates(self.accept_rates)
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        TokenizeOptions.check_inputs(self)
+        for name in self.merge:
+            check_file("merge", name, "a token map")
+        for name in self.from_responses:
+            if not Path(name).exists():
+                raise ValueError(f"from_responses {name} does not exist; name files or folders of answers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """Run the target over a prepared dataset and keep its states for training."""
+
+    REQUIRED = {"data": "a folder", "target": "a folder or a hub id", "output": "a folder"}
+
+    data: str = ""
+    """Prepared dataset (slipstream prepare)."""
+    target: str = ""
+    """Target model: folder or hub id."""
+    output: str = ""
+    """Folder for the index and the shards."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target."""
+    drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
+    """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
+    layout: Literal["slipstream", "speculators"] = "slipstream"
+    """speculators: the folder that this library's trainer reads offline. Keeps whole documents."""
+    layers: tuple[int, ...] = ()
+    """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
+    last_hidden: bool = False
+    """Keep the state after the final norm of supervised tokens even if no named draft reads it."""
+    dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """fp8: half the size, a scale per token and layer. fp32: for tests."""
+    max_length: int = 4096
+    """Longer documents are cut; training may use this data.max_length or a smaller one."""
+    train_documents: int | None = None
+    """Take the first of the training split only."""
+    heldout_documents: int | None = 200
+    """Take the first of the heldout split only; training evaluates evaluation.documents of them."""
+    batch_tokens: int = 16384
+    """Tokens in a pass of the target, padding included."""
+    shard_gb: float = 2.0
+    """Size of a file; a killed process loses at most one. Memory holds two."""
+    shards: tuple[int, ...] = ()
+    """Capture only these shards, again, by their numbers."""
+    verify: bool = False
+    """Read all shards, compare their checksums, and write nothing."""
+    yes: bool = False
+    """Do not ask before writing."""
+
+    def __post_init__(self) -> None:
+        check_required(self)
+        check_at_least(self, 2, "max_length")
+        check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
+        if self.shard_gb <= 0:
+            raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
+        if self.layout == "speculators" and (self.dtype == "fp8" or self.last_hidden or len(self.drafters) > 1):
+            raise ValueError(
+                "layout speculators holds the states of one draft in bf16 or fp32 and the last one before the final "
+                "norm; name one of --drafters, and leave out --dtype fp8 and --last-hidden"
+            )
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        check_folder("data", self.data, "a prepared dataset (slipstream prepare)")
+        check_checkpoint("target", self.target)
+
+    def command(self) -> str:
+        """The command line of this capture, without the options that may change when it is continued."""
+        words = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value == option.default or option.name in ("shards", "verify", "yes"):
+                continue
+            words += [f"--{option.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
+        return shlex.join(["slipstream", "capture-states", *words])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig:
+    """Write a draft checkpoint in the layout that another server or trainer reads."""
+
+    REQUIRED = {"input": "a draft checkpoint to read", "output": "the folder to write"}
+
+    input: str = ""
+    """Draft checkpoint to read: a folder or a hub id."""
+    output: str = ""
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
+    layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream"] = "sglang"
+    """sglang: the public layout (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load. deepspec:
+    DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft"""
+    target: str = ""
+    """The draft's target (folder or hub id). Default: the one that the draft names."""
+    aux_layers: tuple[int, ...] | None = None
+    """Target states that an EAGLE3 draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
+    norm_output: bool | None = None
+    """Whether the next step of an EAGLE3 draft reads the state after the final norm; for unclear files."""
+    sample_from_anchor: bool | None = None
+    """Whether slot 0 of a block draft, the anchor, predicts the token after it; for files that do not say it."""
+
+    def __post_init__(self) -> None:
+        check_required(self)
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist."""
+        check_checkpoint("input", self.input)
+        check_checkpoint("target", self.target)
+
+
+def check_accept_rates(accept_rates: Sequence[float]) -> None:
+    """Raises ValueError unless they are shares that never rise: a position is accepted only after the one before it."""
+    falling = [1.0, *accept_rates, 0.0]
+    if not accept_rates or any(not later <= earlier for earlier, later in zip(falling, falling[1:], strict=False)):
+        raise ValueError(
+            f"accept_rates is {list(accept_rates)}; give the share of rounds that accept each draft position, as "
+            "eval_accept_rate_i or /metrics show them: falling, from 0 to 1"
+        )
+
+
+def is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address, a port that is no number
+        return False

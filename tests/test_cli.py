@@ -1,0 +1,100 @@
+"""The `slipstream` command: its verbs, and what they say of wrong options before they import anything large."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream import cli
+
+HEAVY = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
+# Verb -> options with which it would run, an option with a wrong value, and a line that names an input that is missing.
+LINES = {
+    "prepare": ("--data=here --target=here --output=o", "--heldout=1", "--data=/no/data --target=t --output=o"),
+    "regenerate": ("--data=here --target=here --output=o", "--top-p=2", "--data=/no/data --target=t --output=o"),
+    "frequency-map": ("--data=here --output=o", "--accept-rates=[2]", "--merge=/no/map --output=o"),
+    "capture-states": ("--data=here --target=here --output=o", "--dtype=int3", "--data=/no/data --target=t --output=o"),
+    "exact-check": ("--draft=ngram --target=here", "--requests=0", "--target=/no/target"),
+    "doctor": ("--draft=here", "--depth=0", "--api-key-file=/no/key --draft=here"),
+    "accept": ("--draft=ngram --target=here", "--max-tokens=0", "--target=/no/target --draft=ngram"),
+    "compare": ("--url=http://127.0.0.1:9", "--requests=0", "--api-key-file=/no/key --url=http://127.0.0.1:9"),
+    "convert": ("--input=here --output=o", "--layout=other", "--input=/no/draft --output=o"),
+    "report": ("--run=here", "--config=/no/file", "--run=/no/run"),
+}
+SCRIPT = """
+import contextlib, io, sys
+from slipstream import cli
+for line in {lines}:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            cli.main(line.split())
+        except SystemExit as ended:
+            status = ended.code
+    print(status, said.getvalue().replace("\\n", " "))
+    loaded = [name for name in {heavy} if name in sys.modules]
+    assert not loaded, (line, loaded)
+"""
+
+
+def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
+    """Exit status and words of each command line, one process for all; it fails if anything heavy was imported."""
+    (folder / "here").mkdir()
+    script = SCRIPT.format(lines=lines, heavy=HEAVY)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    answers = [line.partition(" ") for line in ended.stdout.splitlines()]
+    return [(int(status), words) for status, _, words in answers]
+
+
+def test_every_verb_is_tried() -> None:
+    assert LINES.keys() == {verb for verb in cli.VERBS if not verb.startswith("train ")}
+
+
+def test_help_imports_little(tmp_path: Path) -> None:
+    said = answers([f"{verb} --help" for verb in LINES], tmp_path)
+    for verb, (status, words) in zip(LINES, said, strict=True):
+        assert status == 0
+        assert f"usage: slipstream {verb}" in words
+
+
+def test_unknown_options_and_wrong_values_are_refused_at_once(tmp_path: Path) -> None:
+    wrong = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
+    said = answers([f"{line} {option}" for line, option in wrong], tmp_path)
+    for (_, option), (status, words) in zip(wrong, said, strict=True):
+        name = option.removeprefix("--").partition("=")[0]
+        assert status == 2
+        assert f"error: {name.replace('-', '_')} " in words or f"error: unrecognized arguments: --{name}" in words
+
+
+def test_required_options_are_marked_and_asked_for_at_once(tmp_path: Path) -> None:
+    required = [(verb, name) for verb in LINES for name in getattr(cli.load(cli.VERBS[verb].options), "REQUIRED", ())]
+    lines = []
+    for verb, name in required:
+        rest = [word for word in LINES[verb][0].split() if not word.startswith(f"--{name}=")]
+        lines.append(" ".join((verb, *rest)))
+    said = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
+    for (_, name), (status, words) in zip(required, said, strict=False):
+        assert status == 2
+        assert f"error: {name} is empty; name " in words
+    for (_, name), (_, words) in zip(required, said[len(required) :], strict=True):
+        assert " Required. " in words.partition(f" --{name} ")[2].partition(" --")[0]
+
+
+def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:
+    said = answers([f"{verb} {missing}" for verb, (_, _, missing) in LINES.items()], tmp_path)
+    for (_, _, missing), (status, words) in zip(LINES.values(), said, strict=True):
+        option, _, value = missing.split()[0].removeprefix("--").partition("=")
+        assert status == 1
+        assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("prepar", "did you mean prepare?"), ("x", "valid verbs: prepare, re")])
+def test_an_unknown_verb_is_answered_with_the_nearest(
+    word: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([word])
+    assert caught.value.code == 2
+    assert f"unknown verb {word!r}; {remedy}" in capsys.readouterr().err
