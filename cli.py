@@ -41,17 +41,17 @@ VERBS = {
         "run the target once, keep its states for training",
     ),
     "train eagle3": Verb(
-        "train.eagle3:Eagle3Options",
+        "train.eagle3_options:Eagle3Options",
         "train.eagle3:program",
         "train an EAGLE3 draft in one process",
     ),
     "train dflash": Verb(
-        "train.dflash:DFlashOptions",
+        "train.dflash_options:DFlashOptions",
         "train.dflash:program",
         "train a DFLASH block draft in one process",
     ),
     "train eagle": Verb(
-        "train.eagle:EagleOptions",
+        "train.eagle_options:EagleOptions",
         "train.eagle:program",
         "train an EAGLE draft in one process",
     ),

@@ -21,7 +21,7 @@ the others treat -inf as probability 0. The references compute float64 logits in
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import triton
@@ -29,8 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, on_gpu
-
-Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk", "lk_lambda"]
+from slipstream.kernels.loss_kinds import Kind
 
 TILE = 2048  # columns per step of a program, at most
 LEAST_TILE = 128

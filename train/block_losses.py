@@ -1,4 +1,4 @@
-"""The losses of block drafts: their names and weights as options, and those of the heads that join slots.
+"""The losses of block drafts, by the names that their weights have as options, and those of the heads that join slots.
 
     ce, kl, tv, l1, lk, lk_lambda   over the vocabulary, of a slot's own logits, or with the Markov head's bias of the
                                     text's token before (kernels/cross_entropy.py); l1 is 2 tv
@@ -15,7 +15,6 @@ Letters: M slots, B blocks of K slots, k candidates of each.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -23,82 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cross_entropy import Mix
-from slipstream.models.drafts.dflash import DFlashConfig
 
 MARGIN = 2.0  # of scorer_hinge, in scores
-VOCABULARY = ("ce", "kl", "tv", "l1", "lk", "lk_lambda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossWeights:
-    """Weights of a block draft's losses; none given: by its heads (docs/dflash.md). If one is given, others are 0."""
-
-    ce: float | None = None
-    """cross-entropy against the text"""
-    kl: float | None = None
-    """KL divergence from the target's distribution"""
-    tv: float | None = None
-    """total variation to the target's distribution, the share of samples that it rejects"""
-    l1: float | None = None
-    """L1 distance to the target's distribution, twice tv, as DSpark weighs it"""
-    lk: float | None = None
-    """minus the log of the share that the target accepts"""
-    lk_lambda: float | None = None
-    """kl while little is accepted, later tv (LK)"""
-    selector_ce: float | None = None
-    """cross-entropy of the selector over its candidates, against the text"""
-    selector_tv: float | None = None
-    """total variation of the selector to the target, both over the candidates"""
-    confidence: float | None = None
-    """binary cross-entropy of the confidence head"""
-    scorer_ce: float | None = None
-    """cross-entropy of LiLiCorr over its candidates, against the text"""
-    scorer_hinge: float | None = None
-    """how far the text's candidate is from beating the others by 2, in LiLiCorr's scores"""
-    scorer_regret: float | None = None
-    """expected loss of the target's logit by what LiLiCorr chooses"""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < 0:
-                raise ValueError(f"draft.losses.{field.name} is {value}; give 0 or more")
-
-    def of(self, config: DFlashConfig) -> dict[str, float]:
-        """The weights of all losses, by name, for a draft with these heads. Raises ValueError for a loss of a head that
-        it lacks, and for a head that no loss trains."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        if all(value is None for value in given.values()):
-            given |= default_weights(config)
-        weights = {name: value or 0.0 for name, value in given.items()}
-        heads = {"selector": config.selector_rank, "scorer": config.lilicorr, "confidence": config.confidence_head}
-        options = {"selector": "selector_rank", "scorer": "lilicorr", "confidence": "confidence_head"}
-        for head, has in heads.items():
-            names = [name for name in given if name.startswith(head)]
-            used = [name for name in names if weights[name]]
-            if used and not has:
-                raise ValueError(f"draft.losses.{used[0]} is {given[used[0]]}, but the draft has no {options[head]}")
-            if has and not used:
-                raise ValueError(
-                    f"draft.{options[head]} adds a head that no loss trains; give draft.losses."
-                    f"{' or draft.losses.'.join(names)}"
-                )
-        if not any(weights[name] for name in VOCABULARY):
-            raise ValueError(f"draft.losses has no loss of the draft's logits; give one of {', '.join(VOCABULARY)}")
-        return weights
-
-
-def default_weights(config: DFlashConfig) -> dict[str, float]:
-    """Of a draft with these heads: those of the recipes that did best elsewhere (docs/dflash.md names them)."""
-    if config.selector_rank:
-        weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
-    elif config.markov_rank:
-        weights = {"ce": 0.1, "l1": 0.9}
-    elif config.lilicorr is not None:
-        weights = {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}
-    else:
-        weights = {"ce": 1.0}
-    return weights | ({"confidence": 1.0} if config.confidence_head else {})
 
 
 def mix_of(weights: Mapping[str, float]) -> Mix:

@@ -8,9 +8,9 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import Mix
-from slipstream.models.drafts.block_heads import LiLiCorrConfig, MarkovType
 from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
 from slipstream.models.drafts.lattice import walk
 from slipstream.models.files.weights import public_tensors
@@ -26,7 +25,6 @@ from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.block_losses import (
-    LossWeights,
     mix_of,
     reads_teacher,
     scorer_losses,
@@ -45,10 +43,10 @@ from slipstream.train.blocks import (
     find_blocks,
 )
 from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
-from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.dflash_options import BlockEvaluationOptions, DFlashOptions, DraftOptions
+from slipstream.train.draft_setup import TargetFiles, train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
-from slipstream.train.options import EvaluationOptions
 from slipstream.train.state_source import target_states
 from slipstream.train.text_noise import noise_behind
 from slipstream.train.training import DraftTraining, Metrics, add
@@ -59,81 +57,6 @@ SAME_NAMES = (  # options that are fields of the config
     *("sample_from_anchor", "sliding_window_non_causal", "selector_rank", "selector_top_k", "markov_rank"),
     *("markov_head_type", "confidence_head", "lilicorr"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions(BaseDraftOptions):
-    aux_layers: tuple[int, ...] | None = None
-    """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
-    num_layers: int = 5
-    """layers of the draft"""
-    block_size: int = 16
-    """tokens of a block, the last emitted one included: it drafts one fewer, or as many with sample_from_anchor"""
-    sample_from_anchor: bool = False
-    """a slot predicts the token after its place, the last emitted token's slot too, as in DSpark"""
-    sliding_window: int | None = None
-    """positions that the windowed layers see, their own included; default: all"""
-    windowed_layers: tuple[int, ...] | None = None
-    """layers that have the window; default: all if there is one"""
-    sliding_window_non_causal: bool = False
-    """slots see later ones of their block in these layers, too, as in DFlash 2"""
-    conv: bool = False
-    """convolutions of two taps along the block, around attention and MLP of every layer, as in DFlash 2"""
-    selector_rank: int = 0
-    """rank of DFlash 2's candidate selector, such as 256; 0: none"""
-    selector_top_k: int = 16
-    """candidates of a slot that it scores"""
-    markov_rank: int = 0
-    """rank of DSpark's Markov head, such as 256; 0: none"""
-    markov_head_type: MarkovType = "vanilla"
-    """vanilla: its bias depends on the token before; gated: on the slot's state, too"""
-    lilicorr: LiLiCorrConfig | None = None
-    """sizes of LiLiCorr's scorer of candidates, such as {candidate_topk: 8}; default: none"""
-    confidence_head: bool = False
-    """a head that says how likely each proposal is to be accepted; calibrated at every evaluation"""
-    mask_token_id: int | None = None
-    """token of the slots to fill; default: the tokenizer's mask token, an unused embedding, or pad, eos, unk"""
-    init_from_target: bool = True
-    """start with the target's last layers and final norm, and pass the last aux hidden state through"""
-    anchors: int = 512
-    """most blocks drawn from a packed row in a step"""
-    loss: Literal["decay", "dpace"] = "decay"
-    """weight of a slot: by its distance (decay), or by what it would add to the accepted length (dpace)"""
-    losses: LossWeights = field(default_factory=LossWeights)
-    gamma: float | None = None
-    """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
-
-    @property
-    def reach(self) -> int:
-        return self.block_size
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchors < 1 or self.num_layers < 1:
-            raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
-        if self.gamma is not None and self.gamma <= 0:
-            raise ValueError(f"draft.gamma is {self.gamma}; give a positive number such as 7")
-        if self.gamma is not None and self.loss != "decay" and not self.confidence_head:
-            raise ValueError(f"draft.gamma is {self.gamma}, which loss {self.loss} does not use; leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockEvaluationOptions(EvaluationOptions):
-    depth: int = 63
-    temperature: float = 0.0
-    """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashOptions(DraftRunOptions):
-    """Trains a DFLASH block draft for a target."""
-
-    draft: DraftOptions = field(default_factory=DraftOptions)
-    evaluation: BlockEvaluationOptions = field(default_factory=BlockEvaluationOptions)
 
 
 class Read(NamedTuple):

@@ -4,7 +4,7 @@ import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -25,9 +25,9 @@ from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.models.targets.sizes import TargetSize, target_size
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
+from slipstream.train.draft_options import BaseDraftOptions, DraftRunOptions
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.optim import Schedule
-from slipstream.train.options import RunOptions
 from slipstream.train.plan import plan
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.state_source import open_states, read_states
@@ -35,76 +35,11 @@ from slipstream.train.training import DraftTraining
 from slipstream.train.warm_start import inherit, read_start, token_ids, warm_start
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftRunOptions(RunOptions):
-    target: str
-    """target model: folder or hub id"""
-    revision: str | None = None
-    """hub revision of the target"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the target"""
-    init_from: str | None = None
-    """draft of the same kind to start from: folder or hub id; what it does not name, options of `draft` do"""
-    target_sharding: Literal["none", "machine", "all"] = "none"
-    """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
-    target_compile: bool = False
-    """compile the target's layers at the first step, which makes later ones faster; for dense targets that transformers
-    runs, sharded ones among them, on a GPU"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target_sharding != "none" and self.data.aux_states is not None:
-            reason = "processes would run the target unequally often"
-            if self.data.aux_states_missing == "error":
-                reason = "the target's layers are not run at all"
-            raise ValueError(
-                f"target_sharding is {self.target_sharding!r} together with data.aux_states, but {reason}; set "
-                "target_sharding to none, or leave data.aux_states out"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseDraftOptions:
-    """Options of every draft. A program's also have `reach`: how many positions beyond a row training asks for."""
-
-    vocabulary: str | None = None
-    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
-    intermediate_size: int | None = None
-    """width of the draft's MLPs; default: the target's"""
-
-    def __post_init__(self) -> None:
-        size = self.intermediate_size
-        if size is not None and size < 1:
-            raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
-        if getattr(self, "aux_layers", None) == ():
-            raise ValueError("draft.aux_layers is []; name at least one state, or leave it out for the default")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainDraftOptions(BaseDraftOptions):
-    """Options of drafts that read their own states."""
-
-    ttt_steps: int = 7
-    """steps of training-time test"""
-    ttt_decay: float = 0.8
-    """weight of a step's loss relative to the step before"""
-
-    @property
-    def reach(self) -> int:
-        return self.ttt_steps
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        steps, decay = self.ttt_steps, self.ttt_decay
-        if steps < 1 or decay <= 0:
-            raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
-
-
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
     """The target before its weights are read."""
 
-    options: Any  # a program's DraftRunOptions, with its `draft`
+    options: Any  # a program's DraftRunOptions
     accelerator: Accelerator
     path: Path
     config: TargetSpec

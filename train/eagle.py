@@ -7,7 +7,6 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,48 +15,16 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.kernels.cross_entropy import Kind
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.draft_setup import TargetFiles, train
+from slipstream.train.eagle_options import DraftOptions, EagleOptions
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
 NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.noise
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions(ChainDraftOptions):
-    bias: bool = True
-    """whether fc has a bias: EAGLE's drafts have one, except those for Llama 3"""
-    feature_weight: float = 1.0
-    """weight of the smooth L1 loss on features"""
-    token_weight: float = 0.1
-    """weight of the distance between the head's distributions"""
-    loss: Kind = "soft_ce"
-    """that distance: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
-    noise: float = 0.2
-    """spread of the uniform noise on features in documents of 512 tokens; shorter ones get more, longer ones less"""
-    ttt_steps: int = 1
-    """steps of training-time test; 1 is EAGLE, more also teach the draft to read its own features"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        weights = self.feature_weight, self.token_weight
-        if min(*weights, self.noise) < 0 or max(weights) == 0:
-            raise ValueError(
-                f"draft.feature_weight is {weights[0]}, draft.token_weight {weights[1]} and draft.noise {self.noise}; "
-                "none may be negative, nor both weights 0"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions(DraftRunOptions):
-    """Trains an EAGLE draft for a target."""
-
-    draft: DraftOptions = field(default_factory=DraftOptions)
 
 
 class EagleTraining(ChainTraining):

@@ -14,10 +14,6 @@ Letters: S rows of a block, K slots that draft, k candidates of a slot, p predec
 Vd draft vocabulary; ...: any leading dims.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,13 +21,13 @@ from torch.nn import functional as F
 from slipstream.kernels.block_conv import block_conv
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.speculation.lattice import Factors
+from slipstream.models.drafts.head_options import LiLiCorrConfig, MarkovType
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Embedding, Linear, derive
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec
 
-MarkovType = Literal["vanilla", "gated"]
 NUM_FEATURES = 5  # of a candidate, for LiLiCorr
 SPREAD = 0.02  # standard deviation of LiLiCorr's factor heads: zeros on both sides would get no gradient
 
@@ -208,48 +204,6 @@ class ConfidenceHead(nn.Module):
             return None
         rank = markov.markov_w1.embedding_dim
         return derive(self, lambda: linear(markov.markov_w1.weight, self.proj.weight[:, -rank:]).squeeze(-1).float())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiLiCorrConfig:
-    """Sizes of the node scorer, by the names that follow `lilicorr_` in public files."""
-
-    candidate_topk: int = 8
-    hidden_size: int = 1024  # 0: the draft's
-    num_layers: int = 2
-    num_heads: int = 8
-    mlp_ratio: float = 2.0
-    factor_dim: int = 1024
-    vector_eps: float = 1e-4
-    logit_scale: float = 8.0
-
-    def __post_init__(self) -> None:
-        for name in ("candidate_topk", "num_layers", "num_heads", "factor_dim", "mlp_ratio", "logit_scale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"lilicorr_{name} is {getattr(self, name)}; give a positive number")
-        if self.candidate_topk > 16 or self.candidate_topk & (self.candidate_topk - 1):
-            raise ValueError(f"lilicorr_candidate_topk is {self.candidate_topk}; give 1, 2, 4, 8 or 16")
-        if self.hidden_size < 0 or self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"lilicorr_hidden_size is {self.hidden_size}; give a multiple of lilicorr_num_heads {self.num_heads}, "
-                "or 0 for the draft's hidden size"
-            )
-        if not 0 < self.vector_eps < 0.5:
-            raise ValueError(f"lilicorr_vector_eps is {self.vector_eps}; give a number between 0 and 0.5")
-
-    def to_json(self) -> dict[str, Any]:
-        return {f"lilicorr_{field.name}": getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self | None:
-        """None if the file names none of them. Raises ValueError if it leaves out some: a default would change scores,
-        not shapes."""
-        names = [field.name for field in fields(cls)]
-        found = {name: values[f"lilicorr_{name}"] for name in names if values.get(f"lilicorr_{name}") is not None}
-        missing = [f"lilicorr_{name}" for name in names if name not in found]
-        if found and missing:
-            raise ValueError(f"draft config lacks {', '.join(missing)}; a LiLiCorr draft needs all lilicorr_ fields")
-        return cls(**found) if found else None
 
 
 class ScorerMLP(nn.Module):

@@ -21,7 +21,7 @@ from slipstream.models.drafts.dflash import DFlashConfig
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.random_drafts import save_random_dflash
-from slipstream.train.block_losses import LossWeights, default_weights
+from slipstream.train.dflash_options import LossWeights, default_weights
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 PROMPT, ANSWER = 6, 12  # tokens of each row

@@ -24,9 +24,9 @@ from slipstream.tests.train.conftest import documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients, records
 from slipstream.train.batches import Batch, collate
-from slipstream.train.block_losses import LossWeights
 from slipstream.train.calibration import Calibration, Confidences, calibration_error, chain_error, fit_calibration
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
+from slipstream.train.dflash_options import LossWeights
 from slipstream.train.warm_start import warm_start
 
 SCORER = LiLiCorrConfig(candidate_topk=16, hidden_size=16, num_heads=2, factor_dim=8)

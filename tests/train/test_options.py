@@ -9,8 +9,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from slipstream.config import build_parser, option_names, parse
-from slipstream.train.block_losses import LossWeights
 from slipstream.train.dflash import DFlashOptions
+from slipstream.train.dflash_options import LossWeights
 from slipstream.train.eagle import EagleOptions
 from slipstream.train.eagle3 import Eagle3Options
 from slipstream.train.options import RunOptions

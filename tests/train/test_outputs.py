@@ -89,7 +89,7 @@ def test_the_command_trains_in_this_process(
     cli.main(["train", "eagle3", *arguments(tmp_path, optim__steps=1)])
     assert (tmp_path / "step-1").exists()
     for words, status, message in (
-        (["train", "eagle4"], 2, "unknown drafter 'eagle4'; give eagle3 or dflash or eagle"),
+        (["train", "eagle4"], 2, "unknown verb 'train eagle4'; did you mean train eagle?"),
         (["train", "eagle3", *arguments(tmp_path, target="/absent")], 1, "/absent"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -161,7 +161,7 @@ def test_files_of_others_under_a_runs_names_are_refused_and_kept(
         (tmp_path / path).write_text(text)
     before = sorted(tmp_path.rglob("*"))
     for resume in ("auto", "never"):
-        assert message in refusal(arguments(tmp_path, resume=resume, target="/absent"))
+        assert message in refusal(arguments(tmp_path, resume=resume, target="nobody/absent"))
     assert sorted(tmp_path.rglob("*")) == before
     assert {path: (tmp_path / path).read_text() for path in files} == files
 
@@ -188,9 +188,11 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
         (tmp_path / "file" / "run", {}, f"lies below {tmp_path}/file, which is a file; name another place"),
         (tmp_path / "run", {"target": tmp_path}, f"output {tmp_path}/run lies in target {tmp_path}, which is read"),
     ):
-        assert message in refusal(arguments(output, **({"target": "/absent"} | changes), data__path="/absent"))
+        assert message in refusal(arguments(output, **({"target": "nobody/absent"} | changes)))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert f"you may not write to {tmp_path}; name another" in refusal(arguments(tmp_path / "run", target="/absent"))
+    assert f"you may not write to {tmp_path}; name another" in refusal(
+        arguments(tmp_path / "run", target="nobody/absent")
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -211,7 +213,7 @@ def test_a_second_run_in_the_folder_is_refused(
 ) -> None:
     """Before it reads anything; the first one does not notice."""
     messages = list[str]()
-    other = arguments(tmp_path, optim__lr=9e-3, target="/absent")
+    other = arguments(tmp_path, optim__lr=9e-3, target="nobody/absent")
     call_in_third_step(monkeypatch, lambda: messages.append(refusal(other)))
     eagle3.main(arguments(tmp_path))
     [message] = messages

@@ -1,0 +1,85 @@
+"""Options that the programs of several drafts share. Imports nothing that takes long, so that wrong ones are refused at
+once."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.models.files.names import check_checkpoint, check_file, check_folder
+from slipstream.train.options import RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseDraftOptions:
+    """Options of every draft. A program's also have `reach`: how many positions beyond a row training asks for."""
+
+    vocabulary: str | None = None
+    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
+    intermediate_size: int | None = None
+    """width of the draft's MLPs; default: the target's"""
+
+    def __post_init__(self) -> None:
+        size = self.intermediate_size
+        if size is not None and size < 1:
+            raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
+        if getattr(self, "aux_layers", None) == ():
+            raise ValueError("draft.aux_layers is []; name at least one state, or leave it out for the default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainDraftOptions(BaseDraftOptions):
+    """Options of drafts that read their own states."""
+
+    ttt_steps: int = 7
+    """steps of training-time test"""
+    ttt_decay: float = 0.8
+    """weight of a step's loss relative to the step before"""
+
+    @property
+    def reach(self) -> int:
+        return self.ttt_steps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps, decay = self.ttt_steps, self.ttt_decay
+        if steps < 1 or decay <= 0:
+            raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRunOptions(RunOptions):
+    draft: BaseDraftOptions
+    target: str
+    """target model: folder or hub id"""
+    revision: str | None = None
+    """hub revision of the target"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the target"""
+    init_from: str | None = None
+    """draft of the same kind to start from: folder or hub id; what it does not name, options of `draft` do"""
+    target_sharding: Literal["none", "machine", "all"] = "none"
+    """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
+    target_compile: bool = False
+    """compile the target's layers at the first step, which makes later ones faster; for dense targets that transformers
+    runs, sharded ones among them, on a GPU"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_sharding != "none" and self.data.aux_states is not None:
+            reason = "processes would run the target unequally often"
+            if self.data.aux_states_missing == "error":
+                reason = "the target's layers are not run at all"
+            raise ValueError(
+                f"target_sharding is {self.target_sharding!r} together with data.aux_states, but {reason}; set "
+                "target_sharding to none, or leave data.aux_states out"
+            )
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an empty required option and an input that does not exist."""
+        for name, value in {"target": self.target, "output": self.output, "data.path": self.data.path}.items():
+            if not value:
+                raise ValueError(f"{name} is empty; name a folder{' or a hub id' * (name == 'target')}")
+        check_checkpoint("target", self.target)
+        check_checkpoint("init_from", self.init_from)
+        check_folder("data.path", self.data.path, "a prepared dataset (slipstream prepare)")
+        check_folder("data.aux_states", self.data.aux_states, "a folder of captured states (slipstream capture-states)")
+        check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")
