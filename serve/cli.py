@@ -17,7 +17,7 @@ from slipstream.config import parse, read_options
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.listener import bind
 from slipstream.serve.logs import configure, release_streams, report
-from slipstream.serve.options import NoOptions, ServeConfig, check_target_named
+from slipstream.serve.options import NoOptions, ServeConfig
 
 DESCRIPTION = (
     "OpenAI-compatible server with speculative decoding. The options of a draft, --drafter.*, are listed by "
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
     try:
-        check_target_named(config)
+        config.check_inputs()
         if config.dry_run:
             from slipstream.serve import dry_run
 

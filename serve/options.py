@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
-from slipstream.models.files.names import check_checkpoint, is_checkpoint
+from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, is_checkpoint
 from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
@@ -206,6 +206,13 @@ class ServeConfig(EngineConfig):
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+    def check_inputs(self) -> None:
+        """Raises ValueError for an input that does not exist, and if none names the target."""
+        check_checkpoints(self.target, self.draft)
+        check_file("chat_template", self.chat_template, "a text file")
+        check_file("api_key_file", self.api_key_file, KEY_FILE)
+        check_file("kv_cache_calibration", self.kv_cache_calibration, "a file of text")
 
 
 def check_choices(config: Any) -> None:

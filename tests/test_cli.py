@@ -48,8 +48,8 @@ def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
     script = SCRIPT.format(lines=lines, heavy=HEAVY)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    answers = [line.partition(" ") for line in ended.stdout.splitlines()]
-    return [(int(status), words) for status, _, words in answers]
+    said = [line.partition(" ") for line in ended.stdout.splitlines()]
+    return [(int(status), words) for status, _, words in said]
 
 
 def test_every_verb_is_tried() -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from functools import partial
 from types import FrameType
 
@@ -112,16 +112,16 @@ class Server(uvicorn.Server):
 @asynccontextmanager
 async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> AsyncIterator[Server]:
     """A server whose engine is ready. Raises ValueError or EngineError, with one sentence, where that fails."""
-    try:
+    with closing(listener):
         guard = Guard.of(config)  # before anything is loaded: its keys may be wrong
-        info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
-        _, path = find_target(config)
-        load = partial(load_tokenizer, path, config.trust_remote_code)
-        async with aclosing(Trials(TrialProcess(load), config.grammar_timeout)) as trials:
-            yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
-    finally:
-        await engine.stop()
-        listener.close()
+        try:
+            info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
+            _, path = find_target(config)
+            load = partial(load_tokenizer, path, config.trust_remote_code)
+            async with aclosing(Trials(TrialProcess(load), config.grammar_timeout)) as trials:
+                yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
+        finally:
+            await engine.stop()
 
 
 async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -123,7 +124,13 @@ loaded = [name for name in ("torch", "transformers", "huggingface_hub", "fastapi
 assert not loaded, loaded
 """
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    spellings = ("-h, --help", "--max-model-len MAX_MODEL_LEN", "--overlap/--no-overlap", "{auto,cpu,cuda}")
+    spellings = (
+        "-h, --help",
+        "--max-model-len MAX_MODEL_LEN",
+        "--overlap/--no-overlap",
+        "/--no-exact/--fast",
+        "{auto,cpu,cuda}",
+    )
     for words in (*spellings, "serve --draft DRAFT --help"):
         assert words in shown
     assert not re.search(r"--\w*_", shown)
@@ -174,7 +181,7 @@ def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[
             ("8.8.8.8", "this machine has no such address", "--host"),
             ("no-such-host.invalid", "host 'no-such-host.invalid'", "--host"),
         ):
-            assert run(ServeConfig(target="x", host=host, port=port), EngineClient(FakeEngine)) == 1
+            assert run(ServeConfig(target="owner/x", host=host, port=port), EngineClient(FakeEngine)) == 1
             [line] = capsys.readouterr().err.splitlines()
             assert words in line
             assert line.endswith(f"choose another {remedy}")
@@ -183,6 +190,22 @@ def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[
     target = str(write_target(tmp_path))
     assert run(ServeConfig(target=target, port=0), EngineClient(refuse_to_start)) == 1
     assert capsys.readouterr().err == f"serve: error: checkpoint {target} is cut short; fetch it again\n"
+
+
+def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target, empty = str(write_target(tmp_path)), tmp_path / "keys"
+    empty.touch()
+    for name in ("chat_template", "api_key_file", "kv_cache_calibration", "target"):
+        options: dict[str, Any] = {"target": target, name: f"/no/{name}"}
+        assert run(ServeConfig(**options), EngineClient(FakeEngine)) == 1
+        assert capfd.readouterr().err.startswith(f"serve: error: {name} /no/{name} does not exist; name ")
+    engine = EngineClient(FakeEngine)
+    engine.spawn()  # as `serve` does before it reads its options
+    assert run(ServeConfig(target=target, port=0, api_key_file=str(empty)), engine) == 1
+    engine.kill()
+    assert capfd.readouterr().err == f"serve: error: api_key_file {empty} holds no key; write one on each line\n"
 
 
 @pytest.mark.slow  # the real engine's process
