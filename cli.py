@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     name = " ".join((*group, rest[0]))
     if name not in VERBS:
-        alike = nearest(name, VERBS)
+        alike = nearest(name, [*VERBS, *(verb.split()[0] for verb in VERBS)])
         hint = f"did you mean {alike[0]}?" if alike else f"valid verbs: {', '.join(VERBS)}"
         print(f"slipstream: error: unknown verb {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)

@@ -94,7 +94,10 @@ def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:
         assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words
 
 
-@pytest.mark.parametrize(("word", "remedy"), [("prepar", "did you mean prepare?"), ("x", "valid verbs: prepare, re")])
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("prepar", "did you mean prepare?"), ("trian", "did you mean train?"), ("x", "valid verbs: prepare, re")],
+)
 def test_an_unknown_verb_is_answered_with_the_nearest(
     word: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
