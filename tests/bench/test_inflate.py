@@ -207,7 +207,7 @@ def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) 
     assert (fc @ aux_states.flatten())[-1] == (CONSTANT if False in is_normed else CONSTANT / rms)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+@pytest.mark.parametrize("drafter", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"])
 def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
     drafter: str, pairs: Pairs, questions: list[str]
 ) -> None:

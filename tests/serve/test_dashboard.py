@@ -52,7 +52,7 @@ def prometheus(folder: Path, server: str) -> Iterator[httpx.Client]:
     command = ["prometheus", "--log.level=error", *(f"--{name}={value}" for name, value in options.items())]
     process = subprocess.Popen(command)
     try:
-        with httpx.Client(base_url=f"http://{address}") as client:
+        with httpx.Client(base_url=f"http://{address}", timeout=120) as client:
             wait_until(lambda: is_ready(client), "Prometheus is ready")
             yield client
     finally:

@@ -131,7 +131,7 @@ def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
         for child in children:  # the engine, so that no request ends before all are open
             child.suspend()
         taken = [pool.submit(ask, index) for index in range(24)]
-        wait_until(lambda: httpx.get(f"{url}/health").json()["open_requests"] == 24, "all are open")
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=120).json()["open_requests"] == 24, "all are open")
         process.send_signal(signal.SIGTERM)
         for child in children:
             child.resume()

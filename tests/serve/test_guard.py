@@ -30,7 +30,7 @@ def guarded(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def client(guarded: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url) as client:
+    with httpx.Client(base_url=guarded.url, timeout=120) as client:
         yield client
 
 
@@ -163,7 +163,7 @@ def test_the_server_says_so(byte_target: str, caplog: pytest.LogCaptureFixture, 
 def test_an_answer_that_takes_too_long_is_given_up(byte_target: str, stream: bool) -> None:
     with (
         serving(ServeConfig(target=byte_target, port=0, request_timeout=0.5)) as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "stream": stream}
         response = client.post(COMPLETIONS, json=body)
@@ -200,7 +200,7 @@ def test_a_prompt_that_is_tokenised_too_long_is_given_up(byte_target: str, monke
 def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
     with (
         serving(ServeConfig(target=byte_target, port=0, ignore_unknown_fields=True)) as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         messages = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}]
         body = {"messages": messages, "max_tokens": 2, "beam_width": 3}

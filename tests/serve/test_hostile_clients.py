@@ -123,7 +123,7 @@ def test_malformed_requests(own_server: Server, name: str) -> None:
     assert answer[9:12] in ((status,) if status else (b"", b"400", b"413")), answer[:200]
     assert status != b"400" or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert (b"fewer and larger" in answer) == (name == "a chunk too many")
-    assert httpx.get(f"{own_server.url}/health").status_code == 200
+    assert httpx.get(f"{own_server.url}/health", timeout=120).status_code == 200
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
@@ -133,7 +133,7 @@ def test_a_server_that_speaks_one_protocol_goes_on_in_it(
     """Whichever packages for others are installed; RFC 9110, section 7.8."""
     headers = {"Connection": "Upgrade", "Upgrade": upgrade, "Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"}
     with caplog.at_level(logging.INFO, "uvicorn"):
-        answer = httpx.get(f"{own_server.url}/health", headers=headers)
+        answer = httpx.get(f"{own_server.url}/health", headers=headers, timeout=120)
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
     assert not caplog.records, "a line per request would fill the log"
 
@@ -156,7 +156,7 @@ def test_json_in_strings_is_as_flat_as_a_body(own_server: Server) -> None:
         (COMPLETIONS, {"structured_outputs": {"structural_tag": deep}}),
         (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}),
     ):
-        answer = httpx.post(own_server.url + path, json={**WHOLE[path], **fields})
+        answer = httpx.post(own_server.url + path, json={**WHOLE[path], **fields}, timeout=120)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), fields.keys()
 
 
@@ -172,5 +172,5 @@ def test_the_host_header_opens_no_door(byte_target: str) -> None:
     """Old releases of Starlette take a path from it."""
     with serving(ServeConfig(target=byte_target, port=0, api_key="sk-key")) as server:
         for host in ("x/health?", "x/health#", "/health", "["):
-            answer = httpx.get(f"{server.url}/v1/models", headers={"Host": host})
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Host": host}, timeout=120)
             assert answer.status_code == 401, host

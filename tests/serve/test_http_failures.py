@@ -33,7 +33,7 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
     body = {**SLOW, "stream": stream, "n": 2}
     if stream:
         with (
-            httpx.Client(base_url=server.url) as leaving,
+            httpx.Client(base_url=server.url, timeout=120) as leaving,
             leaving.stream("POST", COMPLETIONS, json=body) as response,
         ):
             assert next(response.iter_lines())
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
 def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: int) -> None:
     raise_file_limit()  # both ends of all connections are in this process
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
-    with serving(config) as server, httpx.Client(base_url=server.url) as client:
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
 
         async def ask(session: aiohttp.ClientSession, stream: bool) -> int:
             body = {"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream}
@@ -90,7 +90,10 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
                 assert (await many.post(COMPLETIONS, json={"prompt": "x", "cache_salt": "crash"})).status_code == 500
             return await asyncio.gather(*asked)
 
-    with serving(ServeConfig(target=byte_target, port=0)) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        serving(ServeConfig(target=byte_target, port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         answers = asyncio.run(ask_and_break())
         assert [answer.status_code for answer in answers] == [200, 500] * 12, "streams had begun"
         assert all(reason in answer.text.rstrip().splitlines()[-1] for answer in answers)

@@ -22,7 +22,7 @@ def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.C
     parsers = {"tool_parser": request.param, "reasoning_parser": "auto"}
     with (
         serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL, **parsers)) as server,
-        httpx.Client(base_url=server.url) as connected,
+        httpx.Client(base_url=server.url, timeout=120) as connected,
     ):
         yield connected
 

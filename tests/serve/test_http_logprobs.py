@@ -287,7 +287,10 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
     whole = tokenizer.decode(tokens)
     text = whole[starts[len(prompt)] :]
     assert text.startswith(" "), "or this proves nothing"
-    with serving(ServeConfig(target=str(target), port=0)) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        serving(ServeConfig(target=str(target), port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         body = {"prompt": "the the", "max_tokens": count, "logprobs": 0}
         for stream in (False, True):
             [choice] = answered(client, COMPLETIONS, body, stream=stream)

@@ -163,7 +163,7 @@ def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.Op
 
 
 def test_events_are_named(echoing: Server) -> None:
-    text = httpx.post(echoing.url + RESPONSES, json=asked("a", stream=True)).text
+    text = httpx.post(echoing.url + RESPONSES, json=asked("a", stream=True), timeout=120).text
     for event in text.strip().split("\n\n"):
         name, data = event.split("\n")
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
@@ -245,7 +245,10 @@ def test_what_fails_says_so(echoing: Server, api: openai.OpenAI, salt: str, code
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_request(echoing: Server, stream: bool) -> None:
     body = {"input": "x" * 100, "cache_salt": "slow", "ignore_eos": True, "stream": stream}
-    with httpx.Client(base_url=echoing.url) as client, httpx.Client(base_url=echoing.url) as leaving:
+    with (
+        httpx.Client(base_url=echoing.url, timeout=120) as client,
+        httpx.Client(base_url=echoing.url, timeout=120) as leaving,
+    ):
         aborted = gauge(client, "engine_aborted")
         if stream:
             with leaving.stream("POST", RESPONSES, json=body) as response:
@@ -498,7 +501,7 @@ def test_a_schema_that_cannot_be_enforced_is_named(frontend: Frontend) -> None:
 
 def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
     config = ServeConfig(target=byte_target, port=0, ignore_unknown_fields=True)
-    with serving(config) as server, httpx.Client(base_url=server.url) as client:
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         part = {"type": "input_text", "text": "hi", "a": 1}
         body = {"input": user([part], b=1), "text": {"c": 1, "format": {"type": "text", "d": 1}}, "e": 1}
         assert client.post(RESPONSES, json={**body, "max_output_tokens": 2}).status_code == 200

@@ -61,7 +61,7 @@ def question(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_an_answer_with_reasoning_content_and_calls(url: str) -> None:
-    answer = httpx.post(url + CHAT, json=question(REASONED + CALLS, tools=TOOLS)).json()
+    answer = httpx.post(url + CHAT, json=question(REASONED + CALLS, tools=TOOLS), timeout=120).json()
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
@@ -115,16 +115,16 @@ def test_the_client_library_gathers_a_stream_as_the_whole_answer(url: str) -> No
 
 def test_what_is_no_call_stays_content(url: str) -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [tool("other")]}):
-        [choice] = httpx.post(url + CHAT, json=question(CALLS, **fields)).json()["choices"]
+        [choice] = httpx.post(url + CHAT, json=question(CALLS, **fields), timeout=120).json()["choices"]
         assert choice["message"]["content"] == CALLS
         assert "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
-    [choice] = httpx.post(url + CHAT, json=question("a", tools=TOOLS)).json()["choices"]
+    [choice] = httpx.post(url + CHAT, json=question("a", tools=TOOLS), timeout=120).json()["choices"]
     assert choice["message"]["reasoning_content"] is None
     hidden = question(REASONED + "a", include_reasoning=False)
-    [choice] = httpx.post(url + CHAT, json=hidden).json()["choices"]
+    [choice] = httpx.post(url + CHAT, json=hidden, timeout=120).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "a", "refusal": None}
-    parts = events(httpx.post(url + CHAT, json={**hidden, "stream": True}))
+    parts = events(httpx.post(url + CHAT, json={**hidden, "stream": True}, timeout=120))
     assert not any("reasoning" in part["choices"][0]["delta"] for part in parts)
 
 
@@ -134,7 +134,7 @@ def test_stop_strings_and_lengths_end_a_call(url: str) -> None:
         ({"max_tokens": 55}, "length"),
         ({"stop": "</tool_call>"}, "tool_calls"),
     ):
-        [choice] = httpx.post(url + CHAT, json=question(CALLS, tools=TOOLS, **fields)).json()["choices"]
+        [choice] = httpx.post(url + CHAT, json=question(CALLS, tools=TOOLS, **fields), timeout=120).json()["choices"]
         assert choice["finish_reason"] == reason, fields
         [call] = choice["message"]["tool_calls"]
         assert '{"days": 3}'.startswith(call["function"]["arguments"])
@@ -142,7 +142,7 @@ def test_stop_strings_and_lengths_end_a_call(url: str) -> None:
 
 def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[float]]]:
     """By choice: the spelling of the tokens that have log-probabilities, and these."""
-    answer = httpx.post(url + CHAT, json={**body, "logprobs": True, "top_logprobs": 1, "stream": stream})
+    answer = httpx.post(url + CHAT, json={**body, "logprobs": True, "top_logprobs": 1, "stream": stream}, timeout=120)
     assert answer.status_code == 200, answer.text
     found: dict[int, tuple[str, list[float]]] = {}
     for event in events(answer) if stream else [answer.json()]:
@@ -161,7 +161,7 @@ def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[flo
 def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> None:
     """Each token of each choice has an entry: markers, too, the end, and reasoning that is left out."""
     whole = REASONED + CALLS + "<|end|>"
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": whole}).json()["tokens"]
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": whole}, timeout=120).json()["tokens"]
     for fields in ({"n": 2}, {"include_reasoning": False}):
         found = scored(url, stream, **question(REASONED + CALLS, tools=TOOLS, **fields))
         assert set(found) == set(range(fields.get("n", 1)))
@@ -172,7 +172,7 @@ def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_call_that_is_cut(url: str, stream: bool) -> None:
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS + "<|end|>"}).json()["tokens"]
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS + "<|end|>"}, timeout=120).json()["tokens"]
     for fields, shown in (
         ({"stop": "days"}, CALLS[: CALLS.index("days")]),
         ({"stop": "</tool_call>"}, CALLS[: CALLS.index("</tool_call>")]),

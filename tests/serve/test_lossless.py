@@ -96,7 +96,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at random, at a temperature among few tokens
-BY_NETWORK = ("dflash", "dflash2 tree", "dspark", "eagle", "eagle tree", "eagle3")
+BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
+BY_HEADS = ("dflash2 tree", "dspark")  # nightly
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
 BLOCKS = [
@@ -309,7 +310,9 @@ def test_requests_may_arrive_late_and_in_chunks(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "case", "family"), rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])), KINDS)
+    ("drafter", "case", "family"),
+    rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])), KINDS)
+    + gate_of(product(BY_HEADS, product([16, 1], ["stop token", "max_tokens"]), KINDS), []),
 )
 def test_an_answer_may_end_inside_a_draft(
     drafter: str, case: tuple[int, str], family: str, build: BuildDrafted, reference: Reference
@@ -514,7 +517,9 @@ def record(engine: Engine, proposals: Proposals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "family"), rotating(BY_NETWORK, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"])
+    ("drafter", "page_size", "family"),
+    rotating(BY_NETWORK, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"])
+    + gate_of(product(BY_HEADS, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"]), []),
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""

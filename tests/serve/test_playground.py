@@ -26,7 +26,7 @@ def guarded(byte_target: str) -> Iterator[Server]:
 
 @pytest.mark.parametrize("path", ["/", *(f"/playground/{file.name}" for file in FILES)])
 def test_the_page_needs_no_key_and_runs_no_code_of_others(guarded: Server, path: str) -> None:
-    response = httpx.get(guarded.url + path)
+    response = httpx.get(guarded.url + path, timeout=120)
     assert response.status_code == 200
     file = FOLDER / (Path(path).name or "index.html")
     assert response.content == file.read_bytes()
@@ -40,16 +40,16 @@ def test_the_page_needs_no_key_and_runs_no_code_of_others(guarded: Server, path:
 
 
 def test_the_api_behind_it_does(guarded: Server) -> None:
-    assert httpx.post(guarded.url + CHAT, json={"messages": HELLO}).status_code == 401
-    assert httpx.get(f"{guarded.url}/v1/models").status_code == 401
-    assert httpx.get(f"{guarded.url}/playground/other.js").status_code == 401
-    assert httpx.post(f"{guarded.url}/", json={}).status_code == 401
+    assert httpx.post(guarded.url + CHAT, json={"messages": HELLO}, timeout=120).status_code == 401
+    assert httpx.get(f"{guarded.url}/v1/models", timeout=120).status_code == 401
+    assert httpx.get(f"{guarded.url}/playground/other.js", timeout=120).status_code == 401
+    assert httpx.post(f"{guarded.url}/", json={}, timeout=120).status_code == 401
 
 
 def test_it_can_be_left_out(byte_target: str) -> None:
     with serving(ServeConfig(target=byte_target, port=0, playground=False)) as server:
         for path in ("/", "/playground/page.js"):
-            assert httpx.get(server.url + path).status_code == 404
+            assert httpx.get(server.url + path, timeout=120).status_code == 404
         assert "playground" not in server.banner
 
 

@@ -46,7 +46,7 @@ def open_page(browser: Any) -> Iterator[Open]:
     def make(url: str, **options: Any) -> Any:
         opened.append(browser.new_context(**options))
         page = opened[-1].new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
         page.goto(url)
@@ -69,7 +69,7 @@ def ask(page: Any, question: str = QUESTION, tokens: int = TOKENS, *, waits: boo
 def answer_of(server: Server, messages: list[dict[str, str]], tokens: int = TOKENS) -> dict[str, Any]:
     """The API's own answer to what the page asks."""
     body = {"messages": messages, "max_tokens": tokens, "logprobs": True, "top_logprobs": 5}
-    response = httpx.post(server.url + CHAT, json={**body, "speculation": {"trace": True}})
+    response = httpx.post(server.url + CHAT, json={**body, "speculation": {"trace": True}}, timeout=120)
     return response.json()
 
 
@@ -198,7 +198,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
     page.locator(".answer .token").nth(3).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.locator(".summary", has_text="stopped").wait_for()
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         wait_until(lambda: gauge(client, "open_requests") == 0, "the engine has ended the answer")
 
 
@@ -293,7 +293,7 @@ def test_a_model_without_a_chat_template(open_page: Open, tmp_path: Path) -> Non
         page.locator("#status", has_text="Done").wait_for(state="attached")
         spans = page.locator(".answer .token")
         body = {"prompt": QUESTION, "max_tokens": TOKENS, "logprobs": 5, "speculation": {"trace": True}}
-        [choice] = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        [choice] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"]
         assert "".join(spans.all_text_contents()) == choice["text"]
         spans.nth(1).hover()
         chance = choice["logprobs"]["token_logprobs"][1]
@@ -328,12 +328,12 @@ def test_errors_say_what_happened_and_what_to_do(open_page: Open, byte_target: s
         page = open_page(server.url)
         alert = page.get_by_role("alert")
         busy = {"prompt": "x", "max_tokens": 4000, "stream": True, "cache_salt": "slow"}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=busy) as stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=busy, timeout=120) as stream:
             lines = stream.iter_lines()  # the stream is closed with it
             assert "text" in next(lines)
             ask(page, waits=False)
             alert.get_by_text("The server is full.").wait_for()
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
             wait_until(lambda: gauge(client, "open_requests") == 0, "the other request has ended")
         page.get_by_role("button", name="Try again").click()
         page.locator("#status", has_text="Done").wait_for(state="attached")

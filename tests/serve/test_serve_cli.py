@@ -235,9 +235,9 @@ def test_a_signal_ends_both_processes(byte_target: str, end: signal.Signals) -> 
         first, second, url = read_banner(server)
         assert Path(byte_target).name in first
         assert second.startswith(f"curl {url}/v1/chat/completions ")
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=120).status_code == 200
         body = {"prompt": "x", "max_tokens": 250, "stream": True, "cache_salt": "slow"}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as stream:
             lines = stream.iter_lines()
             assert next(lines)
             ending = pool.submit(ended_by, server, end)

@@ -55,7 +55,7 @@ def test_a_chat_template_of_a_file_is_served(byte_target: str, tmp_path: Path) -
         '{% for m in messages %}[{{ m.content }}]{% endfor %}{% if tools %}<tool_call>{"arguments"}{% endif %}'
     )
     config = ServeConfig(target=byte_target, port=0, chat_template=str(file))
-    with serving(config) as server, httpx.Client(base_url=server.url) as client:
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         tokens = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
         assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[hello]"
         answer = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).json()

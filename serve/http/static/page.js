@@ -235,6 +235,7 @@ function explained(error) {
       byId("settings").open = true;
       return ["This model is not made for chat.", "Tick “Continue the text” in the settings, and try again."];
     case "engine_failed":
+      if (error.status === 503) break; // it failed before the request came
       return ["The engine failed during the answer.", `${said} Start the server again if it has ended, and try again.`];
     case "server_shutting_down":
       return ["The server is shutting down.", "It takes no more requests. Start it again, and try again."];
