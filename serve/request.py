@@ -33,12 +33,15 @@ class Speculation:
                 raise ValueError(f"speculation.{name} is {value!r}; it must be true or false")
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "ast"]
+
+
 class Grammar(NamedTuple):
     """The only texts that an answer may be: JSON of a schema, any JSON object, what a regular expression matches as a
     whole, one of a JSON list of texts, what xgrammar's EBNF derives from `root`, or what its structural tag allows.
     `translate` in serve/grammar/grammars.py makes an "ast" of each of these: xgrammar's own form, read once for all."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "ast"]
+    kind: GrammarKind
     text: str = ""  # the schema, the list, the tag or the ast as JSON, the expression, or the grammar
 
     def digest(self) -> bytes:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
-from slipstream.serve.request import Grammar
+from slipstream.serve.request import Grammar, GrammarKind
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_TRANSLATED = 8 * 2**20  # characters of xgrammar's own form, some 15 times longer
@@ -73,11 +73,15 @@ def parse(grammar: Grammar) -> Any:
             return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
             return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, json.loads(text)))}")
-        return xgrammar.Grammar.from_regex(text) if kind == "regex" else xgrammar.Grammar.from_ebnf(text)
+        if kind == "regex":
+            return xgrammar.Grammar.from_regex(text)
+        if kind == "ebnf":
+            return xgrammar.Grammar.from_ebnf(text)
     except Unsupported:
         raise
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be used: {_reason(error)}") from error
+    raise ValueError(f"is of kind {kind!r}; choose one of {', '.join(get_args(GrammarKind))}")
 
 
 def as_element(grammar: Grammar) -> dict[str, Any]:

@@ -427,6 +427,7 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
         (Grammar("regex", "(a"), "cannot be used"),
         (Grammar("ebnf", "root ::= other"), "cannot be used"),
         (Grammar("json_schema", "{"), "cannot be used"),
+        (Grammar("json", "{}"), "is of kind 'json'; choose one of json_schema, json_object"),  # type: ignore[arg-type]
         (Grammar("regex", "a" * 70_000), "has 70000 characters; the limit is 65536"),
         (Grammar("json_schema", json.dumps({"type": "string", "pattern": "^\\p{Letter}+$"})), "cannot be used"),
     ],
