@@ -109,6 +109,7 @@ class LLM:
         self.engine = build_engine(config)
         warn_if_changed(draft, path, self.tokenizer)
         self._decoder = Decoder(self.tokenizer)
+        self._json_whitespace = config.json_whitespace
         self._chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
         if runtime.THREADS_SPIN and self.engine.runner.state.device.type == "cpu":
             logger.warning(
@@ -210,7 +211,7 @@ class LLM:
         self, name: str, prompt: list[int], params: SamplingParams, form: AnswerFormat, stop: Sequence[str]
     ) -> Answer:
         stop_ids = params.stop_token_ids + form.stop_ids
-        grammar = None if form.grammar is None else translate(form.grammar)
+        grammar = None if form.grammar is None else translate(form.grammar, self._json_whitespace)
         request = Request(id=name, prompt=prompt, params=replace(params, grammar=grammar, stop_token_ids=stop_ids))
         self.engine.check(request)
         return Answer(request, form, stop, self.engine.info.num_spec_tokens)

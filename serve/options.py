@@ -15,6 +15,7 @@ from slipstream.serve.chat.forms import check_parsers
 
 PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
+MOST_WHITESPACE = 64  # characters in a row; the grammar of more takes longer to compile
 
 
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -92,6 +93,9 @@ class EngineConfig:
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     grammar_drafts: bool = True
     """Draft the tokens that a request's grammar leaves no choice about."""
+    json_whitespace: int = 1
+    """Most white-space characters in a row between the parts of JSON answers, up to 64; 0: none. Small models fill all
+    that they may."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
@@ -105,6 +109,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0 <= self.json_whitespace <= MOST_WHITESPACE:
+            raise ValueError(f"json_whitespace is {self.json_whitespace}; it must be between 0 and {MOST_WHITESPACE}")
         if self.max_running > MOST_RUNNING:
             raise ValueError(f"max_running is {self.max_running}; it must be at most {MOST_RUNNING}")
         if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length < math.inf:

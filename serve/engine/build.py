@@ -138,9 +138,8 @@ class Builder:
         with runtime.stage("timing passes"):
             costs = self.find_costs(steps, drafts)
             self.drafter.forget()
-        sizes = self.model.vocab_size, self.target.end_ids
         load = partial(load_tokenizer, self.path, config.trust_remote_code)
-        grammars = Grammars(load, *sizes)
+        grammars = Grammars(load, self.model.vocab_size, self.target.end_ids, config.json_whitespace)
         constraints = Constraints(self.target.end_ids, self.model.vocab_size, grammars, self.forced_nodes)
         stages = [*self.stages, constraints]
         for stage in stages:

@@ -29,7 +29,8 @@ from slipstream.serve.request import Grammar, GrammarKind
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_TRANSLATED = 8 * 2**20  # characters of xgrammar's own form, some 15 times longer
-MOST_SPACES = 64  # in a row, between two parts of JSON
+JSON_WHITESPACE = 1  # characters in a row between two parts of JSON, at most, where nothing else is asked for
+OPTIONAL_SPACE = '("" | ([ \\n\\r\\t]))'  # as the library writes it; text of a schema would have its quotes escaped
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2  # grammars that are compiled at a time
 NICENESS = 10  # of what compiles
@@ -45,30 +46,32 @@ def check_length(grammar: Grammar) -> None:
         raise ValueError(f"has {len(grammar.text)} characters; the limit is {MOST_CHARS}")
 
 
-def translate(grammar: Grammar) -> Grammar:
-    """A grammar in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that cannot be served."""
+def translate(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Grammar:
+    """A grammar in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that cannot be served.
+    `json_whitespace`: most white-space characters in a row between two parts of JSON."""
     if grammar.kind == "ast":
         return grammar
     check_length(grammar)
-    text = parse(grammar).serialize_json()
+    text = parse(grammar, json_whitespace).serialize_json()
     if len(text) > MOST_TRANSLATED:
         raise ValueError(f"has {len(text)} characters once it is translated; the limit is {MOST_TRANSLATED}")
     return Grammar("ast", text)
 
 
-def parse(grammar: Grammar) -> Any:
+def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
     """xgrammar's Grammar. Raises ValueError as `translate`."""
     import xgrammar
 
     kind, text = grammar
-    from_schema = partial(_of_schema, xgrammar.Grammar)
+    from_schema = partial(_of_schema, xgrammar.Grammar, json_whitespace)
     try:
         if kind == "ast":
             return xgrammar.Grammar.deserialize_json(text)
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "structural_tag":
-            return xgrammar.Grammar.from_structural_tag(json.dumps(_with_schemas(from_schema, json.loads(text))))
+            tag = _with_schemas(from_schema, json_whitespace, json.loads(text))
+            return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
@@ -94,11 +97,11 @@ def as_element(grammar: Grammar) -> dict[str, Any]:
     return {"type": "grammar", "grammar": given} if kind == "ebnf" else {"type": kind, "text": given}
 
 
-def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
+def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any) -> Any:
     """A structural tag whose JSON schemas are kept to the letter, as those of whole answers. Other notations than JSON
-    are the library's."""
+    are the library's, with the line breaks between their tags even where JSON may have no white space."""
     if isinstance(tag, list):
-        return [_with_schemas(of_schema, one) for one in tag]
+        return [_with_schemas(of_schema, json_whitespace, one) for one in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
@@ -109,18 +112,21 @@ def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
         return {"type": "grammar", "grammar": str(parse(Grammar(tag["type"], tag["text"])))}
     if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
         rewrite(tag.get("json_schema"))
-        return tag
-    return {name: _with_schemas(of_schema, one) for name, one in tag.items()}
+        styled = {"style": "qwen_xml", **tag, "type": "json_schema"}
+        return {"max_whitespace_cnt": max(1, json_whitespace), **styled}
+    return {name: _with_schemas(of_schema, json_whitespace, one) for name, one in tag.items()}
 
 
-def _of_schema(kind: Any, schema: Any) -> Any:
-    """JSON with white space where JSON may have it, but not without end, as small models like it."""
+def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
+    """JSON with white space where JSON may have it, but no more in a row than small models may fill."""
     strings = Strings(json.dumps(schema))
     marked = json.dumps(strings.mark(schema))
     for pattern in strings.patterns:
         kind.from_regex(pattern)  # or it would be found out only when the grammar is compiled
-    converted = kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=MOST_SPACES)
-    return kind.from_ebnf(strings.put(str(converted)))
+    converted = str(kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=max(1, json_whitespace)))
+    if json_whitespace == 0:  # which the library does not know; its fixed separators are not those asked for everywhere
+        converted = converted.replace(OPTIONAL_SPACE, '("")')
+    return kind.from_ebnf(strings.put(converted))
 
 
 def _reason(error: Exception) -> str:
@@ -145,8 +151,15 @@ class Compiler(NamedTuple):
 class Grammars:
     """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        vocab_size: int,
+        end_ids: Collection[int],
+        json_whitespace: int = JSON_WHITESPACE,
+    ) -> None:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
+        self._json_whitespace = json_whitespace
         self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()  # by digest
         self._threads: ThreadPoolExecutor | None = None
@@ -200,7 +213,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         assert self._compiler is not None
-        return compile_with(self._compiler.result().compiler, grammar)
+        return compile_with(self._compiler.result().compiler, grammar, self._json_whitespace)
 
 
 def lower_priority() -> None:
@@ -226,10 +239,10 @@ def make_compiler(vocabulary: Any) -> Any:
     return xgrammar.GrammarCompiler(vocabulary, max_threads=NUM_CORES, cache_enabled=False)
 
 
-def compile_with(compiler: Any, grammar: Grammar) -> Any:
+def compile_with(compiler: Any, grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
     """Raises ValueError, in a sentence, where that is impossible."""
     try:
-        return compiler.compile_grammar(parse(grammar))
+        return compiler.compile_grammar(parse(grammar, json_whitespace))
     except RuntimeError as error:
         raise ValueError(f"the grammar cannot be used: {_reason(error)}") from error
 

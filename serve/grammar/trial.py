@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.serve.grammar.grammars import NICENESS
+from slipstream.serve.grammar.grammars import JSON_WHITESPACE, NICENESS
 from slipstream.serve.grammar.trial_process import COMPILED, FORK, NUMBER, REFUSED
 from slipstream.serve.request import Grammar
 
@@ -36,10 +36,12 @@ class Unavailable(Exception):
 
 
 class TrialProcess:
-    """The process that is forked for each trial. `load_tokenizer` is pickled. All methods belong to one event loop."""
+    """The process that is forked for each trial. `load_tokenizer` is pickled; `json_whitespace` as `translate` has it.
+    All methods belong to one event loop."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Any], json_whitespace: int = JSON_WHITESPACE) -> None:
         self._load_tokenizer = pickle.dumps(load_tokenizer)
+        self._json_whitespace = json_whitespace
         self._lock = asyncio.Lock()  # one message and its answer at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -81,7 +83,7 @@ class TrialProcess:
             pid = await self._fork(theirs)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
-            writer.write(pickle.dumps((grammar, seconds)))
+            writer.write(pickle.dumps((grammar, seconds, self._json_whitespace)))
             answer = await self._answer(reader, seconds, abandoned)
         finally:
             writer.close()

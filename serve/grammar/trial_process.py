@@ -74,12 +74,12 @@ def run_trial(connection: socket.socket, vocabulary: Any) -> None:
     """Translates and compiles the grammar that comes over `connection`, and answers. SIGPROF ends the process after the
     CPU time that the grammar may take, on all cores together, also if nobody is left to kill it."""
     with connection.makefile("rb") as file:
-        grammar, seconds = pickle.load(file)
+        grammar, seconds, json_whitespace = pickle.load(file)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES if hard < 0 else min(MOST_BYTES, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        translated = translate(grammar)
+        translated = translate(grammar, json_whitespace)
         compile_with(make_compiler(vocabulary), translated)
         answer = COMPILED + translated.text.encode()
     except ValueError as refusal:

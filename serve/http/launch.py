@@ -118,7 +118,8 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
             info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
             _, path = find_target(config)
             load = partial(load_tokenizer, path, config.trust_remote_code)
-            async with aclosing(Trials(TrialProcess(load), config.grammar_timeout)) as trials:
+            process = TrialProcess(load, config.json_whitespace)
+            async with aclosing(Trials(process, config.grammar_timeout)) as trials:
                 yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
         finally:
             await engine.stop()

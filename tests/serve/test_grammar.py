@@ -50,6 +50,10 @@ PERSON = {
 }
 
 
+def structural_tag(element: dict[str, Any]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": element}))
+
+
 class Bytes:
     """A compiler for a vocabulary of bytes."""
 
@@ -438,6 +442,51 @@ def test_wrong_grammars_are_refused_with_a_sentence(grammar: Grammar, message: s
     assert "/project/" not in str(caught.value)
 
 
+def spaced(space: str) -> str:
+    """JSON with this white space wherever JSON may have some within an object."""
+    return "{_'a'_:_1_,_'b'_:_[_true_,_{_'c'_:_null_}_]_}".replace("'", '"').replace("_", space)
+
+
+LISTED = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}, "required": ["a", "b"]}
+LETTER = {"type": "json_schema", "json_schema": LISTED}
+CALL = {"type": "tag", "begin": "<call>", "content": LETTER, "end": "</call>"}
+VALUE = {"type": "object", "properties": {"x": LISTED}, "required": ["x"]}
+XML = "<parameter=x>", "</parameter>"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "before", "after", "least"),
+    [
+        (Grammar("json_object"), "", "", 0),
+        (Grammar("json_schema", "{}"), "", "", 0),
+        (Grammar("json_schema", json.dumps(LISTED)), "", "", 0),
+        (structural_tag(LETTER), "", "", 0),
+        (structural_tag(CALL), "<call>", "</call>", 0),
+        (structural_tag({"type": "qwen_xml_parameter", "json_schema": VALUE}), *XML, 1),
+        (structural_tag({"type": "json_schema", "style": "qwen_xml", "json_schema": VALUE}), *XML, 1),
+    ],
+)
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_json_has_no_more_white_space_than_is_allowed(
+    grammar: Grammar, before: str, after: str, least: int, most: int
+) -> None:
+    vocabulary = Bytes()
+    compiled = compile_with(vocabulary.compiler, translate(grammar, most))
+
+    def takes(value: str) -> bool:
+        assert json.loads(value)
+        return vocabulary.takes(compiled, before + value + after)
+
+    most = max(most, least)
+    for space in (" " * most, ("\n" + " " * most)[:most], ""):
+        assert takes(spaced(space))
+    whole = spaced("")
+    assert takes('{"a": 1, "b": [true]}') == (most > 0)
+    for place in [match.start() for match in re.finditer(r"(?<=[{\[:,])|(?=[}\]:,])", whole)][1:-1]:
+        wide = whole[:place] + " " * (most + 1) + whole[place:]
+        assert not takes(wide), wide
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -681,9 +730,9 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
     monkeypatch.setattr("slipstream.serve.grammar.grammars.MOST_COMPILED", 1)
     counts = Counter[Grammar]()
 
-    def compile_counted(compiler: Any, grammar: Grammar) -> Any:
+    def compile_counted(compiler: Any, grammar: Grammar, json_whitespace: int) -> Any:
         counts[grammar] += 1
-        return compile_with(compiler, grammar)
+        return compile_with(compiler, grammar, json_whitespace)
 
     monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_counted)
     engine = build("none", max_running=2, kv_cache_tokens=100, page_size=1)
@@ -698,10 +747,10 @@ def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, m
     monkeypatch.setattr("slipstream.serve.grammar.grammars.NUM_THREADS", 1)
     may_go, compiled = threading.Event(), list[str]()
 
-    def compile_slowly(compiler: Any, grammar: Grammar) -> Any:
+    def compile_slowly(compiler: Any, grammar: Grammar, json_whitespace: int) -> Any:
         may_go.wait()
         compiled.append(grammar.text)
-        return compile_with(compiler, grammar)
+        return compile_with(compiler, grammar, json_whitespace)
 
     monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_slowly)
     engine = build("none")

@@ -1,11 +1,13 @@
 """The offline API: answers in order, text and stop strings, streaming of many requests, interruption."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import jsonschema
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,11 +19,12 @@ from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.engine_runs import VOCAB, make_request, random_prompt
 
+TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
 PARAMS = [
     SamplingParams(max_tokens=20 + seed, temperature=temperature, seed=seed)
@@ -62,6 +65,22 @@ def words(tokens: list[int]) -> str:
 
 def tokens_of(answers: list[Generation]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
+
+
+def test_a_model_that_knows_no_json_ends_an_object() -> None:
+    """A small model fills the white space that JSON may have."""
+    count, text = {"type": "integer"}, {"type": "string", "maxLength": 16}
+    schema = {"type": "object", "properties": {"answer": count, "unit": text}, "required": ["answer", "unit"]}
+    schema["additionalProperties"] = False
+    params = SamplingParams(temperature=0.0, max_tokens=256, grammar=Grammar("json_schema", json.dumps(schema)))
+    texts = []
+    for most in (0, 1):
+        with LLM(str(TINY_TARGET), device="cpu", json_whitespace=most, max_running=1, kv_cache_tokens=512) as llm:
+            (answer,) = llm.chat([{"role": "user", "content": "Tom has 3 boxes."}], params)
+        assert answer.finish_reason == "stop", answer.text
+        jsonschema.validate(json.loads(answer.text), schema)
+        texts.append(answer.text)
+    assert texts[0] == json.dumps(json.loads(texts[0]), separators=(",", ":"), ensure_ascii=False)
 
 
 def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> None:

@@ -27,10 +27,10 @@ from slipstream.tests.serve.fake_server import read_banner, start, wait_until, w
 OPTIONS = (
     "api_key api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
     "drain_timeout dry_run dtype exact grammar_drafts grammar_timeout health_timeout host ignore_unknown_fields "
-    "kv_cache_calibration kv_cache_dtype kv_cache_tokens log_format logprobs_mode max_body_mb max_chunk_ms "
-    "max_model_len max_running max_waiting mem_fraction metrics_open objective overlap page_size playground port "
-    "prefill_budget prefill_graph_tokens quantization reasoning_parser request_timeout revision served_model_name "
-    "simulate_accept_length target tool_parser trust_remote_code unsafe_simulate width"
+    "json_whitespace kv_cache_calibration kv_cache_dtype kv_cache_tokens log_format logprobs_mode max_body_mb "
+    "max_chunk_ms max_model_len max_running max_waiting mem_fraction metrics_open objective overlap page_size "
+    "playground port prefill_budget prefill_graph_tokens quantization reasoning_parser request_timeout revision "
+    "served_model_name simulate_accept_length target tool_parser trust_remote_code unsafe_simulate width"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 TREE += ["drafter.window"]

@@ -3,6 +3,7 @@ alone, and by an engine with every drafter."""
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,10 @@ class Sampler:
         end = self.tokenizer.eos_token_id
         self.grammars = Grammars(lambda: self.tokenizer, len(self.tokenizer), [end])
         special = {0, 1, 3}
-        likely = [self.tokenizer.convert_tokens_to_ids(letter) for letter in '"}/<[{'] + list(
-            self.chat.decoder._markers
-        )
+        likely = [self.tokenizer.convert_tokens_to_ids(letter) for letter in '"}/<[{'] + [
+            *self.chat.decoder._markers,
+            *self.tokenizer(" \n").input_ids,
+        ]
         self._weights = np.full(len(self.tokenizer), 0.3)
         self._weights[likely] = 40.0
         self._weights[list(special)] = 1e-9
@@ -81,6 +83,7 @@ class Sampler:
 
 def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
     for call in parts.calls:
+        assert re.search(r"\s{2}", re.sub(r'"(\\.|[^"\\])*"', '""', call.arguments)) is None, "white space is filled"
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
 

@@ -207,7 +207,7 @@ def test_only_verdicts_are_remembered() -> None:
 
 @contextmanager
 def processes() -> Iterator[TrialProcess]:
-    process = TrialProcess(partial(load_tokenizer, TINY))
+    process = TrialProcess(partial(load_tokenizer, TINY), json_whitespace=0)
     try:
         yield process
     finally:
@@ -216,6 +216,7 @@ def processes() -> Iterator[TrialProcess]:
 
 SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # some seconds
 QUICK = Grammar("json_schema", '{"type": "string", "maxLength": 9}')
+QUICK_OBJECT = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}')
 
 
 def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
@@ -223,7 +224,8 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
 
     async def run(process: TrialProcess) -> None:
         wanted = asyncio.Event()
-        assert await process.attempt(QUICK, 9.0, wanted) == translate(QUICK), "equal schemas have equal translations"
+        assert await process.attempt(QUICK, 9.0, wanted) == translate(QUICK, 0), "equal schemas have equal translations"
+        assert translate(QUICK_OBJECT, 0) == await process.attempt(QUICK_OBJECT, 9.0, wanted) != translate(QUICK_OBJECT)
         loaded = psutil.Process(process.pid)
         with pytest.raises(ValueError, match="cannot be used"):
             await process.attempt(Grammar("regex", "(a"), 9.0, wanted)
