@@ -163,26 +163,45 @@ def property_schema(schema: Any, key: str) -> Any:
     return {"$root": schema, **found} if isinstance(found, Mapping) else {}
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; of one that says nothing about types, a string."""
-    if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
-        return {"string"}
+def types_of(schema: Any, root: Any) -> set[str]:
+    """Returns the JSON types that a schema allows; of one that says nothing about types, a string.
+
+    Each part of the schema is visited once: alternatives that lead back to a part add nothing to it.
+    """
+    types = set[str]()
+    visited = set[int]()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in visited:
+            continue
+        visited.add(id(part))
+        named, alternatives = types_named_by(part, root)
+        types |= named
+        waiting += alternatives
+    return types or {"string"}
+
+
+def types_named_by(schema: Any, root: Any) -> tuple[set[str], list[Any]]:
+    """Returns the types that a schema itself names, and the schemas that decide instead where it names none."""
+    if not isinstance(schema, Mapping):
+        return {"string"}, []
     named = schema.get("type")
     if isinstance(named, str | list):
-        return {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
+        return {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}, []
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
     if values:
-        return {json_type(value) for value in values}
+        return {json_type(value) for value in values}, []
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         place = root
         for part in reference[2:].split("/"):
             place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-        return types_of(place, root, depth + 1)
+        return set(), [place]
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
-            return set().union(*(types_of(branch, root, depth + 1) for branch in schema[name]))
-    return {"string"}
+            return set(), schema[name]
+    return {"string"}, []
 
 
 def json_type(value: Any) -> str:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.chat.answers import texts_of
+from slipstream.serve.chat.arguments import property_schema, typed
 from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, find_form
 from slipstream.serve.chat.markers import Markers
 from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Syntax, joined
@@ -317,3 +318,38 @@ def test_the_form_is_told_by_the_chat_template(form: str) -> None:
     assert find_form(TOOL_FORMS, "hermes", "") is TOOL_FORMS["hermes"]
     reasoning = find_form(REASONING_FORMS, "auto", template(form))
     assert reasoning is {"hermes": REASONING_FORMS["think"], "harmony": REASONING_FORMS["harmony"]}.get(form)
+
+
+class Watched(dict[str, Any]):
+    """A part of a schema, which counts how often any of them is read."""
+
+    reads = 0
+
+    def get(self, *words: Any) -> Any:
+        Watched.reads += 1
+        return super().get(*words)
+
+
+def chain(length: int, width: int) -> dict[str, Any]:
+    """Definitions of which each offers the next one `width` times."""
+    links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(length)}
+    return {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": {**links, f"d{length}": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"properties": {"x": {"anyOf": [{"$ref": "#/properties/x"}] * 200}}}, "5"),
+        ({"properties": {"x": {"anyOf": [{"$ref": "#/properties/x"}] * 200 + [{"type": "integer"}]}}}, 5),
+        ({"properties": {"x": {"$ref": "#/properties/y"}, "y": {"$ref": "#/properties/x"}}}, "5"),
+        (chain(6, 9), 5),
+        (chain(200, 9), 5),
+    ],
+)
+def test_the_types_of_a_parameter_take_one_visit_of_each_part(schema: dict[str, Any], expected: Any) -> None:
+    """However often parts refer to each other and to themselves."""
+    text = json.dumps(schema)
+    watched = json.loads(text, object_hook=Watched)
+    Watched.reads = 0
+    assert typed("5", property_schema(watched, "x")) == expected
+    assert Watched.reads < len(text)
