@@ -25,6 +25,8 @@ from slipstream.serve.request import SamplingParams
         ("kv_cache_tokens", 0, "it must be at least 1"),
         ("mem_fraction", 0.0, "it must be between 0.05 and 0.98"),
         ("mem_fraction", 1.5, "it must be between 0.05 and 0.98"),
+        ("json_whitespace", -1, "it must be between 0 and 64"),
+        ("json_whitespace", 65, "it must be between 0 and 64"),
         ("prefill_graph_tokens", -1, r"it must be at least 0 \(none\)"),
         ("max_chunk_ms", 0.0, "it must be a number of milliseconds above 0"),
         ("max_chunk_ms", float("nan"), "it must be a number of milliseconds above 0"),

@@ -1,6 +1,7 @@
 """The offline API: answers in order, text and stop strings, streaming of many requests, interruption."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,20 +68,36 @@ def tokens_of(answers: list[Generation]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_a_model_that_knows_no_json_ends_an_object() -> None:
-    """A small model fills the white space that JSON may have."""
-    count, text = {"type": "integer"}, {"type": "string", "maxLength": 16}
-    schema = {"type": "object", "properties": {"answer": count, "unit": text}, "required": ["answer", "unit"]}
-    schema["additionalProperties"] = False
-    params = SamplingParams(temperature=0.0, max_tokens=256, grammar=Grammar("json_schema", json.dumps(schema)))
-    texts = []
-    for most in (0, 1):
-        with LLM(str(TINY_TARGET), device="cpu", json_whitespace=most, max_running=1, kv_cache_tokens=512) as llm:
-            (answer,) = llm.chat([{"role": "user", "content": "Tom has 3 boxes."}], params)
-        assert answer.finish_reason == "stop", answer.text
-        jsonschema.validate(json.loads(answer.text), schema)
-        texts.append(answer.text)
-    assert texts[0] == json.dumps(json.loads(texts[0]), separators=(",", ":"), ensure_ascii=False)
+PAGE = Path(__file__).parents[2] / "serve" / "http" / "static" / "index.html"
+EXAMPLE = re.findall(r"<textarea id=\"schema\"[^>]*placeholder='([^']*)'", PAGE.read_text())
+COUNT = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"type": "string", "maxLength": 16},
+    },
+    "required": ["answer", "unit"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_model_that_knows_no_json_ends_an_object(most: int) -> None:
+    """A small model fills the white space that JSON may have. The playground's example is one that it ends, too."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Tom has 3 boxes."}]
+    with LLM(str(TINY_TARGET), device="cpu", json_whitespace=most, max_running=1, kv_cache_tokens=512) as llm:
+        for schema in (COUNT, *map(json.loads, EXAMPLE)):
+            grammar = Grammar("json_schema", json.dumps(schema))
+            params = SamplingParams(temperature=0.0, max_tokens=256, grammar=grammar)
+            (answer,) = llm.chat(messages, params)
+            assert answer.finish_reason == "stop", answer.text
+            value = json.loads(answer.text)
+            jsonschema.validate(value, schema)
+            compact = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            assert (answer.text == compact) == (most == 0)
+            request = replace(llm.begin("untranslated", messages, params).request, params=params)
+            assert [token for output in llm.stream([request]) for token in output.tokens] == answer.tokens
+    assert len(EXAMPLE) == 1
 
 
 def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> None:

@@ -16,8 +16,12 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar.grammars import translate
 from slipstream.serve.grammar.trial import Crashed, TooLong, TrialProcess, Unavailable
 from slipstream.serve.grammar.trials import LEAST_SIZE, MOST_LONG, MOST_SHORT, SHORT_SECONDS, Trials
+from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.http.launch import prepare
+from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
+from slipstream.tests.serve.fake_engine import FakeEngine
 from slipstream.tests.serve.fake_server import COMPLETIONS, serving
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
@@ -217,6 +221,15 @@ def processes() -> Iterator[TrialProcess]:
 SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # some seconds
 QUICK = Grammar("json_schema", '{"type": "string", "maxLength": 9}')
 QUICK_OBJECT = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}')
+
+
+def test_a_server_tries_grammars_with_its_own_limit_of_white_space() -> None:
+    async def admitted(config: ServeConfig) -> Grammar:
+        async with prepare(config, bind(config.host, config.port), EngineClient(FakeEngine)) as server:
+            return await server.api.trials.admit(QUICK_OBJECT)
+
+    config = ServeConfig(target=str(TINY), port=0, json_whitespace=3)
+    assert asyncio.run(admitted(config)) == translate(QUICK_OBJECT, 3)
 
 
 def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
