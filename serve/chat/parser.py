@@ -173,6 +173,8 @@ class AnswerParser:
         self._region_start = 0
         # What may come next: the beginning of an answer, or of another call; white space that nobody wrote on purpose.
         self._is_start, self._is_after_call, self._skips_space = True, False, False
+        self._space: list[str] = []  # white space after a buffer of nothing else
+        self._holds_space = False
         self._name, self._call_begin = "", ""  # of the call that is read
         self._arguments: Arguments | None = None
         if is_open:
@@ -180,10 +182,15 @@ class AnswerParser:
 
     def feed(self, text: str, final: bool = False) -> Parts:
         """What a piece of the answer brings; with `final` all that has been held back."""
-        self._buffer += text
         self._parts = Parts()
+        if self._holds_space and not final and text.isspace():  # decided with what follows, and not looked at till then
+            self._space.append(text)
+            return self._parts
+        self._buffer += "".join(self._space) + text
+        self._space.clear()
         while self._reads(final):
             pass
+        self._holds_space = self._buffer.isspace()
         if final and self._reads == self._in_region and self._region == "reasoning":
             self.reasoning.append((self._region_start, self.num_consumed))
         return self._parts

@@ -353,3 +353,29 @@ def test_the_types_of_a_parameter_take_one_visit_of_each_part(schema: dict[str, 
     Watched.reads = 0
     assert typed("5", property_schema(watched, "x")) == expected
     assert Watched.reads < len(text)
+
+
+@pytest.mark.parametrize("name", [None, *TOOL_FORMS])
+@pytest.mark.parametrize("start", ["", "Hello", "<think>"])
+def test_white_space_is_looked_at_once(name: str | None, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held back until something follows; to match it again with each piece took the square of its length."""
+    looked_at = 0
+
+    def counted(read: Any) -> Any:
+        def reading(parser: AnswerParser, final: bool) -> bool:
+            nonlocal looked_at
+            looked_at += len(parser._buffer)
+            return read(parser, final)
+
+        return reading
+
+    for method in ("_text", "_in_region"):
+        monkeypatch.setattr(AnswerParser, method, counted(getattr(AnswerParser, method)))
+    tools, reasoning = TOOL_FORMS[name] if name else None, REASONING_FORMS["think"]
+    markers = Markers(NoTokens, [text for form in (tools, reasoning) for text in texts_of(form)])
+    parser = AnswerParser(Syntax(tools, reasoning, markers), {"f": {}} if tools else {})
+    parser.feed(start)
+    for _ in range(400):
+        parser.feed(" " * 64)
+    parser.feed("end", final=True)
+    assert looked_at < 10 * 400 * 64
