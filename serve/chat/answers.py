@@ -24,6 +24,7 @@ from slipstream.serve.chat.parser import AnswerParser, Syntax
 from slipstream.serve.chat.tags import AnswerGrammar
 from slipstream.serve.chat.tools import ToolChoice, ToolError
 from slipstream.serve.detokenize import Decoder
+from slipstream.serve.grammar.work import Work
 from slipstream.serve.request import Grammar
 
 TAIL = 32  # tokens of a prompt that may begin or end the reasoning of its answer
@@ -78,9 +79,9 @@ class ChatFormat:
         tail = self.decoder(list(prompt[-TAIL:]))
         is_open = self.reasoning is not None and self._with_tools.opened.search(tail) is not None
         is_closed = self._closed.search(tail) is not None
-        grammar = None
+        grammar, work = None, Work()
         if content is not None or choice.is_enforced:
-            grammar = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
+            grammar = self._grammar.build(choice, content, work, is_open=is_open, is_closed=is_closed)
         syntax = self._without_tools if choice.mode == "none" else self._with_tools
         schemas = {tool.name: tool.parameters for tool in choice.callable_tools}
         return AnswerFormat(

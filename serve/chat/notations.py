@@ -2,19 +2,18 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slipstream.serve.chat.arguments import MOST_REFERENCES
 from slipstream.serve.chat.forms import ToolForm
 from slipstream.serve.chat.markers import Markers
-from slipstream.serve.grammar.json_schema import Unsupported, rewrite
+from slipstream.serve.grammar.json_schema import rewrite
+from slipstream.serve.grammar.work import Unsupported, Work
 
 Element = dict[str, Any]
 ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-MOST_BRANCHES = 64  # of one parameter
 MOST_OPTIONAL = 64  # keywords: the grammar of more has more than 64 KiB
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
@@ -39,14 +38,14 @@ def json_of(schema: Any) -> Element:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def arguments_of(form: ToolForm, schema: Any, markers: Markers) -> list[Element]:
-    """Raises Unsupported for a schema that cannot be enforced in this form."""
+def arguments_of(form: ToolForm, schema: Any, markers: Markers, work: Work) -> list[Element]:
+    """Raises Unsupported for a schema that cannot be enforced in this form, or not within the request's work."""
+    rewritten = rewrite(schema, work)
     if form.arguments == "json":
-        rewrite(schema)
         return [json_of(schema)]
     if form.arguments == "python":
-        return keywords(schema)
-    return Parameters(form.parameter, markers).elements(schema)
+        return keywords(rewritten)
+    return Parameters(form.parameter, markers, work).elements(rewritten)
 
 
 def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
@@ -65,31 +64,32 @@ def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
     return [(name, {**one, **definitions}, name in required) for name, one in own.items()]
 
 
-def branches(schema: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The alternatives of a rewritten schema, references at its top resolved."""
-    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    if depth > MOST_REFERENCES:
-        raise Unsupported("", "$ref", "to itself is not supported; leave it out")
-    if "$ref" in schema:
-        name = schema["$ref"].removeprefix("#/$defs/")
-        yield from branches({**schema["$defs"][name], **definitions}, depth + 1)
-    elif "anyOf" in schema:
-        for branch in schema["anyOf"]:
-            yield from branches({**branch, **definitions}, depth + 1)
-    else:
-        yield dict(schema)
+def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, place: str) -> Iterator[dict[str, Any]]:
+    """The alternatives of a rewritten schema, references at their tops resolved. What a reference offers counts once,
+    since it adds nothing another time."""
+    rest, names = [schema], set[str]()
+    while rest:
+        work.charge(place)
+        schema = rest.pop()
+        if "anyOf" in schema:
+            rest += reversed(schema["anyOf"])
+        elif "$ref" not in schema:
+            yield schema
+        elif (name := schema["$ref"].removeprefix("#/$defs/")) not in names:
+            names.add(name)
+            rest.append(definitions[name])
 
 
 class Parameters:
     """Tags with one parameter each, in the order of the schema."""
 
-    def __init__(self, form: str, markers: Markers) -> None:
+    def __init__(self, form: str, markers: Markers, work: Work) -> None:
         begin, _, self._end = form.partition("$value")
         self._before_key, _, self._after_key = begin.partition("$key")
-        self._is_typed, self._literal = "$type" in form, markers.elements
+        self._is_typed, self._literal, self._work = "$type" in form, markers.elements, work
 
     def elements(self, schema: Any) -> list[Element]:
-        found = properties(rewrite(schema))
+        found = properties(schema)
         if found is None:
             key = {"type": "regex", "pattern": KEY}
             return [{"type": "star", "content": self._tag([key], {}, "")}]
@@ -103,20 +103,23 @@ class Parameters:
 
     def _tag(self, key: list[Element], schema: Any, place: str) -> Element:
         is_free, texts, others = False, list[Element](), list[Element]()
-        for index, branch in enumerate(branches(schema)):
-            if index == MOST_BRANCHES:
-                raise Unsupported(place, "anyOf", f"of more than {MOST_BRANCHES} schemas is not supported")
-            own = {keyword: value for keyword, value in branch.items() if keyword != "$defs"}
-            if own in ({}, {"type": "string"}):
+        definitions = schema.get("$defs", {})
+        shared = {"$defs": definitions} if definitions else {}
+        top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
+        for branch in branches(top, definitions, self._work, place):
+            if branch in ({}, {"type": "string"}):
                 is_free = True
-            elif own.get("type") == "string":
-                names = " and ".join(sorted(own.keys() - {"type"}))
+            elif branch.get("type") == "string":
+                names = " and ".join(sorted(branch.keys() - {"type"}))
                 raise Unsupported(place, names, "is not supported for texts in this form of calls; leave it out")
-            elif "enum" in own:
-                texts += [text(value) for value in own["enum"] if isinstance(value, str)]
-                others += [text(json.dumps(value)) for value in own["enum"] if not isinstance(value, str)]
+            elif "enum" in branch:
+                self._work.charge(place, len(branch["enum"]))
+                texts += [text(value) for value in branch["enum"] if isinstance(value, str)]
+                others += [text(json.dumps(value)) for value in branch["enum"] if not isinstance(value, str)]
             else:
-                others.append(json_of(branch))
+                others.append(json_of({**branch, **shared}))
+        if not is_free and not texts and not others:
+            raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
         if is_free and not self._is_typed:
             return self._tag_of(key, "true", None)
         kinds: list[tuple[str, list[Element] | None]] = [("true", None if is_free else texts), ("false", others)]
@@ -139,7 +142,7 @@ class Parameters:
 
 def keywords(schema: Any) -> list[Element]:
     """Python's, those that are required first. Values are JSON, whose names for true, false and null are read, too."""
-    found = properties(rewrite(schema))
+    found = properties(schema)
     if found is None:
         pair = sequence({"type": "regex", "pattern": IDENTIFIER}, text("="), json_of({}))
         return [optional(sequence(pair, {"type": "star", "content": sequence(text(", "), pair)}))]
@@ -150,7 +153,8 @@ def keywords(schema: Any) -> list[Element]:
     required = [pair for pair, is_required in pairs if is_required]
     others = [pair for pair, is_required in pairs if not is_required]
     if not required and len(others) > MOST_OPTIONAL:
-        raise Unsupported("/properties", "more", f"than {MOST_OPTIONAL} optional ones are not supported; require one")
+        fault = f"has more than {MOST_OPTIONAL} optional ones and none that is required; require one"
+        raise Unsupported("", "properties", fault)
 
     def following(elements: Sequence[Element], wrap: Any = lambda element: element) -> list[Element]:
         return [wrap(sequence(text(", "), element)) for element in elements]

@@ -13,7 +13,7 @@ from slipstream.serve.chat.notations import ANY_TEXT, Element, arguments_of, one
 from slipstream.serve.chat.parser import ARGUMENTS
 from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
 from slipstream.serve.grammar.grammars import MOST_CHARS, as_element
-from slipstream.serve.grammar.json_schema import Unsupported
+from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar
 
 # What an answer begins with that is content alone, where calls stand at the beginning: brackets begin a call.
@@ -41,17 +41,19 @@ class AnswerGrammar:
     def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
         self._tools, self._reasoning, self._markers = tools, reasoning, markers
 
-    def build(self, choice: ToolChoice, content: Grammar | None, *, is_open: bool, is_closed: bool) -> Grammar:
-        """What an answer may be. `content`: of the content, None if it is free. `is_open`: the prompt has begun the
-        reasoning; `is_closed`: it has ended it."""
+    def build(
+        self, choice: ToolChoice, content: Grammar | None, work: Work, *, is_open: bool, is_closed: bool
+    ) -> Grammar:
+        """What an answer may be. `content`: of the content, None if it is free. `work`: of the request. `is_open`: the
+        prompt has begun the reasoning; `is_closed`: it has ended it."""
         if choice.mode == "none":
             answer = self._content(content)
         elif choice.mode == "required":
-            answer = self._calls(choice)
+            answer = self._calls(choice, work)
         elif content is not None:
-            answer = one_of([self._calls(choice), self._content(content)])
+            answer = one_of([self._calls(choice, work), self._content(content)])
         else:
-            answer = self._free_or_calls(choice)
+            answer = self._free_or_calls(choice, work)
         before = self._before(is_open, is_closed)
         tag = {"type": "structural_tag", "format": sequence(*before, answer)}
         return Grammar("structural_tag", written(tag))
@@ -81,55 +83,56 @@ class AnswerGrammar:
         begin = self._literal(self._reasoning.content[0]) if self._reasoning and self._reasoning.content else []
         return sequence(*begin, ANY_TEXT if grammar is None else as_element(grammar))
 
-    def _calls(self, choice: ToolChoice) -> Element:
+    def _calls(self, choice: ToolChoice, work: Work) -> Element:
         """One call, or several, and nothing else."""
         assert self._tools is not None
-        return sequence(*self._literal(self._tools.first[0] + self._before_name), *self._from_name(choice))
+        return sequence(*self._literal(self._tools.first[0] + self._before_name), *self._from_name(choice, work))
 
     @property
     def _before_name(self) -> str:
         assert self._tools is not None
         return self._tools.call[0].partition("$name")[0]
 
-    def _from_name(self, choice: ToolChoice) -> list[Element]:
+    def _from_name(self, choice: ToolChoice, work: Work) -> list[Element]:
         """Calls, from the name of the first on."""
         assert self._tools is not None
         form = self._tools
-        call = one_of([self._call(tool, choice) for tool in choice.callable_tools])
+        call = one_of([self._call(tool, choice, work) for tool in choice.callable_tools])
         if form.ends_answer:  # with a stop token
             return [call]
         more = {"type": "star", "content": sequence(*self._literal(form.between + self._before_name), call)}
         return [call, *([more] if choice.is_parallel else []), *self._literal(form.last[0])]
 
-    def _call(self, tool: Tool, choice: ToolChoice) -> Element:
+    def _call(self, tool: Tool, choice: ToolChoice, work: Work) -> Element:
         """From its name on."""
         assert self._tools is not None
         form = self._tools
         middle, _, end = form.call[0].partition("$name")[2].partition(ARGUMENTS)
         schema = tool.parameters if choice.mode == "required" or tool.is_strict else {"type": "object"}
         try:
-            arguments = arguments_of(form, schema, self._markers)
+            arguments = arguments_of(form, schema, self._markers, work)
         except Unsupported as error:
             raise ToolError(tool.field, f"cannot be enforced: {error}") from error
         end_elements = [] if form.ends_answer else self._literal(end)
         return sequence(*self._literal(tool.name + middle), *arguments, *end_elements)
 
-    def _free_or_calls(self, choice: ToolChoice) -> Element:
+    def _free_or_calls(self, choice: ToolChoice, work: Work) -> Element:
         """Any content, with calls that are right at its end."""
         assert self._tools is not None
         form = self._tools
         if form.at_start:
-            return optional(one_of([self._calls(choice), sequence(NOT_A_CALL, ANY_TEXT)]))
+            return optional(one_of([self._calls(choice, work), sequence(NOT_A_CALL, ANY_TEXT)]))
         if self._reasoning is not None and self._reasoning.content:
-            return one_of([self._calls(choice), self._content(None)])
+            return one_of([self._calls(choice, work), self._content(None)])
         tokens, texts = list[Any](), list[Any]()
+        calls = self._from_name(choice, work)
         for first in form.first:  # the model may leave out what is before its calls
             [head, *tail] = self._literal(first + self._before_name)
             if head["type"] == "token":
-                tokens.append([head["token"], sequence(*tail, *self._from_name(choice))])
+                tokens.append([head["token"], sequence(*tail, *calls)])
                 continue
             trigger = re.split(r"[\s{]", head["value"])[0]
             rest = self._literal(head["value"].removeprefix(trigger))
-            texts.append([trigger, sequence(*rest, *tail, *self._from_name(choice))])
+            texts.append([trigger, sequence(*rest, *tail, *calls)])
         kind, rules = ("token_dispatch", tokens) if tokens else ("dispatch", texts)
         return {"type": kind, "rules": rules, "loop": False}

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.grammar.json_schema import Unsupported, rewrite
+from slipstream.serve.grammar.json_schema import rewrite
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
+from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar, GrammarKind
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
@@ -70,7 +71,7 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "structural_tag":
-            tag = _with_schemas(from_schema, json_whitespace, json.loads(text))
+            tag = _with_schemas(from_schema, json_whitespace, json.loads(text), Work())
             return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
@@ -97,24 +98,24 @@ def as_element(grammar: Grammar) -> dict[str, Any]:
     return {"type": "grammar", "grammar": given} if kind == "ebnf" else {"type": kind, "text": given}
 
 
-def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any) -> Any:
+def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any, work: Work) -> Any:
     """A structural tag whose JSON schemas are kept to the letter, as those of whole answers. Other notations than JSON
     are the library's, with the line breaks between their tags even where JSON may have no white space."""
     if isinstance(tag, list):
-        return [_with_schemas(of_schema, json_whitespace, one) for one in tag]
+        return [_with_schemas(of_schema, json_whitespace, one, work) for one in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
         for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
             raise Unsupported("", f"{name} of a json_schema in a structural tag")
-        return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"))))}
+        return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"), work)))}
     if tag.keys() == {"type", "text"} and tag["type"] in ("regex", "choice"):
         return {"type": "grammar", "grammar": str(parse(Grammar(tag["type"], tag["text"])))}
     if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
-        rewrite(tag.get("json_schema"))
+        rewrite(tag.get("json_schema"), work)
         styled = {"style": "qwen_xml", **tag, "type": "json_schema"}
         return {"max_whitespace_cnt": max(1, json_whitespace), **styled}
-    return {name: _with_schemas(of_schema, json_whitespace, one) for name, one in tag.items()}
+    return {name: _with_schemas(of_schema, json_whitespace, one, work) for name, one in tag.items()}
 
 
 def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:

@@ -2,15 +2,17 @@
 
 The library ignores some keywords, and reads others only beside a `type`. So a schema is rewritten into one that names
 the type of everything and has no keyword beside a union, and whatever would not be honoured is refused by its name.
-Imports no library.
+Each step is charged to the request's Work. Imports no library.
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.serve.grammar.strings import FORMATS
+from slipstream.serve.grammar.work import Unsupported, Work
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 ANNOTATIONS = {
@@ -31,39 +33,52 @@ HONOURED = frozenset(keyword for own in KEYWORDS.values() for keyword in own)
 ANYTHING = r"(.|\n)*"  # as a pattern
 MOST_DEPTH = 64
 MOST_VARIANTS = 64  # that two schemas make together
-MOST_JOINED = 5_000  # intersections of one schema
 MOST_FACTOR = 1_000
 MOST_COUNT = 10_000  # of items or characters that a bound may name
+LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**63 - 1  # the library would round others
+STEPS_OF_SCHEMA = 8  # reading a schema takes as long as comparing some values
+CHARS_OF_STEP = 32
 
 
-class Unsupported(ValueError):
-    """`keyword` at `place`, a JSON pointer, cannot be served."""
-
-    def __init__(self, place: str, keyword: str, reason: str = "is not supported; leave it out") -> None:
-        super().__init__(f"{keyword} at {place or 'the root'} {reason}")
-        self.place, self.keyword = place, keyword
-
-
-def rewrite(schema: Any) -> Any:
+def rewrite(schema: Any, work: Work | None = None) -> Any:
     """A schema that means the same, made of {}, {"type", its keywords}, {"enum"}, {"anyOf"} and {"$ref"}. Raises
-    Unsupported naming a keyword that would not be honoured."""
+    Unsupported naming a keyword that would not be honoured, or where the schema needs more than is left of `work`."""
     if not isinstance(schema, Mapping | bool):
         raise Unsupported("", "the schema", "must be an object, true or false")
-    return _Rewriter(schema).run()
+    try:
+        return _Rewriter(schema, work or Work()).run()
+    except RecursionError as error:
+        raise Unsupported("", "the schema", "nests too deeply; make it flatter") from error
 
 
 class _Rewriter:
-    def __init__(self, root: Any) -> None:
-        self.root = root
+    def __init__(self, root: Any, work: Work) -> None:
+        self.root, self.work = root, work
         self.names: dict[str, str] = {}  # by pointer: names of definitions in the result
         self.definitions: dict[str, Any] = {}
-        self.num_joined = self.num_joining = 0  # schemas that were intersected, and that are just now
+        self.num_joining = 0  # schemas that are intersected just now, one within another
+        self.values: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # by id: an enum's list, and it by canonical text
 
     def run(self) -> Any:
         result = self.visit(self.root, "", 0)
-        return {**result, "$defs": self.definitions} if self.definitions else result
+        result = {**result, "$defs": self.definitions} if self.definitions else result
+        self.measure(result)
+        return result
+
+    def measure(self, result: Any) -> None:
+        """Charges the size of a result: what is shared in it is written many times."""
+        rest = [result]
+        while rest:
+            part = rest.pop()
+            self.work.charge("", 1 + (len(part) // CHARS_OF_STEP if isinstance(part, str) else 0))
+            if isinstance(part, dict):
+                rest += part
+                rest += part.values()
+            elif isinstance(part, list):
+                rest += part
 
     def visit(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
+        self.work.charge(place, STEPS_OF_SCHEMA + len(place) // 1024)
         if depth > MOST_DEPTH:
             raise Unsupported(place, "the schema", f"nests deeper than {MOST_DEPTH} levels")
         if schema is True or schema == {}:
@@ -72,6 +87,7 @@ class _Rewriter:
             raise Unsupported(place, "false", "allows nothing")
         if not isinstance(schema, Mapping):
             raise Unsupported(place, "the schema", "must be an object, true or false")
+        self.work.charge(place, len(schema))
         own = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
         own = _without_effect(_with_evaluated(own), place)
         for name in own:
@@ -99,7 +115,7 @@ class _Rewriter:
             values = [value] if name == "const" else value
             if not isinstance(values, list) or not values:
                 raise Unsupported(place, name, "must be a list of values, and not empty")
-            return {"enum": values}
+            return self.enum({canonical(value, place, name, self.work): value for value in values})
         if not isinstance(value, list) or not value:
             raise Unsupported(place, name, "must be a list of schemas, and not empty")
         if name != "allOf" and any(one is not False for one in value):
@@ -112,28 +128,82 @@ class _Rewriter:
             return found
         if name == "oneOf" and len(visited) > 1 and not self.are_disjoint(visited, place):
             raise Unsupported(place, "oneOf", "of schemas that may overlap is not supported; use anyOf")
-        return any_of(visited)
+        return self.any_of(visited, place)
+
+    def any_of(self, schemas: list[dict[str, Any]], place: str) -> dict[str, Any]:
+        """What holds for one of some rewritten schemas."""
+        self.work.charge(place, len(schemas))
+        if {} in schemas:
+            return {}
+        flat = [one for schema in schemas for one in schema.get("anyOf", [schema])]
+        self.work.charge(place, len(flat))
+        return flat[0] if len(flat) == 1 else {"anyOf": flat}
+
+    def enum(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A schema of values, which stand by their canonical texts."""
+        listed = list(values.values())
+        self.values[id(listed)] = (listed, values)
+        return {"enum": listed}
+
+    def values_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Values of what `enum` made, by their canonical texts."""
+        return self.values[id(schema["enum"])][1]
 
     def are_disjoint(self, branches: list[dict[str, Any]], place: str) -> bool:
         """Whether it is clear that no value holds for two rewritten schemas: by types, values, or the values of a
         property that both require."""
-        variants = [
-            [self.resolved(one, place, "oneOf") for one in self.resolved(branch, place, "oneOf").get("anyOf", [branch])]
-            for branch in branches
-        ]
+        listed = dict[str, tuple[int, Any]]()  # by canonical text: a branch and its value
+        objects, kinds = list[tuple[int, dict[str, Any]]](), list[tuple[int, dict[str, Any]]]()  # the others
+        for index, branch in enumerate(branches):
+            for variant in self.variants_of(branch, place):
+                if not variant or "anyOf" in variant:
+                    return False
+                if "enum" not in variant:
+                    (objects if variant["type"] == "object" else kinds).append((index, variant))
+                    continue
+                for text, value in self.values_of(variant).items():
+                    self.work.charge(place)
+                    if listed.setdefault(text, (index, value))[0] != index:
+                        return False
+        for index, variant in (*objects, *kinds):
+            for other, value in listed.values():
+                if index != other and self.holds(value, variant, place, "oneOf"):
+                    return False
+        have_names = self.have_a_discriminator(objects, place) or self.are_apart_in_pairs(objects, place)
+        return have_names and self.are_apart_in_pairs(kinds, place)
+
+    def variants_of(self, branch: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+        for one in self.resolved(branch, place, "oneOf").get("anyOf", [branch]):
+            yield self.resolved(one, place, "oneOf")
+
+    def have_a_discriminator(self, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
+        """Whether a property's values tell the branches of these objects apart."""
+        names = objects[0][1].get("required", []) if objects else []
+        return any(self.is_discriminator(name, objects, place) for name in names)
+
+    def is_discriminator(self, name: str, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
+        branches = dict[str, int]()  # by canonical text of the property's values
+        for index, variant in objects:
+            required = variant.get("required", [])
+            schema = variant.get("properties", {}).get(name, {})
+            self.work.charge(place, 1 + len(required) + len(schema.get("enum", [])))
+            if name not in required or "enum" not in schema:
+                return False
+            if any(branches.setdefault(text, index) != index for text in self.values_of(schema)):
+                return False
+        return True
+
+    def are_apart_in_pairs(self, kinds: list[tuple[int, dict[str, Any]]], place: str) -> bool:
         return all(
             self.are_apart(left, right, place)
-            for index, lefts in enumerate(variants)
-            for rights in variants[index + 1 :]
-            for left in lefts
-            for right in rights
+            for number, (index, left) in enumerate(kinds)
+            for other, right in kinds[number + 1 :]
+            if index != other
         )
 
     def are_apart(self, left: dict[str, Any], right: dict[str, Any], place: str) -> bool:
-        if not left or not right or "anyOf" in left or "anyOf" in right:
-            return False
-        if "enum" in left or "enum" in right:
-            return self.pair(left, right, place, "oneOf") is None
+        """Whether no value holds for two schemas without unions and values."""
+        self.work.charge(place, 1 + len(left.get("required", [])) + len(right.get("required", [])))
         if left["type"] != right["type"]:
             return {left["type"], right["type"]} != {"number", "integer"}
         both = set(left.get("required", [])) & set(right.get("required", []))
@@ -146,6 +216,7 @@ class _Rewriter:
         """A rewritten schema that does not begin with a reference."""
         seen = 0
         while "$ref" in schema:
+            self.work.charge(place)
             target = self.definitions[schema["$ref"].rpartition("/")[2]]
             seen += 1
             if target is None or seen > MOST_DEPTH:
@@ -155,16 +226,28 @@ class _Rewriter:
 
     def both(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
         """What holds for two rewritten schemas. `name`: the keyword that asks for it."""
-        if not one or not other or one == other:
+        self.work.charge(place, STEPS_OF_SCHEMA)
+        if not one or not other or self.are_equal(one, other, place):
             return one or other
-        self.num_joined += 1
-        if self.num_joining >= MOST_DEPTH or self.num_joined > MOST_JOINED:
-            raise Unsupported(place, name, "of schemas so large, or of two that contain themselves, is not supported")
+        if self.num_joining >= MOST_DEPTH:
+            raise Unsupported(place, name, "of schemas so deep, or of two that contain themselves, is not supported")
         self.num_joining += 1
         try:
             return self.join(one, other, place, name)
         finally:
             self.num_joining -= 1
+
+    def are_equal(self, one: Any, other: Any, place: str) -> bool:
+        """Whether two parts of rewritten schemas are the same JSON, in the order of their lists."""
+        self.work.charge(place)
+        if one is other:
+            return True
+        if isinstance(one, dict) and isinstance(other, dict):
+            return one.keys() == other.keys() and all(self.are_equal(one[key], other[key], place) for key in one)
+        if isinstance(one, list) and isinstance(other, list):
+            pairs = zip(one, other, strict=False)
+            return len(one) == len(other) and all(self.are_equal(*pair, place) for pair in pairs)
+        return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
     def join(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
         variants = [
@@ -186,15 +269,19 @@ class _Rewriter:
                     found += [] if pair is None else [pair]
         if not found:
             raise Unsupported(place, name, "and what is beside it allow nothing together")
-        return any_of(found)
+        return self.any_of(found, place)
 
     def pair(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
         """What holds for two schemas without unions; None: nothing."""
+        self.work.charge(place)
         if "enum" in right:
             left, right = right, left
+        if "enum" in left and "enum" in right:
+            return self.pair_values(left, right, place)
         if "enum" in left:
-            kept = [value for value in left["enum"] if self.holds(value, right, place, name)]
-            return {"enum": kept} if kept else None
+            values = self.values_of(left).items()
+            kept = {text: value for text, value in values if self.holds(value, right, place, name)}
+            return self.enum(kept) if kept else None
         kinds = {left["type"], right["type"]}
         if kinds == {"number", "integer"}:
             left, right = {**left, "type": "integer"}, {**right, "type": "integer"}
@@ -206,10 +293,18 @@ class _Rewriter:
             return self.pair_arrays(left, right, place, name)
         return _pair_bounds(left, right, place, name)
 
+    def pair_values(self, left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any] | None:
+        texts, others = self.values_of(left), self.values_of(right)
+        self.work.charge(place, len(texts))
+        kept = {text: value for text, value in texts.items() if text in others}
+        return self.enum(kept) if kept else None
+
     def pair_objects(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
         if "propertyNames" in left or "propertyNames" in right:
             raise Unsupported(place, name, "beside propertyNames is not supported")
-        required = list(dict.fromkeys([*left.get("required", []), *right.get("required", [])]))
+        required = dict.fromkeys([*left.get("required", []), *right.get("required", [])])
+        for side in (left, right):
+            self.work.charge(place, len(side.get("properties", {})) + len(side.get("required", [])))
         properties: dict[str, Any] = {}
         for key in dict.fromkeys([*left.get("properties", {}), *right.get("properties", {})]):
             sides = [side.get("properties", {}).get(key, side["additionalProperties"]) for side in (left, right)]
@@ -245,7 +340,7 @@ class _Rewriter:
             "type": "object",
             **found,
             **({"properties": properties} if properties else {}),
-            **({"required": required} if required else {}),
+            **({"required": list(required)} if required else {}),
             "additionalProperties": rest,
         }
 
@@ -275,31 +370,37 @@ class _Rewriter:
         found = {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {})}
         return found if items == {} else {**found, "items": items}
 
-    def holds(self, value: Any, schema: dict[str, Any], place: str, name: str) -> bool:
+    def holds(self, value: Any, schema: dict[str, Any], place: str, name: str, depth: int = 0) -> bool:
         """Whether a value obeys a rewritten schema."""
+        self.work.charge(place, 2)
+        if depth > MOST_DEPTH:
+            raise Unsupported(place, name, "beside a schema that contains itself is not supported")
         schema = self.resolved(schema, place, name)
         if not schema:
             return True
         if "anyOf" in schema:
-            return any(self.holds(value, one, place, name) for one in schema["anyOf"])
+            return any(self.holds(value, one, place, name, depth + 1) for one in schema["anyOf"])
         if "enum" in schema:
-            return any(_same(value, one) for one in schema["enum"])
+            return canonical(value, place, name, self.work) in self.values_of(schema)
         if not _is(value, schema["type"]):
             return False
         for keyword in ("format", "pattern", "propertyNames"):  # a client's pattern may take Python's re for ever
             if keyword in schema:
                 raise Unsupported(place, name, f"beside {keyword} is not supported")
         if schema["type"] == "object":
+            self.work.charge(place, len(schema.get("required", [])) + len(value))
             fits = all(key in value for key in schema.get("required", []))
             for key, one in value.items():
                 own = schema.get("properties", {}).get(key, schema["additionalProperties"])
-                fits = fits and own is not False and (own is True or self.holds(one, own, place, name))
+                fits = fits and own is not False and (own is True or self.holds(one, own, place, name, depth + 1))
             return fits and _in_bounds(len(value), schema, "minProperties", "maxProperties")
         if schema["type"] == "array":
+            self.work.charge(place, len(value))
             prefix, rest = schema.get("prefixItems", []), schema.get("items", {})
             each = [prefix[index] if index < len(prefix) else rest for index in range(len(value))]
             fits = all(
-                own is not False and self.holds(one, own, place, name) for one, own in zip(value, each, strict=True)
+                own is not False and self.holds(one, own, place, name, depth + 1)
+                for one, own in zip(value, each, strict=True)
             )
             return fits and _in_bounds(len(value), schema, "minItems", "maxItems")
         if schema["type"] == "string":
@@ -314,6 +415,8 @@ class _Rewriter:
     def types(self, own: Mapping[str, Any], place: str) -> list[str]:
         asked = own.get("type", list(TYPES))
         kinds = [asked] if isinstance(asked, str) else asked
+        if isinstance(kinds, list):
+            self.work.charge(place, len(kinds))
         if not isinstance(kinds, list) or not kinds or any(kind not in [*KEYWORDS] for kind in kinds):
             raise Unsupported(place, "type", f"is {asked!r}; it must be one or some of {', '.join(KEYWORDS)}")
         return [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
@@ -326,11 +429,16 @@ class _Rewriter:
         given = own if "type" in own else {name: value for name, value in own.items() if name != "format"}
         if given.get("multipleOf", 1) != 1:  # of numbers only whole ones are supported
             kinds = ["integer" if kind == "number" else kind for kind in kinds]
-        return any_of([self.variant(kind, given, place, depth) for kind in kinds])
+        return self.any_of([self.variant(kind, given, place, depth) for kind in kinds], place)
 
     def variant(self, kind: str, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        self.work.charge(place, 2)
         found = {name: own[name] for name in KEYWORDS[kind] if name in own}
-        check = {"object": self.object, "array": self.array, "string": self.string}.get(kind, self.number)
+        if kind in ("integer", "number"):
+            return {"type": kind, **self.number(found, place, kind)}
+        if kind in ("boolean", "null"):
+            return {"type": kind}
+        check = {"object": self.object, "array": self.array, "string": self.string}[kind]
         return {"type": kind, **check(found, place, depth)}
 
     def object(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
@@ -339,13 +447,14 @@ class _Rewriter:
             raise Unsupported(place, "properties", "must be an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise Unsupported(place, "required", "must be a list of names")
+        self.work.charge(place, len(required) + len(properties) + sum(map(len, properties)) // CHARS_OF_STEP)
+        for name in properties:
+            check_name(name, place)
         visited = {
             name: self.visit(value, f"{place}/properties/{name}", depth + 1) for name, value in properties.items()
         }
-        for name in visited:
-            if re.search(r'[\x00-\x1f"\\]', name):
-                fault = "has a quote, a backslash or a control character; rename it"
-                raise Unsupported(place, "properties", f"names {name!r}, which {fault}")
+        for name in required:
+            check_text(name, place, "required")
         more = own.get("additionalProperties", True)
         if not isinstance(more, bool):
             more = self.visit(more, f"{place}/additionalProperties", depth + 1)
@@ -405,13 +514,18 @@ class _Rewriter:
             other = next(name for name in own if name != kinds[0])
             raise Unsupported(place, kinds[0], f"beside {other} is not supported")
         if "pattern" in own:
+            if isinstance(own["pattern"], str):
+                self.work.charge(place, len(own["pattern"]) // CHARS_OF_STEP)
             found["pattern"] = whole(own["pattern"], place)
         return found
 
-    def number(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def number(self, own: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
         for name, value in own.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise Unsupported(place, name, "must be a number, and finite")
+            check_number(value, place, name)
+            if kind == "integer" and not LEAST_INTEGER <= value <= MOST_INTEGER:
+                raise Unsupported(place, name, "is beyond 64 bits; choose a smaller one, or leave it out")
+            if kind == "number" and isinstance(value, int) and int(float(value)) != value:
+                raise Unsupported(place, name, f"is {value}, which is no double; choose {int(float(value))}")
         factor = own.get("multipleOf", 1)
         if factor != int(factor) or factor <= 0 or factor > MOST_FACTOR:
             raise Unsupported(place, "multipleOf", f"is {factor}; whole numbers from 1 to {MOST_FACTOR} are supported")
@@ -424,13 +538,14 @@ class _Rewriter:
         """The name of what a reference points to."""
         if not isinstance(pointer, str) or not pointer.startswith("#") or (pointer != "#" and pointer[:2] != "#/"):
             raise Unsupported(place, "$ref", f"to {pointer!r} is not supported; point to a place of this schema")
+        self.work.charge(place, pointer.count("/"))
         if pointer not in self.names:
             target = self.root
             for part in pointer[2:].split("/") if pointer != "#" else []:
                 key: Any = part.replace("~1", "/").replace("~0", "~")
                 if "%" in key:
                     raise Unsupported(place, "$ref", f"to {pointer!r} is not supported: it has an escape")
-                if isinstance(target, list) and key.isdigit() and int(key) < len(target):
+                if isinstance(target, list) and re.fullmatch("[0-9]{1,6}", key) and int(key) < len(target):
                     target = target[int(key)]
                 elif isinstance(target, Mapping) and key in target:
                     target = target[key]
@@ -440,14 +555,6 @@ class _Rewriter:
             self.definitions[name] = None  # on the way
             self.definitions[name] = self.visit(target, pointer[1:], depth + 1)
         return self.names[pointer]
-
-
-def any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """What holds for one of some rewritten schemas."""
-    if {} in schemas:
-        return {}
-    flat = [one for schema in schemas for one in schema.get("anyOf", [schema])]
-    return flat[0] if len(flat) == 1 else {"anyOf": flat}
 
 
 def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
@@ -476,15 +583,51 @@ def _in_bounds(number: float, schema: dict[str, Any], low: str, high: str) -> bo
     return bool(schema.get(low, -math.inf) <= number <= schema.get(high, math.inf))
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equality of JSON: true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+def canonical(value: Any, place: str, name: str, work: Work) -> str:
+    """A JSON text that equal values have in common: 1 and 1.0, and members in any order, but not 1 and true. Raises
+    Unsupported for values that cannot be written."""
+    return json.dumps(_plain(value, place, name, work, 0), sort_keys=True)
+
+
+def _plain(value: Any, place: str, name: str, work: Work, depth: int) -> Any:
+    work.charge(place, 1 + (len(value) // CHARS_OF_STEP if isinstance(value, str) else 0))
+    if depth > MOST_DEPTH:
+        raise Unsupported(place, name, f"has a value that nests deeper than {MOST_DEPTH} levels")
+    if isinstance(value, str):
+        check_text(value, place, name)
+    elif isinstance(value, list):
+        return [_plain(one, place, name, work, depth + 1) for one in value]
+    elif isinstance(value, Mapping):
+        return {
+            _plain(key, place, name, work, depth): _plain(one, place, name, work, depth + 1)
+            for key, one in value.items()
+        }
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        check_number(value, place, name)
+        return int(value) if value == int(value) else value
+    return value
+
+
+def check_name(name: str, place: str) -> None:
+    check_text(name, place, "properties")
+    if re.search(r'[\x00-\x1f"\\]', name):
+        fault = "has a quote, a backslash or a control character; rename it"
+        raise Unsupported(place, "properties", f"names {name!r}, which {fault}")
+
+
+def check_text(text: str, place: str, name: str) -> None:
+    """Raises Unsupported for half of a surrogate pair, which no text has."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise Unsupported(place, name, "has a text with half of a surrogate pair; correct it")
+
+
+def check_number(value: Any, place: str, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unsupported(place, name, "must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unsupported(place, name, "must be a finite number")
+    if isinstance(value, int) and not LEAST_INTEGER <= value <= MOST_INTEGER:
+        raise Unsupported(place, name, "has an integer beyond 64 bits; choose a smaller one, or a text")
 
 
 def _with_evaluated(own: dict[str, Any]) -> dict[str, Any]:
@@ -526,28 +669,41 @@ def whole(pattern: Any, place: str = "") -> str:
     anchors anywhere but at its ends."""
     if not isinstance(pattern, str):
         raise Unsupported(place, "pattern", "must be a text")
-    plain = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # no escapes, no classes
-    starts, ends = plain.startswith("^"), plain.endswith("$")
-    inner = plain[starts : len(plain) - ends]
-    if "^" in inner or "$" in inner or "(?" in inner or ((starts or ends) and has_free_bar(inner)):
-        raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
+    check_text(pattern, place, "pattern")
+    starts, ends, depth, has_bar = False, False, 0, False
+    for index, part in _syntax(pattern):
+        starts |= part == "^" and index == 0
+        ends |= part == "$" and index == len(pattern) - 1
+        is_inside = (part == "^" and index > 0) or (part == "$" and index < len(pattern) - 1)
+        if is_inside or (part == "(" and pattern[index + 1 : index + 2] == "?"):
+            raise Unsupported(place, "pattern", "with anchors inside, or with lookaround, is not supported")
+        depth += (part == "(") - (part == ")")
+        has_bar |= part == "|" and depth <= 0
+    if (starts or ends) and has_bar:
+        raise Unsupported(place, "pattern", "with an anchor in one alternative is not supported; put all into brackets")
     own = pattern[starts : len(pattern) - ends]
     return ("" if starts else ANYTHING) + f"({own})" + ("" if ends else ANYTHING)
 
 
-def has_free_bar(pattern: str) -> bool:
-    """Whether a pattern without escapes and classes offers alternatives outside all brackets."""
-    depth = 0
-    for character in pattern:
-        if character == "|" and depth <= 0:
-            return True
-        depth += (character == "(") - (character == ")")
-    return False
+def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
+    """The characters of a pattern that are neither escaped nor in a class, and their places."""
+    is_escaped = in_class = False
+    for index, character in enumerate(pattern):
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = True
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        else:
+            yield index, character
 
 
 def _count(value: Any, place: str, name: str) -> int:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value != int(value) or value < 0:
+    check_number(value, place, name)
+    if value != int(value) or value < 0:
         raise Unsupported(place, name, "must be a whole number from 0 up")
     if value > MOST_COUNT:
         raise Unsupported(place, name, f"is {value}; at most {MOST_COUNT} is supported")

@@ -5,6 +5,7 @@ schema are replaced by marks before it converts the schema, and the marks by the
 """
 
 import json
+import re
 from hashlib import blake2b
 from typing import Any
 
@@ -74,8 +75,7 @@ class Strings:
 
     def put(self, grammar: str) -> str:
         """A converted schema, as EBNF, with the rules for its marks."""
-        for name in self._rules.values():
-            grammar = grammar.replace(f'"\\"{name}\\""', name)
+        grammar = re.sub(rf'"\\"({self._mark}_[0-9]+)\\""', r"\1", grammar)
         rules = [f'{name} ::= "\\"" ({rule}) "\\""' for rule, name in self._rules.items()]
         return "\n".join((grammar, *rules, f"{self._mark}_group ::= {_characters(GROUP_SIZE, GROUP_SIZE)}"))
 

@@ -25,8 +25,9 @@ from transformers import AutoTokenizer
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar.grammars import Grammars, Matcher, compile_with, parse, translate
-from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
+from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
+from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
@@ -155,6 +156,10 @@ def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_val
 NAMES = ["name", "title", "city", "email", "age", "price", "tags", "status", "kind", "note", "id", "url", "when", "é"]
 
 
+def nested(depth: int) -> Any:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
 def user_schema(rng: random.Random) -> dict[str, Any]:
     """An object of the kind that functions and pydantic classes have."""
     definitions: dict[str, Any] = {}
@@ -266,7 +271,7 @@ def test_what_is_beside_one_another_holds_together() -> None:
             "$defs": {"d": parts[2]},
         }
         validator = jsonschema.Draft202012Validator(schema)
-        rewriter = _Rewriter(schema)
+        rewriter = _Rewriter(schema, Work())
         try:
             found = rewriter.run()
         except Unsupported as error:
@@ -322,24 +327,44 @@ def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"contains": {}}, "contains at the root is not supported"),
-        ({"properties": {"a": {"uniqueItems": True}}}, "uniqueItems at /properties/a is not supported"),
-        ({"type": "text"}, "type at the root is 'text'; it must be one or some of object"),
+        ({"contains": {}}, '"contains" at the root is not supported'),
+        ({"properties": {"a": {"uniqueItems": True}}}, '"uniqueItems" at /properties/a is not supported'),
+        ({"type": "text"}, "\"type\" at the root is 'text'; it must be one or some of object"),
         ({"$ref": "http://x.example/s"}, "to 'http://x.example/s' is not supported; point to a place of this schema"),
         ({"$ref": "#/$defs/a"}, "points nowhere"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may overlap is not supported; use anyOf"),
-        ({"type": "string", "allOf": [{"type": "array"}]}, "allOf at the root and what is beside it allow nothing"),
+        ({"type": "string", "allOf": [{"type": "array"}]}, '"allOf" at the root and what is beside it allow nothing'),
         ({"type": "number", "multipleOf": 0.01}, "is 0.01; whole numbers from 1 to 1000 are supported"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern at the root beside maxLength"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, '"pattern" at the root beside maxLength'),
         ({"pattern": "a(?=b)"}, "with anchors inside, or with lookaround"),
-        ({"pattern": "^(a)|b(c)$"}, "with anchors inside, or with lookaround"),
+        ({"pattern": "^(a)|b(c)$"}, "with an anchor in one alternative is not supported; put all into brackets"),
+        ({"pattern": "^a|b"}, "with an anchor in one alternative"),
+        ({"type": "integer", "minimum": 10**400}, '"minimum" at the root has an integer beyond 64 bits'),
+        ({"type": "string", "maxLength": 10**400}, '"maxLength" at the root has an integer beyond 64 bits'),
+        ({"type": "array", "minItems": 10**400}, '"minItems" at the root has an integer beyond 64 bits'),
+        ({"type": "integer", "multipleOf": 10**400}, '"multipleOf" at the root has an integer beyond 64 bits'),
+        ({"properties": {"a": {"enum": [{"b": [-(2**63) - 1]}]}}}, '"enum" at /properties/a has an integer beyond 64'),
+        ({"const": 2**63}, '"const" at the root has an integer beyond 64 bits'),
+        ({"type": "integer", "maximum": 1e19}, '"maximum" at the root is beyond 64 bits'),
+        ({"type": "number", "maximum": 2**53 + 1}, "is 9007199254740993, which is no double; choose 9007199254740992"),
+        ({"type": "number", "minimum": float("nan")}, '"minimum" at the root must be a finite number'),
+        ({"enum": [1, [float("inf")]]}, '"enum" at the root must be a finite number'),
+        ({"enum": ["a\ud800"]}, '"enum" at the root has a text with half of a surrogate pair'),
+        ({"properties": {"a": {"const": {"\udfff": 1}}}}, '"const" at /properties/a has a text with half of a surr'),
+        ({"properties": {"\ud800": {"not": {}}}}, '"properties" at the root has a text with half of a surrogate pair'),
+        ({"required": ["\ud800"]}, '"required" at the root has a text with half of a surrogate pair'),
+        ({"properties": {'"': {}}}, "which has a quote, a backslash or a control character; rename it"),
+        ({"pattern": "a\udc00"}, '"pattern" at the root has a text with half of a surrogate pair'),
+        ({"a\ud800": 1}, '"a\\ud800" at the root is not supported'),
+        ({"enum": [nested(80)]}, '"enum" at the root has a value that nests deeper than 64 levels'),
+        ({"$ref": "#/prefixItems/\u00b2", "prefixItems": [{}]}, "points nowhere"),
         ({"type": "array", "maxItems": 10**6}, "at most 10000 is supported"),
         (
             {"type": "object", "required": ["a"], "additionalProperties": False},
             "names 'a', which additionalProperties forbids",
         ),
-        (False, "false at the root allows nothing"),
-        ({"type": "string", "format": "color"}, "format at the root 'color' is not supported"),
+        (False, '"false" at the root allows nothing'),
+        ({"type": "string", "format": "color"}, "\"format\" at the root 'color' is not supported"),
     ],
 )
 def test_what_is_refused_is_named(schema: Any, message: str) -> None:
@@ -378,7 +403,7 @@ def test_names_of_properties_are_no_keywords() -> None:
 
 def test_a_pattern_beside_values_is_refused() -> None:
     """Python's re would take for ever to tell which of them match."""
-    with pytest.raises(Unsupported, match="enum at the root beside pattern is not supported"):
+    with pytest.raises(Unsupported, match='"enum" at the root beside pattern is not supported'):
         rewrite({"type": "string", "pattern": "^(a+)+$", "enum": ["a" * 40 + "b"]})
 
 
@@ -416,7 +441,9 @@ def test_nested_schemas_have_a_limit() -> None:
         rewrite(schema)
 
 
-@pytest.mark.parametrize("pattern", ["a+", "^ab", "ab$", "^[a-c]{2}$", "a|b", "x\\$", "[$^]", "^(a|b)c"])
+@pytest.mark.parametrize(
+    "pattern", ["a+", "^ab", "ab$", "^[a-c]{2}$", "a|b", "x\\$", "[$^]", "^(a|b)c", "^(a|(b|c)a)$", "(a)|b", "^[(|]a$"]
+)
 def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> None:
     rng = random.Random(pattern)
     oracle = re.sub(r"(?<!\\)\$$", r"\\Z", pattern)  # Python's $ also matches before a last line break
@@ -429,6 +456,8 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
     ("grammar", "message"),
     [
         (Grammar("regex", "(a"), "cannot be used"),
+        (Grammar("json_schema", "[" * 60_000), "cannot be used: maximum recursion depth exceeded"),
+        (Grammar("json_schema", f'{{"enum": [{"1" * 5000}]}}'), "cannot be used: Exceeds the limit"),
         (Grammar("ebnf", "root ::= other"), "cannot be used"),
         (Grammar("json_schema", "{"), "cannot be used"),
         (Grammar("json", "{}"), "is of kind 'json'; choose one of json_schema, json_object"),  # type: ignore[arg-type]

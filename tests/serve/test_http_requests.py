@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
         },
         "response_format.json_schema.schema",
-        ["not at the root is not supported"],
+        ['"not" at the root is not supported'],
     ),
     ({"prompt": "x", "regex": "(a"}, "regex", ["cannot be used"]),
     ({"prompt": "x", "json_schema": "{"}, "json_schema", ["cannot be used"]),

@@ -323,7 +323,7 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
         "text.format.schema",
-        ["not at the root is not supported"],
+        ['"not" at the root is not supported'],
     ),
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", ["both", "send one"]),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options", ["stream: true"]),

@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [tool("x", {"not": {}}, strict=True)]},
         "tools.0.function.parameters",
-        "not at the root is not supported",
+        '"not" at the root is not supported',
     ),
     ({"tools": TOOLS, "ignore_eos": True, "tool_choice": "required"}, "ignore_eos", "grammar"),
     ({"tools": [tool("fails")]}, "tools", "the chat template failed on a value in tools"),

@@ -291,7 +291,7 @@ def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_
             (
                 "response_format.json_schema.schema",
                 {"response_format": schema},
-                "contains at the root is not supported",
+                '"contains" at the root is not supported',
             ),
             ("response_format", {"response_format": unknown}, "cannot be used"),
         ):
