@@ -14,6 +14,7 @@ Element = dict[str, Any]
 ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
+STEPS_OF_BRANCH = 8  # each becomes an element of its own
 MOST_OPTIONAL = 64  # keywords: the grammar of more has more than 64 KiB
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
@@ -69,7 +70,7 @@ def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, pl
     since it adds nothing another time."""
     rest, names = [schema], set[str]()
     while rest:
-        work.charge(place)
+        work.charge(place, STEPS_OF_BRANCH)
         schema = rest.pop()
         if "anyOf" in schema:
             rest += reversed(schema["anyOf"])

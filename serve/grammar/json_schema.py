@@ -642,14 +642,18 @@ def _with_evaluated(own: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
+def _allows_everything(schema: Any) -> bool:
+    return schema is True or schema == {}  # 1 equals True in Python, and is no schema
+
+
 def _without_effect(own: dict[str, Any], place: str) -> dict[str, Any]:
     """Without keywords that allow everything where they stand."""
     idle: dict[str, bool] = {
         "$id": place == "",
         "uniqueItems": own.get("uniqueItems") is False,
-        "unevaluatedItems": own.get("unevaluatedItems") in (True, {}),
-        "unevaluatedProperties": own.get("unevaluatedProperties") in (True, {}),
-        "propertyNames": own.get("propertyNames") in (True, {}),
+        "unevaluatedItems": _allows_everything(own.get("unevaluatedItems")),
+        "unevaluatedProperties": _allows_everything(own.get("unevaluatedProperties")),
+        "propertyNames": _allows_everything(own.get("propertyNames")),
         "patternProperties": own.get("patternProperties") == {},
         "dependentRequired": own.get("dependentRequired") == {},
         "dependentSchemas": own.get("dependentSchemas") == {},
@@ -659,7 +663,7 @@ def _without_effect(own: dict[str, Any], place: str) -> dict[str, Any]:
         "if": "then" not in own and "else" not in own,
         "then": "if" not in own,
         "else": "if" not in own,
-        "minProperties": own.get("minProperties") == 0,
+        "minProperties": own.get("minProperties") == 0 and own["minProperties"] is not False,
     }
     return {name: value for name, value in own.items() if not idle.get(name, False)}
 

@@ -364,6 +364,8 @@ def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> 
             "names 'a', which additionalProperties forbids",
         ),
         (False, '"false" at the root allows nothing'),
+        ({"minProperties": False}, '"minProperties" at the root must be a number'),
+        ({"propertyNames": 1}, "the schema at /propertyNames must be an object, true or false"),
         ({"type": "string", "format": "color"}, "\"format\" at the root 'color' is not supported"),
     ],
 )
