@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 
 Read = tuple[str, str | None]
 JSON_NAMES = {"true": True, "false": False, "null": None}
-MOST_REFERENCES = 16  # of a schema to a schema, one after the other
 
 
 class Arguments(Protocol):
