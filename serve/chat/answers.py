@@ -10,6 +10,7 @@ from typing import Any
 import regex
 
 from slipstream.models.chat.messages import Message
+from slipstream.serve.chat.arguments import ParameterTypes, parameter_types
 from slipstream.serve.chat.forms import (
     AUTO,
     REASONING_FORMS,
@@ -22,9 +23,9 @@ from slipstream.serve.chat.forms import (
 from slipstream.serve.chat.markers import SPACE, Markers
 from slipstream.serve.chat.parser import AnswerParser, Syntax
 from slipstream.serve.chat.tags import AnswerGrammar
-from slipstream.serve.chat.tools import ToolChoice, ToolError
+from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.grammar.work import Work
+from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar
 
 TAIL = 32  # tokens of a prompt that may begin or end the reasoning of its answer
@@ -83,25 +84,35 @@ class ChatFormat:
         if content is not None or choice.is_enforced:
             grammar = self._grammar.build(choice, content, work, is_open=is_open, is_closed=is_closed)
         syntax = self._without_tools if choice.mode == "none" else self._with_tools
-        schemas = {tool.name: tool.parameters for tool in choice.callable_tools}
+        types = {tool.name: self._types_of(tool, work) for tool in choice.callable_tools}
         return AnswerFormat(
             self.decoder,
             grammar,
             self._stop_ids,
-            lambda: AnswerParser(syntax, schemas, is_open=is_open),
+            lambda: AnswerParser(syntax, types, is_open=is_open),
             self.reasoning is not None,
             self._markers.hidden,
         )
 
+    def _types_of(self, tool: Tool, work: Work) -> ParameterTypes:
+        """What the texts of a call's parameters mean, where the form is tags."""
+        if self.tools is None or self.tools.arguments != "parameters":
+            return {}
+        try:
+            return parameter_types(tool.parameters, work)
+        except Unsupported as error:
+            raise ToolError(tool.field, f"cannot be read: {error}") from error
+
     def _check_tools(self) -> None:
+        if "tools" not in self._source:  # then no form helps
+            remedy = "leave them out, or start the server with --chat-template and one that writes tools"
+            raise ToolError("tools", f"cannot be served: the target's chat template takes no tools; {remedy}")
         if self.tools is None:
             why = (
                 "the target's chat template does not tell the form of calls" if self._is_auto else "tool_parser is none"
             )
             remedy = f"start the server with --tool-parser and one of {', '.join(TOOL_FORMS)}, or leave tools out"
             raise ToolError("tools", f"cannot be served: {why}; {remedy}")
-        if "tools" not in self._source:
-            raise ToolError("tools", "cannot be served: the target's chat template takes no tools; leave them out")
 
     def variables(self, effort: str | None, field: str = "reasoning_effort") -> dict[str, Any]:
         """What a chat template gets for a `reasoning_effort`, which is in `field`. Raises ToolError where it takes

@@ -3,10 +3,15 @@
 import ast
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from slipstream.serve.grammar.work import Work
+
+ParameterTypes = Mapping[str, Set[str]]  # of a tool: what JSON types each parameter may have
 Read = tuple[str, str | None]
+TEXT: Set[str] = frozenset(["string"])  # the types of a parameter whose schema names none
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -49,54 +54,83 @@ class JsonArguments:
         return self._shown(text), None
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterSyntax:
+    """Compiled patterns of a parameter's tags. `end`: a `tag` before what may stand behind it, since a value may spell
+    tags. `lines`: a value has lines of its own."""
+
+    begin: Any
+    tag: Any
+    end: Any
+    lines: bool
+
+
 class ParameterArguments:
     """Parameters between tags, typed by the tool's schema. Each is passed on when it is complete."""
 
     is_whole: ClassVar[bool] = False
 
-    def __init__(self, begin: Any, end: Any, lines: bool, schema: Any, shown: Callable[[str], str]) -> None:
-        """begin, end: compiled patterns. lines: a value has lines of its own."""
-        self._begin, self._end, self._lines, self._schema, self._shown = begin, end, lines, schema, shown
+    def __init__(self, syntax: ParameterSyntax, types: ParameterTypes, shown: Callable[[str], str]) -> None:
+        self._syntax, self._types, self._shown = syntax, types, shown
         self._parameter: Any = None  # the match of the one that is read
-        self._held, self._num_read = "", 0
-        self._scanned = 0  # characters of a value that hold no beginning of its end
+        self._value = list[str]()  # of the parameter, but what may begin its end
+        self._held, self._space, self._num_read = "", list[str](), 0
 
     def feed(self, text: str, final: bool) -> Read:
-        self._held += text
-        pieces = ""
+        if not final and text.isspace() and self._held[-1:].isspace():  # decided with what follows
+            self._space.append(text)
+            return "", None
+        self._held += "".join(self._space) + text
+        self._space.clear()
+        pieces = list[str]()
         while True:
             if self._parameter is None:
-                found = self._begin.match(self._held, partial=not final)
-                if found is None and (not final or self._held.strip()):
-                    return pieces + ("}" if self._num_read else "{}"), self._held
+                self._held = self._held.lstrip()
+                found = self._syntax.begin.match(self._held, partial=not final)
+                if found is None and self._held:
+                    return "".join([*pieces, "}" if self._num_read else "{}"]), self._held
                 if found is None or found.partial:
-                    return pieces, None
+                    return "".join(pieces), None
                 self._parameter, self._held = found, self._held[found.end() :]
-            found = self._end.search(self._held, self._scanned, partial=not final)
+            found = self._find_end(final)
+            self._keep(len(self._held) if found is None else found.start())
             if found is None or found.partial:
-                self._scanned = len(self._held) if found is None else found.start()
-                return pieces + (self._cut() if final else ""), None
-            pieces += self._written(self._value(self._held[: found.start()]))
-            self._parameter, self._held, self._scanned = None, self._held[found.end() :], 0
+                return "".join([*pieces, self._cut() if final else ""]), None
+            pieces.append(self._written(self._json("".join(self._value))))
+            self._held = self._held[found.end() - found.start() :]
+            self._parameter = None
+            self._value.clear()
+
+    def _find_end(self, final: bool) -> Any:
+        """The match of the tag that ends a value, a partial one if that is not decided, or None."""
+        found = self._syntax.end.search(self._held, partial=True)
+        if found is not None and found.partial and final:  # the end of the answer has cut off what follows the tag
+            return self._syntax.tag.match(self._held, found.start())
+        return found
+
+    def _keep(self, count: int) -> None:
+        """So many characters that are held belong to the value."""
+        self._value.append(self._held[:count])
+        self._held = self._held[count:]
 
     def _written(self, value: str) -> str:
         self._num_read += 1
         key = json.dumps(self._shown(self._parameter["key"]), ensure_ascii=False)
         return f"{'{' if self._num_read == 1 else ', '}{key}: {value}"
 
-    def _value(self, text: str) -> str:
-        """As JSON."""
-        if self._lines:
+    def _json(self, text: str) -> str:
+        if self._syntax.lines:
             text = text.removeprefix("\n").removesuffix("\n")
         text, type_ = self._shown(text), self._parameter.groupdict().get("type")
         if type_ == "true":
             return json.dumps(text, ensure_ascii=False)
-        schema = {} if type_ else property_schema(self._schema, self._parameter["key"])
-        return json.dumps(typed(text, schema if type_ is None else None), ensure_ascii=False)
+        types = self._types.get(self._parameter["key"], TEXT) if type_ is None else None
+        return written(typed(text, types))
 
     def _cut(self) -> str:
         """The beginning of a parameter that the end of the answer has cut off."""
-        text = self._shown(self._held.removeprefix("\n") if self._lines else self._held)
+        value = "".join(self._value)
+        text = self._shown(value.removeprefix("\n") if self._syntax.lines else value)
         return self._written(json.dumps(text, ensure_ascii=False)[:-1]) if text else ""
 
 
@@ -106,13 +140,11 @@ class PythonArguments:
     is_whole: ClassVar[bool] = True
 
     def __init__(self, shown: Callable[[str], str]) -> None:
-        self._shown, self._held = shown, ""
-        self._depth, self._quote, self._is_escaped, self._position = 0, "", False, 0
+        self._shown, self._pieces = shown, list[str]()
+        self._depth, self._quote, self._is_escaped = 0, "", False
 
     def feed(self, text: str, final: bool) -> Read:
-        self._held += text
-        for index in range(self._position, len(self._held)):
-            character = self._held[index]
+        for index, character in enumerate(text):
             if self._quote:
                 if not self._is_escaped and character == self._quote:
                     self._quote = ""
@@ -123,9 +155,9 @@ class PythonArguments:
                 self._depth += 1
             elif character in ")]}":
                 if self._depth == 0:
-                    return keyword_arguments(self._shown(self._held[:index])), self._held[index:]
+                    return keyword_arguments(self._shown("".join(self._pieces) + text[:index])), text[index:]
                 self._depth -= 1
-        self._position = len(self._held)
+        self._pieces.append(text)
         if final:
             raise ValueError("the call is cut off")
         return "", None
@@ -139,9 +171,16 @@ def keyword_arguments(text: str) -> str:
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError("arguments without a keyword")
         values = {str(keyword.arg): literal(keyword.value) for keyword in call.keywords}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return written(values)
     except (SyntaxError, TypeError, RecursionError, MemoryError, AssertionError) as error:
         raise ValueError("no literal arguments") from error
+
+
+def written(value: Any) -> str:
+    """Returns a value as JSON. Half of a surrogate pair, which a model may write as an escape, stays one."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    is_text = text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+    return text if is_text else json.dumps(value)
 
 
 def literal(node: ast.expr) -> Any:
@@ -155,14 +194,16 @@ def literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def property_schema(schema: Any, key: str) -> Any:
-    """The schema of a property, references resolved as far as they are to this schema. {} where there is none."""
+def parameter_types(schema: Any, work: Work) -> ParameterTypes:
+    """Returns the JSON types of each property of a tool's parameters. Raises Unsupported where that takes more than is
+    left of the request's work."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return {"$root": schema, **found} if isinstance(found, Mapping) else {}
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: types_of(part, schema, work, f"/properties/{name}") for name, part in properties.items()}
 
 
-def types_of(schema: Any, root: Any) -> set[str]:
+def types_of(schema: Any, root: Any, work: Work, place: str) -> Set[str]:
     """Returns the JSON types that a schema allows; of one that says nothing about types, a string.
 
     Each part of the schema is visited once: alternatives that lead back to a part add nothing to it.
@@ -172,35 +213,40 @@ def types_of(schema: Any, root: Any) -> set[str]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
+        work.charge(place)
         if id(part) in visited:
             continue
         visited.add(id(part))
-        named, alternatives = types_named_by(part, root)
+        named, alternatives = types_named_by(part, root, work, place)
         types |= named
         waiting += alternatives
-    return types or {"string"}
+    return types or TEXT
 
 
-def types_named_by(schema: Any, root: Any) -> tuple[set[str], list[Any]]:
+def types_named_by(schema: Any, root: Any, work: Work, place: str) -> tuple[Set[str], list[Any]]:
     """Returns the types that a schema itself names, and the schemas that decide instead where it names none."""
     if not isinstance(schema, Mapping):
-        return {"string"}, []
+        return TEXT, []
     named = schema.get("type")
     if isinstance(named, str | list):
-        return {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}, []
+        names = [named] if isinstance(named, str) else named
+        work.charge(place, len(names))
+        return {name for name in names if isinstance(name, str)}, []
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
     if values:
+        work.charge(place, len(values))
         return {json_type(value) for value in values}, []
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        place = root
+        target = root
+        work.charge(place, reference.count("/"))
         for part in reference[2:].split("/"):
-            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-        return set(), [place]
+            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        return set(), [target]
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
             return set(), schema[name]
-    return {"string"}, []
+    return TEXT, []
 
 
 def json_type(value: Any) -> str:
@@ -210,10 +256,8 @@ def json_type(value: Any) -> str:
     return next((name for kind, name in names if isinstance(value, kind)), "object")
 
 
-def typed(text: str, schema: Any) -> Any:
-    """A value of a parameter's text: of the first type that its schema allows and the text has. Otherwise the text.
-    Without a schema (None) any JSON."""
-    allowed = None if schema is None else types_of(schema, schema.get("$root"))
+def typed(text: str, allowed: Set[str] | None) -> Any:
+    """The value of a parameter's text as JSON, if that has an allowed type (None: any). Otherwise the text."""
     plain = text.strip()
     plain = plain.lower() if plain in ("True", "False") else "null" if plain == "None" else plain
     try:

@@ -9,16 +9,25 @@ import string
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import regex
 
-from slipstream.serve.chat.arguments import Arguments, JsonArguments, ParameterArguments, PythonArguments
+from slipstream.serve.chat.arguments import (
+    Arguments,
+    JsonArguments,
+    ParameterArguments,
+    ParameterSyntax,
+    ParameterTypes,
+    PythonArguments,
+)
 from slipstream.serve.chat.forms import ReasoningForm, ToolForm
 from slipstream.serve.chat.markers import SPACE, Markers
 
 RUN_START = r"(?<!\s)"  # so that long white space is not searched from each of its characters
 ARGUMENTS = "$arguments"
+MOST_FED = 4096  # characters that are looked at together: what remains after each part is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +85,16 @@ def calls_of(pieces: Iterable[Piece]) -> list[CallPiece]:
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """One for each call, and one for each run of text of a kind."""
-    found: list[Piece] = []
-    for piece in pieces:
-        last = found[-1] if found else None
-        if isinstance(piece, CallPiece):
-            if isinstance(last, CallPiece) and last.index == piece.index:
-                found[-1] = replace(last, arguments=last.arguments + piece.arguments)
-                continue
-        elif isinstance(last, TextPiece) and last.kind == piece.kind:
-            found[-1] = TextPiece(piece.kind, last.text + piece.text, last.start, piece.end)
-            continue
-        found.append(piece)
-    return found
+    runs = groupby(pieces, lambda piece: (piece.kind, piece.index if isinstance(piece, CallPiece) else None))
+    return [joined_run(list(run)) for _, run in runs]
+
+
+def joined_run(run: list[Any]) -> Piece:
+    """One piece for those of one call, or of one kind of text."""
+    first = run[0]
+    if isinstance(first, CallPiece):
+        return replace(first, arguments="".join([piece.arguments for piece in run]))
+    return TextPiece(first.kind, "".join([piece.text for piece in run]), first.start, run[-1].end)
 
 
 class Syntax:
@@ -125,20 +132,28 @@ class Syntax:
         self.after_call = alternatives({name: text for name, text in between.items() if text != "(?:)"}, SPACE)
         self.call_end = regex.compile(SPACE + any_of(ends))
         if form.parameter:
-            begin, _, end = form.parameter.partition("$value")
-            self.has_lines = begin.endswith("\n")
-            self.parameter_begin = regex.compile(SPACE + self.markers.pattern(begin.rstrip()))
-            self.parameter_end = regex.compile(self.markers.pattern(end.strip()))
+            self.parameter = self._parameter_syntax(form.parameter, [part for text in ends for part in text.split()])
 
-    def arguments(self, schema: Any) -> Arguments:
-        """A reader of a call's arguments. `schema`: of the tool's parameters."""
+    def _parameter_syntax(self, form: str, call_ends: Iterable[str]) -> ParameterSyntax:
+        begin, _, end = form.partition("$value")
+        following = self.markers.any_of([begin.partition("$key")[0], *call_ends])
+        tag = self.markers.pattern(end.strip())
+        return ParameterSyntax(
+            regex.compile(self.markers.pattern(begin.rstrip())),
+            regex.compile(tag),
+            regex.compile(f"{tag}(?={SPACE}{following})"),
+            begin.endswith("\n"),
+        )
+
+    def arguments(self, types: ParameterTypes) -> Arguments:
+        """A reader of a call's arguments."""
         assert self.tools is not None
         shown = self.markers.shown
         if self.tools.arguments == "json":
             return JsonArguments(shown, lambda character: shown(character) != character)
         if self.tools.arguments == "python":
             return PythonArguments(shown)
-        return ParameterArguments(self.parameter_begin, self.parameter_end, self.has_lines, schema, shown)
+        return ParameterArguments(self.parameter, types, shown)
 
 
 def alternatives(patterns: Mapping[str, str], before: str) -> Any:
@@ -150,13 +165,13 @@ def alternatives(patterns: Mapping[str, str], before: str) -> Any:
 
 
 class AnswerParser:
-    """Of one answer. `tools`: schemas of the parameters of the request's tools, by name. `is_open`: the prompt has
-    begun the reasoning."""
+    """Of one answer. `tools`: the types of parameters of the request's tools, by name. `is_open`: the prompt has begun
+    the reasoning."""
 
     def __init__(
         self,
         syntax: Syntax,
-        tools: Mapping[str, Any],
+        tools: Mapping[str, ParameterTypes],
         *,
         is_open: bool = False,
         new_id: Callable[[], str] | None = None,
@@ -173,9 +188,8 @@ class AnswerParser:
         self._region_start = 0
         # What may come next: the beginning of an answer, or of another call; white space that nobody wrote on purpose.
         self._is_start, self._is_after_call, self._skips_space = True, False, False
-        self._space: list[str] = []  # white space after a buffer of nothing else
-        self._holds_space = False
-        self._name, self._call_begin = "", ""  # of the call that is read
+        self._space: list[str] = []  # that follows white space at the buffer's end
+        self._name, self._call_text = "", list[str]()  # of the call that is read
         self._arguments: Arguments | None = None
         if is_open:
             self._enter("reasoning", 0)
@@ -183,17 +197,22 @@ class AnswerParser:
     def feed(self, text: str, final: bool = False) -> Parts:
         """What a piece of the answer brings; with `final` all that has been held back."""
         self._parts = Parts()
-        if self._holds_space and not final and text.isspace():  # decided with what follows, and not looked at till then
+        starts = range(MOST_FED, len(text), MOST_FED)
+        for start in starts:
+            self._read(text[start - MOST_FED : start], final=False)
+        self._read(text[starts[-1] if starts else 0 :], final)
+        if final and self._reads == self._in_region and self._region == "reasoning":
+            self.reasoning.append((self._region_start, self.num_consumed))
+        return self._parts
+
+    def _read(self, text: str, final: bool) -> None:
+        if not final and text.isspace() and self._buffer[-1:].isspace():  # decided with what follows
             self._space.append(text)
-            return self._parts
+            return
         self._buffer += "".join(self._space) + text
         self._space.clear()
         while self._reads(final):
             pass
-        self._holds_space = self._buffer.isspace()
-        if final and self._reads == self._in_region and self._region == "reasoning":
-            self.reasoning.append((self._region_start, self.num_consumed))
-        return self._parts
 
     def num_reasoning(self, starts: Sequence[int]) -> int:
         """Tokens of the reasoning, markers included. `starts`: the characters before each token of the answer."""
@@ -229,7 +248,7 @@ class AnswerParser:
             found = self._syntax.at_start.match(self._buffer, partial=not final)
             if found is not None:
                 return not found.partial and self._begin(found)
-        if self._is_start and not self._buffer.strip():
+        if self._is_start and (not self._buffer or self._buffer.isspace()):
             return self._flush(final)
         self._is_start = False
         if self._syntax.anywhere is None:
@@ -276,7 +295,7 @@ class AnswerParser:
             return True
         if self._syntax.tools.arguments == "json":  # they begin with the bracket
             self._buffer, self.num_consumed, begin = begin[-1] + self._buffer, self.num_consumed - 1, begin[:-1]
-        self._name, self._call_begin = found["name"], begin
+        self._name, self._call_text = found["name"], [begin]
         self._reads, self._arguments = self._in_call, self._syntax.arguments(self._tools[self._name])
         if not self._arguments.is_whole:
             self._announce()
@@ -304,11 +323,11 @@ class AnswerParser:
         assert self._arguments is not None
         text = self._take(len(self._buffer))
         if self._arguments.is_whole:
-            self._call_begin += text
+            self._call_text.append(text)
         try:
             piece, rest = self._arguments.feed(text, final)
         except ValueError:
-            self._emit("content", self._call_begin)
+            self._emit("content", "".join(self._call_text))
             self._reads = self._text
             return False
         if piece and self._arguments.is_whole:

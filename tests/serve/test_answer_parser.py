@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.chat.answers import texts_of
-from slipstream.serve.chat.arguments import property_schema, typed
+from slipstream.serve.chat.arguments import parameter_types, typed
 from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, find_form
 from slipstream.serve.chat.markers import Markers
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Syntax, joined
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Syntax, TextPiece, joined
 from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.serve.grammar.work import Work
 from slipstream.tests.serve.chat_targets import TEMPLATES, load, template
 
 SCHEMA = {
@@ -26,7 +28,7 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "n": {"type": "integer"}, "deep": {"$ref": "#/$defs/deep"}},
     "$defs": {"deep": {"type": ["object", "array", "number", "boolean", "null"]}},
 }
-TOOLS = {"weather": SCHEMA, "now": SCHEMA}
+TOOLS = dict.fromkeys(["weather", "now"], parameter_types(SCHEMA, Work()))
 CITY = '{"city": "q"}'
 Expected = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and arguments of calls
 
@@ -70,6 +72,25 @@ EXAMPLES: list[tuple[str, str, str, Expected]] = [
         "none",
         "<tool_call><function=weather><parameter=city>x",
         ("", "", [("weather", '{"city": "x')]),
+    ),
+    (  # tags in values
+        "qwen3_coder",
+        "none",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nsee </parameter> and </function>\n</parameter>\n"
+        '<parameter=deep>\n["</parameter>"]\n</parameter>\n</function>\n</tool_call> ok',
+        ("", "ok", [("weather", '{"city": "see </parameter> and </function>", "deep": ["</parameter>"]}')]),
+    ),
+    (
+        "qwen3_coder",
+        "none",
+        "<tool_call><function=weather><parameter=city>x</parameter>\n</func",
+        ("", "", [("weather", '{"city": "x"}')]),
+    ),
+    (
+        "qwen3_coder",
+        "none",
+        "<tool_call><function=weather><parameter=city>x</parameter> y </param",
+        ("", "", [("weather", '{"city": "x</parameter> y </param')]),
     ),
     (
         "deepseek_v3",
@@ -129,6 +150,13 @@ EXAMPLES: list[tuple[str, str, str, Expected]] = [
         "[weather(city='a)\"', n=-3, deep={'x': [true, None]}), now()]<|python_end|>",
         ("", "", [("weather", '{"city": "a)\\"", "n": -3, "deep": {"x": [true, null]}}'), ("now", "{}")]),
     ),
+    (  # half of a surrogate pair
+        "qwen3_coder",
+        "none",
+        '<tool_call><function=weather><parameter=deep>["\\ud800"]</parameter></function></tool_call>',
+        ("", "", [("weather", '{"deep": ["\\ud800"]}')]),
+    ),
+    ("llama_pythonic", "none", "[now(a='\\ud800é')]", ("", "", [("now", '{"a": "\\ud800\\u00e9"}')])),
     ("llama_pythonic", "none", "[weather(3)] is a list", ("", "[weather(3)] is a list", [])),
     ("llama_pythonic", "none", "[now(a=open('x'))]", ("", "[now(a=open('x'))]", [])),
     ("llama_pythonic", "none", "[weather(city='a", ("", "[weather(city='a", [])),
@@ -351,31 +379,91 @@ def test_the_types_of_a_parameter_take_one_visit_of_each_part(schema: dict[str, 
     text = json.dumps(schema)
     watched = json.loads(text, object_hook=Watched)
     Watched.reads = 0
-    assert typed("5", property_schema(watched, "x")) == expected
+    work = Work()
+    assert typed("5", parameter_types(watched, work)["x"]) == expected
     assert Watched.reads < len(text)
+    assert work.num_steps < len(text)
 
 
-@pytest.mark.parametrize("name", [None, *TOOL_FORMS])
-@pytest.mark.parametrize("start", ["", "Hello", "<think>"])
-def test_white_space_is_looked_at_once(name: str | None, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held back until something follows; to match it again with each piece took the square of its length."""
-    looked_at = 0
+class Counted:
+    """A compiled pattern that counts the characters that it is shown."""
 
-    def counted(read: Any) -> Any:
-        def reading(parser: AnswerParser, final: bool) -> bool:
-            nonlocal looked_at
-            looked_at += len(parser._buffer)
-            return read(parser, final)
+    num_chars = 0
 
-        return reading
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
 
-    for method in ("_text", "_in_region"):
-        monkeypatch.setattr(AnswerParser, method, counted(getattr(AnswerParser, method)))
-    tools, reasoning = TOOL_FORMS[name] if name else None, REASONING_FORMS["think"]
-    markers = Markers(NoTokens, [text for form in (tools, reasoning) for text in texts_of(form)])
-    parser = AnswerParser(Syntax(tools, reasoning, markers), {"f": {}} if tools else {})
-    parser.feed(start)
-    for _ in range(400):
-        parser.feed(" " * 64)
-    parser.feed("end", final=True)
-    assert looked_at < 10 * 400 * 64
+    def match(self, text: str, *places: int, partial: bool = False) -> Any:
+        Counted.num_chars += len(text)
+        return self._pattern.match(text, *places, partial=partial)
+
+    def search(self, text: str, *places: int, partial: bool = False) -> Any:
+        Counted.num_chars += len(text)
+        return self._pattern.search(text, *places, partial=partial)
+
+
+def counting(tools: str | None, reasoning: str | None) -> Syntax:
+    forms = TOOL_FORMS[tools] if tools else None, REASONING_FORMS[reasoning] if reasoning else None
+    syntax = Syntax(*forms, Markers(NoTokens, [text for form in forms for text in texts_of(form)]))
+    for name in ("at_start", "anywhere", "after_call", "call_end"):
+        if getattr(syntax, name, None) is not None:
+            setattr(syntax, name, Counted(getattr(syntax, name)))
+    syntax.ends = {name: Counted(pattern) for name, pattern in syntax.ends.items()}
+    if hasattr(syntax, "parameter"):
+        own = syntax.parameter
+        syntax.parameter = replace(own, begin=Counted(own.begin), tag=Counted(own.tag), end=Counted(own.end))
+    return syntax
+
+
+def num_looked_at(syntax: Syntax, text: str, size: int) -> int:
+    """Characters that patterns are shown of an answer in pieces of that size."""
+    Counted.num_chars = 0
+    parser = AnswerParser(syntax, {"f": {}})
+    for start in range(0, len(text), size):
+        parser.feed(text[start : start + size])
+    parser.feed("", final=True)
+    return Counted.num_chars
+
+
+PAIRS = [(None, "think"), *itertools.product(TOOL_FORMS, [None]), ("hermes", "think"), ("harmony", "harmony")]
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
+def test_answers_are_read_in_linear_time(tools: str | None, reasoning: str | None) -> None:
+    """White space, beginnings of markers, both in turn, and long values, in small pieces: twice as much text is twice
+    as much work."""
+    syntax = counting(tools, reasoning)
+    whole = [text.replace("$name", "f") for form in (TOOL_FORMS.get(tools or ""), REASONING_FORMS.get(reasoning or ""))
+             for text in texts_of(form) if len(text) > 2]  # fmt: skip
+    heads = [text.replace("$key", "k").partition("$")[0] for text in whole]
+    repeated = {head[:length] for head in heads for length in {1, 2, len(head) // 2, len(head) - 1, len(head)}}
+    call = "" if tools is None else TOOL_FORMS[tools].first[0] + TOOL_FORMS[tools].call[0].replace("$name", "f")
+    value = call.partition("$")[0] + ("<parameter=k>" if tools == "qwen3_coder" else '{"k": "')
+    unclosed = "</parameter>" if tools == "qwen3_coder" else "\\"
+    bodies = [(before, part + after) for part in repeated for before in ("", "Hi") for after in ("", " ", "x")]
+    bodies += [(before, " ") for before in ("", "Hi", *heads)] + [(value, unclosed + after) for after in ("", " ", "x")]
+    bodies.append((value + unclosed, " "))
+    for before, part in bodies:
+        count = 600 // len(part) + 1 if part else 1
+        for size in (1, 64):
+            once, twice = (num_looked_at(syntax, before + part * number, size) for number in (count, 2 * count))
+            assert twice < 2.3 * once + 3000, (before, part, size)
+
+
+def test_long_answers_are_not_copied_with_each_call() -> None:
+    """Nor shown to the patterns again."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    syntax = counting("hermes", "think")
+    once, twice = (num_looked_at(syntax, call * number, len(call) * number) for number in (500, 1000))
+    assert twice < 2.3 * once
+
+
+def test_joined_pieces_are_those_of_one_part() -> None:
+    pieces = [TextPiece("reasoning", "a", 0, 1), TextPiece("reasoning", "b", 1, 2), TextPiece("content", "c", 2, 3)]
+    calls = [CallPiece(0, "i", "f"), CallPiece(0, arguments="{"), CallPiece(0, arguments="}"), CallPiece(1, "j", "g")]
+    assert joined([*pieces, *calls]) == [
+        TextPiece("reasoning", "ab", 0, 2),
+        TextPiece("content", "c", 2, 3),
+        CallPiece(0, "i", "f", "{}"),
+        CallPiece(1, "j", "g"),
+    ]

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 
 from slipstream.serve.chat.answers import texts_of
+from slipstream.serve.chat.arguments import parameter_types
 from slipstream.serve.chat.forms import TOOL_FORMS
 from slipstream.serve.chat.markers import Markers
 from slipstream.serve.chat.tags import AnswerGrammar
@@ -170,6 +171,17 @@ def test_hostile_tools_are_read_in_counted_work(form: str) -> None:
     for chosen in ([tool] for tool in tools):
         count_tools(form, chosen)
     count_tools(form, tools)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_types_of_hostile_parameters_are_read_in_counted_work(family: str) -> None:
+    make, size = FAMILIES[family]
+    schema = make(size)
+    definitions = schema.pop("$defs", {})
+    properties = {"x": schema, **{f"y{number}": {"$ref": "#/properties/x"} for number in range(200)}}
+    work = Work()
+    count = lines_of(functools.partial(parameter_types, {"properties": properties, "$defs": definitions}, work))
+    assert count <= 2 * LINES_OF_STEP * min(work.num_steps, MOST_STEPS) + 200
 
 
 def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:

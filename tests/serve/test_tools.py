@@ -246,11 +246,13 @@ def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
     tokenizer, choice = AutoTokenizer.from_pretrained(hermes), read_choice(TOOLS, "auto", True)
     with pytest.raises(ToolError, match="tool_parser is none; start the server with --tool-parser and one of harmony"):
         ChatFormat(tokenizer, "none", "none").answer(choice, [5], None)
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.chat_template = "{{ messages }}{{ tools }}"
     with pytest.raises(ToolError, match="does not tell the form of calls; start the server with --tool-parser"):
         ChatFormat(tokenizer, "auto", "auto").answer(choice, [5], None)
-    with pytest.raises(ToolError, match="template takes no tools"):
-        ChatFormat(tokenizer, "hermes", "auto").answer(choice, [5], None)
+    tokenizer.chat_template = "{{ messages }}"
+    for form in ("auto", "hermes", "none"):
+        with pytest.raises(ToolError, match="template takes no tools; leave them out, or start .* --chat-template"):
+            ChatFormat(tokenizer, form, "auto").answer(choice, [5], None)
 
 
 @pytest.mark.parametrize(
