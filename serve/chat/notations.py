@@ -14,7 +14,7 @@ Element = dict[str, Any]
 ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-STEPS_OF_BRANCH = 8  # each becomes an element of its own
+STEPS_OF_BRANCH = 8  # each, and each of its values, becomes an element
 MOST_OPTIONAL = 64  # keywords: the grammar of more has more than 64 KiB
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
@@ -114,7 +114,7 @@ class Parameters:
                 names = " and ".join(sorted(branch.keys() - {"type"}))
                 raise Unsupported(place, names, "is not supported for texts in this form of calls; leave it out")
             elif "enum" in branch:
-                self._work.charge(place, len(branch["enum"]))
+                self._work.charge(place, STEPS_OF_BRANCH * len(branch["enum"]))
                 texts += [text(value) for value in branch["enum"] if isinstance(value, str)]
                 others += [text(json.dumps(value)) for value in branch["enum"] if not isinstance(value, str)]
             else:

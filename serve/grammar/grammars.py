@@ -76,7 +76,7 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
-            return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, json.loads(text)))}")
+            return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, _texts(json.loads(text))))}")
         if kind == "regex":
             return xgrammar.Grammar.from_regex(text)
         if kind == "ebnf":
@@ -133,6 +133,12 @@ def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
 def _reason(error: Exception) -> str:
     """Without the library's own place in its source."""
     return " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).split())
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise ValueError("a choice must be a JSON list of texts, and not empty")
+    return value
 
 
 def _literal(text: str) -> str:

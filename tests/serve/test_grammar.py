@@ -458,6 +458,8 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(pattern: str) -> No
     ("grammar", "message"),
     [
         (Grammar("regex", "(a"), "cannot be used"),
+        (Grammar("choice", "[5]"), "a choice must be a JSON list of texts"),
+        (Grammar("choice", "[]"), "a choice must be a JSON list of texts, and not empty"),
         (Grammar("json_schema", "[" * 60_000), "cannot be used: maximum recursion depth exceeded"),
         (Grammar("json_schema", f'{{"enum": [{"1" * 5000}]}}'), "cannot be used: Exceeds the limit"),
         (Grammar("ebnf", "root ::= other"), "cannot be used"),
