@@ -258,6 +258,8 @@ class AnswerParser:
         if found is None:
             self._emit("content", self._take(len(self._buffer)))
             return False
+        if found.lastgroup != "is_call" and not (final or found.partial or self._buffer[found.end() :].strip()):
+            return False  # a call that begins before it, and goes on with its bracket, would contain it
         self._emit("content", self._take(found.start()))
         return not found.partial and self._begin(found)
 

@@ -167,6 +167,14 @@ EXAMPLES: list[tuple[str, str, str, Expected]] = [
         "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + CITY + "<|call|>",
         ("Hm. ", "I look.", [("weather", CITY)]),
     ),
+    (  # without its bracket, the beginning of a call ends with what begins content
+        "harmony",
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.weather<|channel|>commentary<|message|>"
+        + CITY
+        + "<|call|>",
+        ("a", "", [("weather", CITY)]),
+    ),
     (
         "harmony",
         "harmony",
@@ -444,7 +452,7 @@ def test_answers_are_read_in_linear_time(tools: str | None, reasoning: str | Non
     bodies += [(before, " ") for before in ("", "Hi", *heads)] + [(value, unclosed + after) for after in ("", " ", "x")]
     bodies.append((value + unclosed, " "))
     for before, part in bodies:
-        count = 600 // len(part) + 1 if part else 1
+        count = 300 // len(part) + 1 if part else 1
         for size in (1, 64):
             once, twice = (num_looked_at(syntax, before + part * number, size) for number in (count, 2 * count))
             assert twice < 2.3 * once + 3000, (before, part, size)
