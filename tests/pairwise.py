@@ -32,5 +32,10 @@ def gate_of(cases: Iterable[Case], kept: Collection[Case]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.slow) for case in cases]
 
 
+def some_of(values: Iterable[str], kept: Collection[str]) -> list[Any]:
+    """All values of one factor, all but `kept` marked slow."""
+    return gate_of([(value,) for value in values], [(value,) for value in kept])
+
+
 def _pairs(case: Case) -> set[Any]:
     return set(combinations(((index, repr(value)) for index, value in enumerate(case)), 2))

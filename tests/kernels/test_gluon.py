@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMPILE = Path(__file__).with_name("compile_gluon.py")
 SHARED_MEMORY = 227 << 10  # bytes of a program, at most
 
 
+@pytest.mark.slow
 def test_they_compile_and_fit(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

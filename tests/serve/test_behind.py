@@ -24,6 +24,7 @@ from slipstream.serve.runner.behind import DeferredRows
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import Runner
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.serve.engine_runs import (
     Answer,
@@ -273,8 +274,7 @@ def serve(engine: Engine, check: Callable[[], None] = lambda: None) -> tuple[dic
     return run(engine, traffic(), after), proposals
 
 
-@pytest.mark.parametrize("is_tight", [False, True], ids=["usual limits", "tight limits"])
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize(("drafter", "is_tight"), rotating(DRAFTS, [False, True]))
 def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     drafter: str, is_tight: bool, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from slipstream.serve.runner import model_runner
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.pairwise import rotating
+from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
@@ -123,10 +124,15 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
     "eagle3.1 tree, deep": ("eagle3.1 deep", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 1}),
     "eagle3 chain, deep window": ("eagle3 deep window", {"depth": 3}, {"page_size": 1, "prefill_budget": 9}),
 }
+CASES = [("llama", 0.0), ("qwen3", 0.8), ("qwen3", 0.0), ("llama", 0.8)]
+GATE = (
+    *("eagle chain", "eagle tree, few tokens", "eagle3 chain of 1", "eagle3 tree, flat", "eagle3.1 tree"),
+    *("eagle3 chain, qk_norm", "eagle3 tree, small window", "eagle3.1 tree, fc_norm", "eagle3 chain, deep window"),
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), rotating(DRAFTS, [("llama", 0.0), ("qwen3", 0.8), ("qwen3", 0.0), ("llama", 0.8)])
+    ("name", "case"), rotating(GATE, CASES) + gate_of(product([name for name in DRAFTS if name not in GATE], CASES), [])
 )
 def test_proposals_of_a_batch_equal_the_oracle(
     name: str, case: tuple[str, float], make_target: Callable[[str], Path], make_draft: MakeDraft

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
 from slipstream.serve.engine.kv_windows import WindowPages
-from slipstream.tests.pairwise import pairwise
+from slipstream.tests.pairwise import pairwise, rotating
 
 Text = tuple[str, tuple[int, ...]]
 
@@ -532,7 +532,7 @@ class Play:
 
 @pytest.mark.parametrize(
     ("page_size", "windows", "lookahead", "evicts"),
-    pairwise(
+    rotating(
         [1, 4, 16],
         [[(0, 1)], [(1, -1), (1, 0)], [(1, 1), (3, 0)], [(0, 1), (1, 0), (2, 3)]],  # (a, b): a pages and b tokens
         [0, 1],

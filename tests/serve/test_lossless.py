@@ -96,8 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_CHANCE = ("dflash2", "lilicorr")  # random selectors and scorers choose at random, at a temperature among few tokens
-BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
-BY_HEADS = ("dflash2 tree", "dspark")  # nightly
+SEVERAL = ("dflash", "eagle", "eagle tree", "eagle3", "dflash2 tree", "dspark")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
 BLOCKS = [
@@ -109,9 +108,11 @@ FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 
 
-def with_blocks(*factors: Collection[Any], kept: Collection[tuple[Any, ...]] = ()) -> list[Any]:
-    """As `rotating` of drafters and `factors`; those of block drafts with heads or trees are slow but for `kept`."""
-    return [*rotating(DRAFTERS, *factors), *gate_of(product(BLOCKS, *factors), kept)]
+def drafted(drafters: Collection[str], *factors: Collection[Any], kept: Collection[tuple[Any, ...]] = ()) -> list[Any]:
+    """For parametrize: the product of all drafters and `factors`. The gate runs `drafters`, as `rotating` has it, and
+    `kept`."""
+    others = [name for name in (*DRAFTERS, *BLOCKS) if name not in drafters]
+    return [*rotating(drafters, *factors), *gate_of(product(others, *factors), kept)]
 
 
 def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
@@ -161,7 +162,8 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 @pytest.mark.parametrize(
     ("drafter", "sampling", "sizes", "family"),
-    with_blocks(
+    drafted(
+        ["eagle tree", "ngram first", "dflash", "eagle3"],
         SAMPLINGS,
         [(1, 8), (16, 8), (16, 1)],
         FEW,
@@ -189,7 +191,8 @@ def test_a_drafter_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling", "family"), with_blocks(["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"])
+    ("drafter", "sampling", "family"),
+    drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"]),
 )
 def test_a_drafter_changes_no_token_of_sinks_and_caps(
     drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
@@ -203,7 +206,9 @@ def test_a_drafter_changes_no_token_of_sinks_and_caps(
         assert acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
 
 
-@pytest.mark.parametrize(("drafter", "family", "sampling"), with_blocks(MIXTURES, ["greedy", "plain"]))
+@pytest.mark.parametrize(
+    ("drafter", "family", "sampling"), drafted(["eagle3", "ngram", "dflash"], MIXTURES, ["greedy", "plain"])
+)
 def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
     drafter: str, family: str, sampling: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -261,11 +266,8 @@ def test_the_reference_is_transformers_generate(
     gate_of(
         product(("eagle3", "dflash", "eagle", *BLOCKS), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
         [
-            *(("eagle3", family) for family in ("llama-tied-bias", "mistral", "qwen2-yarn")),
-            ("dflash", "qwen3-tied"),
-            *(("eagle3", "gemma3"), ("eagle", "gemma2-free-scores"), ("eagle3", "olmo2"), ("eagle", "phi4-longrope")),
-            ("eagle", "llama-rope-llama3"),
-            ("eagle3", "mixtral"),
+            *(("eagle3", "llama-tied-bias"), ("dflash", "qwen3-tied"), ("eagle3", "gemma3")),
+            *(("eagle3", "olmo2"), ("eagle", "phi4-longrope"), ("eagle3", "qwen2-yarn")),
         ],
     ),
 )
@@ -276,7 +278,7 @@ def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDraft
     assert acceptance(answers) > 0
 
 
-@pytest.mark.parametrize(("drafter", "family"), with_blocks(KINDS))
+@pytest.mark.parametrize(("drafter", "family"), drafted(["none", "ngram first", "dflash"], KINDS))
 def test_rows_of_one_batch_sample_each_in_its_own_way(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -290,7 +292,8 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
 
 @pytest.mark.parametrize(
     ("drafter", "options", "family"),
-    with_blocks(
+    drafted(
+        ["eagle3", "ngram", "eagle tree", "dflash"],
         [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}, {"prefill_budget": 30}],
         KINDS,
     ),
@@ -311,8 +314,10 @@ def test_requests_may_arrive_late_and_in_chunks(
 
 @pytest.mark.parametrize(
     ("drafter", "case", "family"),
-    rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])), KINDS)
-    + gate_of(product(BY_HEADS, product([16, 1], ["stop token", "max_tokens"]), KINDS), []),
+    gate_of(
+        product(SEVERAL, product([16, 1], ["stop token", "max_tokens"]), KINDS),
+        [("dflash", (16, "stop token"), "qwen3"), ("eagle tree", (1, "max_tokens"), "mistral-window")],
+    ),
 )
 def test_an_answer_may_end_inside_a_draft(
     drafter: str, case: tuple[int, str], family: str, build: BuildDrafted, reference: Reference
@@ -335,7 +340,7 @@ def test_an_answer_may_end_inside_a_draft(
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 
 
-@pytest.mark.parametrize(("drafter", "family"), with_blocks(KINDS))
+@pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram", "dflash"], KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     """Id 2 is the targets' eos."""
     endless = [
@@ -356,7 +361,8 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "family"), with_blocks([1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"])
+    ("drafter", "page_size", "family"),
+    drafted(["dflash", "ngram", "eagle tree"], [1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"]),
 )
 def test_preemption_changes_no_token(
     drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
@@ -377,7 +383,9 @@ def test_preemption_changes_no_token(
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("drafter", "sampling", "family"), with_blocks(SAMPLINGS, KINDS))
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "family"), drafted(["eagle", "ngram first", "dflash", "eagle3"], SAMPLINGS, KINDS)
+)
 def test_a_prefix_hit_changes_no_token(
     drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -397,7 +405,9 @@ def test_a_prefix_hit_changes_no_token(
     assert answers["again"].tokens == answers["private"].tokens == tokens
 
 
-@pytest.mark.parametrize(("drafter", "steps", "family"), with_blocks([0, 1, 2, 5], KINDS))
+@pytest.mark.parametrize(
+    ("drafter", "steps", "family"), drafted(["dflash", "ngram first", "eagle3", "none"], [0, 1, 2, 5], KINDS)
+)
 def test_an_abort_leaves_the_others_alone(
     drafter: str, steps: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -423,7 +433,7 @@ def test_an_abort_leaves_the_others_alone(
         assert tokens == expected[request.id][: len(tokens) if request.id in aborted else None]
 
 
-@pytest.mark.parametrize(("drafter", "page_size", "family"), with_blocks([1, 16], KINDS))
+@pytest.mark.parametrize(("drafter", "page_size", "family"), drafted(["eagle tree", "ngram", "dflash"], [1, 16], KINDS))
 def test_the_context_can_be_used_to_its_last_token(
     drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -470,7 +480,11 @@ class AnyPolicy(BudgetPolicy):
 
 @pytest.mark.parametrize(
     ("drafter", "case", "family"),
-    with_blocks(list(product([False, True], [1, 16])), [*KINDS, "qwen3-windows", "qwen3-moe-windows", "gpt-oss"]),
+    drafted(
+        ["eagle3", "ngram", "dflash", "none"],
+        list(product([False, True], [1, 16])),
+        [*KINDS, "qwen3-windows", "qwen3-moe-windows", "gpt-oss"],
+    ),
 )
 def test_no_token_depends_on_what_else_a_step_computes(
     drafter: str,
@@ -518,8 +532,10 @@ def record(engine: Engine, proposals: Proposals) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "page_size", "family"),
-    rotating(BY_NETWORK, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"])
-    + gate_of(product(BY_HEADS, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"]), []),
+    gate_of(
+        product(SEVERAL, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"]),
+        [("dflash", 1, "qwen3"), ("eagle tree", 16, "qwen3-moe-windows")],
+    ),
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""

@@ -29,7 +29,7 @@ from slipstream.serve.runner import cuda_graphs
 from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, head_sizes, prompt_sizes
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.tests.pairwise import gate_of, pairwise, rotating
+from slipstream.tests.pairwise import gate_of, rotating, some_of
 from slipstream.tests.random_targets import CAPPED
 from slipstream.tests.serve.engine_runs import (
     build_engine,
@@ -58,12 +58,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, optio
     "dflash": ("dflash", {}),
     "dflash, whole blocks": ("dflash", {"full_block": True}),
 }
-NIGHTLY = (
-    "eagle3 tree, deep",
-    "eagle tree",
-    "mixed tree",
-    "dflash, whole blocks",
-)  # forms of drafters that the gate has
 FAMILIES = ["qwen3", "mistral-window", "qwen3-windows"]
 Configure = Callable[..., EngineConfig]
 Recorded = list[tuple[StepPlan, StepOutput | None]]
@@ -155,8 +149,15 @@ def check_states(one: ModelRunner, other: ModelRunner) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "page_size", "family"),
-    rotating([name for name in DRAFTERS if name not in NIGHTLY], [1, 16], FAMILIES)
-    + gate_of(product(NIGHTLY, [1, 16], FAMILIES), [])
+    gate_of(
+        product(DRAFTERS, [1, 16], FAMILIES),
+        [
+            ("none", 1, "qwen3"),
+            ("mixed", 1, "mistral-window"),
+            ("eagle3", 16, "qwen3-windows"),
+            ("dflash", 16, "qwen3"),
+        ],
+    )
     + [pytest.param(*case, marks=pytest.mark.slow) for case in product(DRAFTERS, [16], CAPPED)],
 )
 def test_captured_steps_equal_those_launched_as_they_are(
@@ -225,9 +226,7 @@ def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("num_requests", [32, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "drafter", [pytest.param(name, marks=pytest.mark.slow) if name in NIGHTLY else name for name in DRAFTERS]
-)
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["none", "mixed", "eagle3 tree", "dflash"]))
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
     num_requests: int,
@@ -282,7 +281,7 @@ LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around captured sizes, and beyo
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "captured"), pairwise(["none", "eagle3", "eagle3 tree", "dflash"], [16, 1], [96, 40])
+    ("drafter", "page_size", "captured"), rotating(["none", "eagle3", "eagle3 tree", "dflash"], [16, 1], [96, 40])
 )
 def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, configure: Configure) -> None:
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""

@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.train import eagle3
+from slipstream.train.interrupts import NUMBERS
 from slipstream.train.loop import Loop
 from slipstream.train.trackers import read_metrics
 
@@ -75,9 +76,21 @@ def run_interrupted(flags: list[str], number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         return train_step(loop, interrupted)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, heeded_signals():
         patch.setattr(Loop, "train_step", interrupted_step)
         assert refusal(flags) == "130"
+
+
+@contextmanager
+def heeded_signals() -> Iterator[None]:
+    """Signals that end a run have their usual effect, here and in processes that begin meanwhile. A shell's background
+    jobs ignore Ctrl-C, and nohup lets them ignore the end of a terminal."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def start_program(program: Path, *arguments: str, num_processes: int = 1, on_cpu: bool = True) -> subprocess.Popen[str]:

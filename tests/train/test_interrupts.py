@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.models.files.outputs import step_folders
-from slipstream.tests.train.runs import ROOT, Arguments
+from slipstream.tests.train.runs import ROOT, Arguments, heeded_signals
 
 TRAINER = """
 import os, signal, sys
@@ -33,7 +33,8 @@ def start(*command: str, launched: bool, **streams: int) -> tuple[subprocess.Pop
     """A process, begun with the stand-in trainer in it, and a pipe of what the trainer tells."""
     told, tells = os.pipe()
     environment = os.environ | ({"ACCELERATE_MIXED_PRECISION": "no"} if launched else {})
-    process = subprocess.Popen([*command, TRAINER, str(tells)], env=environment, pass_fds=[tells], **streams)
+    with heeded_signals():
+        process = subprocess.Popen([*command, TRAINER, str(tells)], env=environment, pass_fds=[tells], **streams)
     os.close(tells)
     assert os.read(told, 7) == b"trains "
     return process, told
@@ -71,7 +72,8 @@ def test_the_end_of_accelerate_launch_ends_a_run_saved(
     flags = arguments(tmp_path, optim__steps=100_000, checkpoint__every=100_000, evaluation__every=100_000)
     config = ROOT / "configs" / "accelerate" / "cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={config}", "train/eagle3.py", *flags]
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with heeded_signals():
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert launcher.stdout is not None
     with launcher.stdout as printed:
         next(line for line in printed if "heldout:" in line)

@@ -24,7 +24,9 @@ def without(flags: list[str], *names: str) -> list[str]:
     return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in names))]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def ran(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
