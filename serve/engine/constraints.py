@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks
+from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks, Refusal
 from slipstream.serve.request import Request
 
 WORD_BITS = 32
 MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
-NOTHING = "the grammar allows no token here, not even an end; correct it"
+NOTHING = Refusal("the grammar allows no token here, not even an end; correct it")
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 
 

@@ -74,6 +74,12 @@ class NodeMasks:
     allowed: NDArray[np.uint32]  # (M, ceil(V / 32)): bit i of word w stands for token 32 * w + i
 
 
+class Refusal(str):
+    """The error of a request that is at fault itself."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
     """What host stages bring to a step: proposals, stored before its pass, and masks for its sampling.

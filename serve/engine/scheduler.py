@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
+from slipstream.serve.engine.plan import Refusal
 from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
 
 
@@ -187,7 +188,9 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, error: str) -> Output | None:
         """Ends a running request that cannot go on. None if it has ended or was preempted."""
-        return replace(self._end(sequence, [], "error"), error=error) if sequence.slot >= 0 else None
+        if sequence.slot < 0:
+            return None
+        return replace(self._end(sequence, [], "error"), error=error, is_refusal=isinstance(error, Refusal))
 
     def next_chunks(self, num_tokens: int, enough: int | None = None) -> list[Chunk]:
         """The next prompt tokens to compute, first come first served, at most `num_tokens` in all. From `enough` tokens

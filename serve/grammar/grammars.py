@@ -195,13 +195,17 @@ class Grammars:
             del self._compiled[name]
 
     def matcher(self, compiled: Any, ends: Collection[int]) -> "Matcher":
-        """Of a result of `compile`, for an answer that one of the token ids `ends` ends."""
+        """A matcher of a result of `compile`, for an answer that one of the token ids `ends` ends. The target's own
+        ends and control tokens are allowed where the grammar may end; other tokens where the grammar takes their text,
+        so that a stop id changes no token before it."""
         import xgrammar
 
         assert self._compiler is not None
-        own = self._compiler.result()
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end for end in ends if end < own.size))
-        return Matcher(matcher, ends, self._vocab_size, own.size, own.spelling)
+        compiler = self._compiler.result()
+        controls = compiler.spelling.added.union(self._end_ids)
+        stops = sorted(end for end in controls.intersection(ends) if end < compiler.size)
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        return Matcher(matcher, ends, self._vocab_size, compiler.size, compiler.spelling)
 
     def allowed(
         self, matchers: "Sequence[Matcher]", trees: Sequence[tuple[Sequence[int], Sequence[int]]]

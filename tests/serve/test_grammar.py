@@ -9,6 +9,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -675,6 +676,22 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
     assert ends >= 5
 
 
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["eagle3 tree"]))
+def test_stop_ids_change_no_token_before_them(drafter: str, build: Build, expected: Expected) -> None:
+    """Ids of ordinary tokens, which a grammar may need for its text."""
+    rng = random.Random(0)
+    cut: dict[str, list[int]] = {}
+    requests = []
+    for request in requests_of([*GRAMMARS], 1.0):
+        tokens = expected(1.0, *GRAMMARS)[request.id]
+        stop = rng.choice(tokens)
+        cut[request.id] = tokens[: tokens.index(stop) + 1]
+        requests.append(replace(request, params=replace(request.params, stop_token_ids=(stop,))))
+    answers = run(build(drafter), requests)
+    assert tokens_of(answers) == cut
+    assert {answer.finish_reason for answer in answers.values()} == {"stop"}
+
+
 def check_text(name: str, text: str) -> None:
     if name == "schema":
         jsonschema.Draft202012Validator(PERSON).validate(json.loads(text))
@@ -816,17 +833,13 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
 def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:
     endless = Grammar("ebnf", 'root ::= root "a"')
     for drafter in ("none", "eagle3"):
-        ended = run_all(build(drafter), [make_request("0", [5, 6], max_tokens=9, grammar=endless)])
-        assert ended["0"] == ("error", "the grammar allows no token here, not even an end; correct it")
-
-
-def run_all(engine: Engine, requests: list[Request]) -> dict[str, tuple[str | None, str]]:
-    for request in requests:
-        engine.add(request)
-    ended = {}
-    while engine.has_work:
-        ended |= {one.request_id: (one.finish_reason, one.error) for one in engine.step() if one.finish_reason}
-    return ended
+        engine = build(drafter)
+        engine.add(make_request("0", [5, 6], max_tokens=9, grammar=endless))
+        while engine.has_work:
+            ended = [output for output in engine.step() if output.finish_reason]
+        assert [(output.finish_reason, output.error, output.is_refusal) for output in ended] == [
+            ("error", "the grammar allows no token here, not even an end; correct it", True)
+        ]
 
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 2}, {"bad_words": [[5]]}])
