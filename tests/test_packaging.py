@@ -15,6 +15,8 @@ NOT_INSTALLED = ("tests", "bench", "configs", "assets", "deploy", "docs")
 SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+PATH = re.compile(r"(?<![\w*])[\w/]+\.py\b")
+IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
 
 
 def python_files() -> list[Path]:
@@ -71,7 +73,7 @@ def anchor(heading: str) -> str:
 
 def test_links_of_documents_lead_somewhere() -> None:
     broken = []
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("assets/*/README.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("assets/*/README.md")):
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for link in LINK.findall(text):
             path, _, name = link.partition("#")
@@ -82,3 +84,17 @@ def test_links_of_documents_lead_somewhere() -> None:
             if not file.exists() or (name and name not in map(anchor, headings)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken
+
+
+def test_pages_about_the_code_name_what_is_there() -> None:
+    """Their files exist, and every identifier in backticks is a word of the sources."""
+    files = [f"/{file}" for file in python_files()]
+    sources = [file for file in python_files() if file.parts[0] != "tests"]
+    words = {word for file in sources for word in re.findall(r"\w+", (ROOT / file).read_text())}
+    unknown = []
+    for page in (ROOT / "docs/architecture.md", ROOT / "docs/glossary.md", *ROOT.glob("docs/internals/*.md")):
+        text = page.read_text()
+        paths = {path for path in PATH.findall(text) if not any(file.endswith(f"/{path}") for file in files)}
+        names = {name for name in IDENTIFIER.findall(text) if not words.issuperset(name.split("."))}
+        unknown += [f"{page.relative_to(ROOT)}: {name}" for name in sorted(paths | names) if not name.endswith(".md")]
+    assert not unknown
