@@ -247,7 +247,7 @@ class StateIndex:
     form: StateFormat
     shards: tuple[ShardRange, ...]
     command: str
-    layout: Literal["slipstream", "speculators"] = "slipstream"  # speculators: data_tools/speculators_states.py
+    layout: Literal["slipstream", "speculators"] = "slipstream"  # speculators: data_tools/state_folders.py
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -319,7 +319,7 @@ def load_frozen_target(
     transformers where it is not, or is sharded.
 
     `heads_only` keeps on the host what only `aux_states` and `initial_weights` need. `mesh`: processes among which the
-    layers are sharded (sharded_target.py); the first one reads the files.
+    layers are sharded (sharded.py); the first one reads the files.
     """
     if mesh is not None:
         model = empty_model(path, trust_remote_code)
