@@ -17,10 +17,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
@@ -277,6 +278,35 @@ def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
             else {prefix + name: kind}
         )
     return types
+
+
+def option_defaults(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Default of every option that has one, by its dotted name; of an optional section (None) also those of the options
+    below it."""
+    types = get_type_hints(config_class)
+    defaults = dict[str, Any]()
+    for option in fields(config_class):
+        name, kind = prefix + option.name, types[option.name]
+        for section in filter(is_dataclass, (kind, *get_args(kind))):
+            defaults |= option_defaults(section, f"{name}.")
+        value = option.default if option.default_factory is MISSING else option.default_factory()
+        if value is not MISSING:
+            defaults |= flatten({name: asdict(value) if is_dataclass(value) else value})
+    return defaults
+
+
+def complete(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat `values` and, from `option_defaults`, the options that they lack, but not those below a section that they
+    leave out."""
+    present = {section for name in values for section in sections_of(name)}
+    absent = (defaults.keys() | values.keys()) - present
+    known = {name: value for name, value in defaults.items() if name in absent and absent.isdisjoint(sections_of(name))}
+    return known | dict(values)
+
+
+def sections_of(name: str) -> list[str]:
+    """a.b.c -> a, a.b."""
+    return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slipstream.config import run
+from slipstream.config import option_defaults, run
 from slipstream.data_tools.answers import AnswerReader, EngineAnswers
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
 from slipstream.data_tools.endpoints import EndpointAnswers, shared_model
@@ -275,11 +275,11 @@ def is_dropped(path: Path) -> bool:
 
 
 def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, report_path: Path) -> None:
-    """Raises ValueError if `output` has rows made with other options. A run that ended before its first row, for
-    example with a misspelt target, does not bind the next."""
+    """Raises ValueError if `output` has rows made with other options; one that their version did not have counts as its
+    default. A run that ended before its first row, for example with a misspelt target, does not bind the next."""
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
-    earlier = read_json(report_path).get("options", {})
+    earlier = option_defaults(RegenerateConfig) | read_json(report_path).get("options", {})
     if earlier.get("target_hash", options["target_hash"]) != options["target_hash"]:
         raise ValueError(
             f"target {options['target']} or its chat template has changed since {output} was started; name another "

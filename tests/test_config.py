@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from slipstream.config import parse, run
+from slipstream.config import complete, option_defaults, parse, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,31 @@ def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     )
     file.write_text("size: 4\nmost: null\n")
     assert parse(Options, ["--config", str(file)], prog="test", description="A test.").size == 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """Options with sections that are required, optional and with values of their own."""
+
+    place: str
+    needed: Section
+    extra: Section | None = None
+    slow: Section = field(default_factory=lambda: Section(rate=0.1))
+
+
+DEFAULTS = {"needed.rate": 0.5, "needed.kind": "fast", "slow.rate": 0.1, "slow.kind": "fast"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "added"),
+    [
+        ({}, {**DEFAULTS, "extra": None}),
+        ({"place": "here", "extra": None, "slow.rate": 0.1}, {k: v for k, v in DEFAULTS.items() if k != "slow.rate"}),
+        ({"extra.rate": 7.0, "gone": 1}, {**DEFAULTS, "extra.kind": "fast"}),
+    ],
+)
+def test_saved_options_are_completed_by_defaults(saved: dict[str, object], added: dict[str, object]) -> None:
+    assert complete(saved, option_defaults(Nested)) == saved | added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

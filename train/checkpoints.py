@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from slipstream.config import flatten
+from slipstream.config import complete, flatten
 from slipstream.models.files.atomic import (
     FolderLock,
     InUseError,
@@ -97,9 +97,9 @@ def git_revision() -> str | None:
 class Checkpoints:
     """Every method is called by all processes; the first one writes what is not sharded.
 
-    `identity`: what must match for a run to continue: its options and the hashes of their files. `run`: the provenance
-    for every run.json. `write_draft` writes a servable folder from a full state dict. `lock` of the output is held by
-    the first process.
+    `identity`: what must match for a run to continue: its options and the hashes of their files. `defaults` of options,
+    for checkpoints from before there were these. `run`: the provenance for every run.json. `write_draft` writes a
+    servable folder from a full state dict. `lock` of the output is held by the first process.
     """
 
     accelerator: Accelerator
@@ -107,13 +107,15 @@ class Checkpoints:
     output: Path
     keep: int
     identity: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     run: Mapping[str, Any]
     write_draft: WriteDraft
     lock: FolderLock | None
     newest: int = 0  # step of the newest checkpoint that this run loaded or wrote
 
     def __post_init__(self) -> None:
-        self.identity = json.loads(json.dumps(flatten(self.identity)))  # as it reads back from progress.json
+        # As they read back from progress.json.
+        self.identity, self.defaults = (json.loads(json.dumps(flatten(x))) for x in (self.identity, self.defaults))
 
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if `resume` is
@@ -148,15 +150,23 @@ class Checkpoints:
                 raise ValueError(f"output {self.output} holds a run ({path.name}); name another one or {remedy}")
 
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
-        for name in sorted(self.identity.keys() | saved.keys()):
-            if BY_CONTENT.get(name) in saved:
+        """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
+        counts as its default, one that this version does not have as left out."""
+        earlier = complete(saved, self.defaults)
+        for name in sorted(self.identity.keys() | earlier.keys()):
+            is_elsewhere = BY_CONTENT.get(name) in saved or (name in BY_CONTENT.values() and name not in saved)
+            here, there = self.identity.get(name), earlier.get(name)
+            if here == there or is_elsewhere or name.startswith(FREE_OPTIONS):
                 continue
-            here, there = self.identity.get(name), saved.get(name)
-            if here != there and not name.startswith(FREE_OPTIONS):
+            if name not in self.identity.keys() | self.defaults.keys():
                 raise ValueError(
-                    f"{name} is {here!r}, but the run in {folder} has {there!r}; "
-                    f"{REMEDIES.get(name, 'pass the saved value')} to continue it, or another output to start afresh"
+                    f"the run in {folder} has {name} {there!r}, an option that this version does not have; continue it "
+                    "with the version that its run.json names, or name another output to start afresh"
                 )
+            raise ValueError(
+                f"{name} is {here!r}, but the run in {folder} has {there!r}; "
+                f"{REMEDIES.get(name, 'pass the saved value')} to continue it, or another output to start afresh"
+            )
 
     def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
         """Raises ValueError if the state in `folder` was saved in shards that these processes cannot load."""

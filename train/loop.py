@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
 from slipstream import runtime
+from slipstream.config import option_defaults
 from slipstream.models.files.atomic import FolderLock
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
@@ -104,7 +105,10 @@ def fit(
     optimizers = build_optimizers(training, options.optim)
     model, *optimizers = accelerator.prepare(training, *optimizers)
     identity = {**asdict(options), **identity}
-    checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write, lock)
+    defaults = option_defaults(type(options))
+    checkpoints = Checkpoints(
+        accelerator, model, output, options.checkpoint.keep, identity, defaults, run, training.write, lock
+    )
     progress = checkpoints.resume(options.resume)
     training.restore(progress.fitted)
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)

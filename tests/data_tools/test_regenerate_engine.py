@@ -160,6 +160,17 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert report(tmp_path)["rows_dropped"] == {}
 
 
+@pytest.mark.usefixtures("llms")
+def test_a_file_that_a_version_with_fewer_options_began_is_continued(tmp_path: Path, target: Path, capsys: Any) -> None:
+    run(tmp_path, "--target", target, rows=ROWS[:2])
+    path = tmp_path / "out.jsonl.report"
+    values = json.loads(path.read_text())
+    del values["options"]["top_k"]
+    path.write_text(json.dumps(values))
+    assert "was started with 0; use that" in error(capsys, tmp_path, "--target", target, "--top-k", 5)
+    assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3
+
+
 def test_the_target_of_a_file_does_not_change_under_its_name(
     tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -83,6 +83,31 @@ def test_what_a_run_reads_may_lie_elsewhere(
     assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("saved", "changes", "message"),
+    [
+        ({"optim.momentum": ..., "draft.qk_norm": ..., "init_from": ..., "draft.state_weight": ...}, {}, None),
+        ({"vocabulary_hash": ..., "draft.dropped": None, "tracker.dropped": 5}, {}, None),
+        ({"draft.qk_norm": ...}, {"draft__qk_norm": "true"}, "draft.qk_norm is True, but the run in .* has False;"),
+        ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has 0.0001; pass the saved value"),
+        ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
+    ],
+)
+def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
+    run: Path, arguments: Arguments, saved: dict[str, Any], changes: dict[str, str], message: str | None
+) -> None:
+    """`saved`: ... removes an option, as if the run's version had not had it yet."""
+    path = run / "step-6" / "state" / "progress.json"
+    values = json.loads(path.read_text())
+    identity = values["identity"] | saved
+    path.write_text(json.dumps(values | {"identity": {k: v for k, v in identity.items() if v is not ...}}))
+    flags = arguments(run, optim__steps=6, **changes)
+    if message is None:
+        eagle3.main(flags)
+    else:
+        assert re.search(message, refusal(flags))
+
+
 def test_the_command_trains_in_this_process(
     tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
