@@ -2,9 +2,11 @@
 once."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from slipstream.models.files.names import check_checkpoint, check_file, check_folder
+from slipstream.models.files.outputs import step_folders
 from slipstream.train.options import RunOptions
 
 
@@ -73,13 +75,20 @@ class DraftRunOptions(RunOptions):
                 "target_sharding to none, or leave data.aux_states out"
             )
 
+    @property
+    def newest_step(self) -> Path | None:
+        """Checkpoint that the run continues from; None if it begins."""
+        steps = step_folders(Path(self.output)) if self.resume == "auto" else []
+        return steps[-1] if steps else None
+
     def check_inputs(self) -> None:
         """Raises ValueError for an empty required option and an input that does not exist."""
         for name, value in {"target": self.target, "output": self.output, "data.path": self.data.path}.items():
             if not value:
                 raise ValueError(f"{name} is empty; name a folder{' or a hub id' * (name == 'target')}")
         check_checkpoint("target", self.target)
-        check_checkpoint("init_from", self.init_from)
+        if self.newest_step is None:
+            check_checkpoint("init_from", self.init_from)
         check_folder("data.path", self.data.path, "a prepared dataset (slipstream prepare)")
         check_folder("data.aux_states", self.data.aux_states, "a folder of captured states (slipstream capture-states)")
         check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")

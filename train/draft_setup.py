@@ -45,7 +45,7 @@ class TargetFiles:
     config: TargetSpec
     tokenizer: PreTrainedTokenizerBase
     tokenizer_hash: str
-    start: DraftNetwork | None = None  # the draft at init_from
+    start: DraftNetwork | None = None  # if init_from is given: the draft there, or the newest of a run that continues
 
     @classmethod
     def find(cls, options: DraftRunOptions, accelerator: Accelerator, kind: type[DraftTraining]) -> "TargetFiles":
@@ -55,7 +55,10 @@ class TargetFiles:
         tokenizer = load_tokenizer(path, trust)
         start = None
         if options.init_from is not None:
-            start = read_start(options.init_from, kind.Network, kind.drafter, config)
+            newest = options.newest_step
+            option = "init_from" if newest is None else "output"
+            name = options.init_from if newest is None else str(newest)
+            start = read_start(option, name, kind.Network, kind.drafter, config)
         return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer), start)
 
     def new_draft(self, network: type[Network], options: BaseDraftOptions, **fields: Any) -> Network:
@@ -181,7 +184,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
     training.configure(options.evaluation)
     training.start(continues=files.start is not None)
-    if files.start is not None and not options.dry_run:
+    if files.start is not None and options.newest_step is None and not options.dry_run:
         for line in warm_start(draft, files.start).lines(options.init_from):
             files.accelerator.print(line)
     return training

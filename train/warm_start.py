@@ -30,13 +30,16 @@ NOT_COMPARED = (
 )
 
 
-def read_start(name: str, network: type[DraftNetwork], drafter: str, target: TargetSpec) -> DraftNetwork:
-    """The draft at `name`, a folder or hub id, on the host in fp32. Raises ValueError for a draft of another kind, and
-    for one that cannot be read."""
+def read_start(option: str, name: str, network: type[DraftNetwork], drafter: str, target: TargetSpec) -> DraftNetwork:
+    """The draft at `name`, a folder or hub id that `option` gives, on the host in fp32. Raises ValueError for a draft
+    of another kind, and for one that cannot be read."""
     path = resolve(name)
     found = drafter_of(read_json(path / "config.json"), name)
     if found != drafter:
-        raise ValueError(f"init_from {name} is a draft of kind {found}; train/{drafter}.py starts from {drafter}'s")
+        raise ValueError(
+            f"{option} {name} is a draft of kind {found}; training of {drafter} drafts starts from {drafter} drafts: "
+            f"name another {option}"
+        )
     return load_draft(network, path, target, torch.float32, torch.device("cpu"))
 
 

@@ -1,6 +1,7 @@
 """Training of block drafts with heads: losses and gradients against plain formulas, evaluation against a server, warm
 starts, calibration, options."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from slipstream.tests.random_targets import shared_weights
 from slipstream.tests.train.block_cases import BLOCK_SIZE, make_training, packed
 from slipstream.tests.train.conftest import documents
 from slipstream.tests.train.naive_walk import check_walk
-from slipstream.tests.train.runs import assert_same_gradients, records
+from slipstream.tests.train.runs import assert_same_gradients, assert_same_run, records
 from slipstream.train.batches import Batch, collate
 from slipstream.train.calibration import Calibration, Confidences, calibration_error, chain_error, fit_calibration
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
@@ -283,10 +284,16 @@ def test_a_run_continues_a_draft(
     heads = {"draft__markov_rank": 4, "draft__confidence_head": "true", "draft__sample_from_anchor": "true"}
     vocabulary = tmp_path / "map.safetensors"
     TokenMap.build(torch.ones(120, dtype=torch.int64), 120, [], {}).write(vocabulary)
-    flags = run_flags(tmp_path / "run", init_from=tmp_path / "draft", draft__vocabulary=vocabulary, **sizes, **heads)
+    start = {"init_from": tmp_path / "draft", "draft__vocabulary": vocabulary, "checkpoint__every": 1}
+    flags = run_flags(tmp_path / "run", **start, **sizes, **heads)
     main(flags)
+    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "draft")
+    shutil.rmtree(tmp_path / "run" / "step-2")
+    main(flags)
+    assert_same_run(tmp_path / "run", whole, last_step=2)
     said = capsys.readouterr().out
-    assert "exact: its first tokens are those of that draft" in said
+    assert said.count("exact: its first tokens are those of that draft") == 1
     config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
     assert len(config.confidence_temperatures) == len(config.confidence_biases) == BLOCK_SIZE

@@ -108,6 +108,23 @@ def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
         assert re.search(message, refusal(flags))
 
 
+def test_a_run_continues_without_the_draft_that_it_began_from(
+    tmp_path: Path, finished: Path, run_flags: Arguments
+) -> None:
+    """Whose token map and target states it has."""
+    source, run = shutil.copytree(finished / "best", tmp_path / "draft"), tmp_path / "run"
+    flags = [flag for flag in run_flags(run, init_from=source) if not flag.startswith("--draft.vocabulary")]
+    assert "training of eagle drafts starts from eagle drafts: name another init_from" in refusal(flags, eagle.main)
+    eagle3.main(flags)
+    whole = shutil.copytree(run, tmp_path / "whole")
+    shutil.rmtree(source)
+    shutil.rmtree(run / "step-6")
+    assert "init_from is '/gone', but the run in" in refusal([*flags, "--init_from=/gone"])
+    eagle3.main(flags)
+    assert_same_run(run, whole)
+    assert f"init_from {source} does not exist" in refusal([*flags, f"--output={tmp_path}/another"])
+
+
 def test_the_command_trains_in_this_process(
     tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
