@@ -35,7 +35,21 @@ TITLES = {
     "lr": "Learning rate",
     ACCEPT_LENGTH: "Accept length on held-out answers",
     "eval_accept_rate": "Accept rate by position, held out: share of rounds",
-    "accept_rate": "Agreement with the target's best token by step, training",
+    "accept_rate": "Agreement with the target (block drafts: the text) by position, training",
+    "eval_block_accept_length": "Accepted tokens of a block, held out",
+    "eval_slots_accept_length": "Accepted tokens of a block if no head joined its slots, held out",
+    "eval_candidate_recall": "Share of slots whose token is a candidate, held out",
+    "eval_path_accept_rate": "Accepted tokens as a share of the best path's, held out",
+    "eval_confidence_error": "Calibration error of the confidence head, held out",
+    "eval_confidence_error_before": "Calibration error of the confidence head before calibration, held out",
+    "state_loss": "Smooth L1 of states to the target's, by position",
+    "feature_loss": "Smooth L1 of features to the target's, by position",
+    "selector_ce": "Selector: cross-entropy against the text",
+    "selector_tv": "Selector: total variation to the target",
+    "scorer_ce": "LiLiCorr: cross-entropy against the text",
+    "scorer_hinge": "LiLiCorr: margin that the text's candidate lacks",
+    "scorer_regret": "LiLiCorr: expected loss of the target's logit",
+    "confidence": "Confidence head: binary cross-entropy",
     "tokens_per_second": "Throughput: supervised tokens per second",
     "grad_norm": "Gradient norm before clipping",
     "skipped_steps": "Steps skipped because their gradient was not finite",
@@ -44,29 +58,39 @@ NOT_DRAWN = {"step", "tokens"}
 SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "metrics", "argv"}
 MAX_SAMPLES = 8
 MAX_POINTS = 500  # of a line; longer ones are averaged in buckets, since there are no more pixels
+# Of curves: contrasts of 3 and more to the page's background in both themes.
 COLORS = ("#1f6feb", "#d9730d", "#2a9d5c", "#9b4f96", "#c4373b", "#0e8a8a", "#8a6d3b", "#5b6676")
+SWEEP = ("#1f6feb", "#9b4f96", "#c4373b", "#d9730d")
+# Of everything else in a chart: what matplotlib draws with becomes a color of the page's theme.
 GREY, PALE, INK = "#57606a", "#e6eaee", "#1b1f24"
+THEME = {GREY: "var(--pale)", PALE: "var(--grid)", INK: "var(--ink)"}
 # Text stays text, and equal pages are equal bytes.
 SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "font.size": 8}
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 1120px; margin: 24px auto; padding: 0 20px }
+:root { color-scheme: light dark; --ink: #1b1f24; --pale: #57606a; --line: #d8dee4; --grid: #e6eaee; --box: #f6f8fa;
+  --mark: #cfe6ff; --back: #fff }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --pale: #9aa4af; --line: #30363d; --grid: #21262d;
+  --box: #161b22; --mark: #1d4373; --back: #0d1117 } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back);
+  max-width: 1120px; margin: 24px auto; padding: 0 20px }
 h1 { font-size: 24px; margin: 0 0 12px } h2 { font-size: 17px; margin: 28px 0 8px }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px }
-.tiles div { border: 1px solid #d8dee4; border-radius: 6px; padding: 8px 14px; color: #57606a; font-size: 13px }
-.tiles b { display: block; font-size: 21px; color: #1b1f24 }
+.tiles div { border: 1px solid var(--line); border-radius: 6px; padding: 8px 14px; color: var(--pale); font-size: 13px }
+.tiles b { display: block; font-size: 21px; color: var(--ink) }
 .charts { display: flex; flex-wrap: wrap; gap: 18px; margin-top: 18px }
 figure { flex: 1 1 440px; max-width: 540px; margin: 0 } figcaption { font-weight: 600 }
-.legend { min-height: 20px; font-size: 13px; color: #57606a }
+.legend { min-height: 20px; font-size: 13px; color: var(--pale) }
 .legend span { margin-right: 14px } .legend i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 4px 0 }
+.legend i.ring { width: 8px; height: 8px; margin-bottom: 0; border: 1px solid var(--ink); border-radius: 50% }
 svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
-article { border: 1px solid #d8dee4; border-radius: 6px; padding: 4px 14px; margin: 10px 0; white-space: pre-wrap }
-article p { margin: 8px 0 } .prompt, .share { color: #57606a } .share { font-size: 13px }
-mark { background: #cfe6ff; color: inherit; border-radius: 3px }
+article { border: 1px solid var(--line); border-radius: 6px; padding: 4px 14px; margin: 10px 0; white-space: pre-wrap }
+article p { margin: 8px 0 } .prompt, .share { color: var(--pale) } .share { font-size: 13px }
+mark { background: var(--mark); color: inherit; border-radius: 3px }
 table { border-collapse: collapse; font-size: 13px }
 th, td { text-align: left; padding: 2px 14px 2px 0; vertical-align: top }
-th { font-weight: 500; color: #57606a; white-space: nowrap } td { overflow-wrap: anywhere }
-pre { background: #f6f8fa; padding: 10px 14px; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }
+th { font-weight: 500; color: var(--pale); white-space: nowrap } td { overflow-wrap: anywhere }
+pre { background: var(--box); padding: 10px 14px; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }
 """
 Points = Sequence[tuple[float, float]]
 
@@ -182,8 +206,7 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     for name, color in zip(names, palette(len(names)), strict=True):
         points = [point for point in run.points(name) if math.isfinite(point[1])]
         if len(names) > 1:
-            label = f"{'position' if is_evaluated else 'step'} {name.removeprefix(f'{family}_')}"
-            legend.append(f"<span><i style='background:{color}'></i>{escape(label)}</span>")
+            legend.append(f"<span><i style='background:{color}'></i>position {_by_position(name)[1] + 1}</span>")
         draw(axes, points, color, is_smoothed=not is_evaluated and family != "lr", has_raw=len(names) == 1)
         for step, value in points if is_evaluated else ():
             axes.plot([step], [value], "o", color=color, markersize=3.5, clip_on=False, gid=f"{step}: {value:.4g}")
@@ -193,7 +216,9 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     title, is_log = TITLES.get(family, family), family == "loss" and min(values) > 0
     set_axes(axes, run.records[-1]["step"], min(values), max(values), is_log=is_log)
     if family == ACCEPT_LENGTH and run.best is not None:
-        ring(axes, run.best["step"], run.best[ACCEPT_LENGTH])
+        step, value = run.best["step"], run.best[ACCEPT_LENGTH]
+        axes.plot([step], [value], "o", markersize=9, markerfacecolor="none", markeredgecolor=INK, clip_on=False)
+        legend.append(f"<span><i class=ring></i>best: {value:.3f} at step {step:,}</span>")
     return (
         f"<figure><figcaption>{escape(title)}{' (logarithmic axis)' * is_log}</figcaption>"
         f"<div class=legend>{''.join(legend)}</div>{svg(figure)}</figure>"
@@ -227,24 +252,9 @@ def set_axes(axes: Axes, num_steps: float, low: float, high: float, *, is_log: b
     axes.spines["bottom"].set_color(GREY)
 
 
-def ring(axes: Axes, step: float, value: float) -> None:
-    """Round the best point, with its label on the side where there is room."""
-    is_right = step > axes.get_xlim()[1] / 2
-    axes.plot([step], [value], "o", markersize=9, markerfacecolor="none", markeredgecolor=INK, clip_on=False)
-    offset, side = ((-7, -14), "right") if is_right else ((7, -14), "left")
-    axes.annotate(
-        f"best: {value:.3f}",
-        (step, value),
-        offset,
-        textcoords="offset points",
-        ha=side,
-        color=INK,
-        bbox={"pad": 0, "facecolor": "#fffc", "linewidth": 0},
-    )
-
-
 def svg(figure: Figure) -> str:
-    """The figure as an SVG element, without XML namespaces. A gid that begins with a digit becomes a tooltip."""
+    """The figure as an SVG element, without XML namespaces, in the theme's colors. A gid that begins with a digit
+    becomes a tooltip."""
     file = io.StringIO()
     with matplotlib.rc_context(SVG):
         figure.savefig(
@@ -252,14 +262,17 @@ def svg(figure: Figure) -> str:
         )
     text = file.getvalue()
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
+    for color, variable in THEME.items():
+        text = text.replace(color, variable)
     return re.sub(r'<g id="(\d[^"]*)">', r"<g><title>\1</title>", text)
 
 
 def palette(count: int) -> Sequence[str]:
-    """Colors of so many lines: distinct ones, or, when there are many, a sweep from blue to red."""
+    """Colors of so many lines: distinct ones, or, when there are many, a sweep from blue to orange."""
     if count <= len(COLORS):
         return COLORS[:count]
-    return [matplotlib.colors.to_hex(matplotlib.colormaps["coolwarm"](index / (count - 1))) for index in range(count)]
+    sweep = matplotlib.colors.LinearSegmentedColormap.from_list("sweep", SWEEP)
+    return [matplotlib.colors.to_hex(sweep(index / (count - 1))) for index in range(count)]
 
 
 def smoothed(points: Points) -> Points:

@@ -3,17 +3,40 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from slipstream import cli
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.head_options import LiLiCorrConfig
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.tests.train.block_cases import make_training, packed
+from slipstream.tests.train.conftest import make_eagle3, random_parts
 from slipstream.tests.train.runs import refusal
 from slipstream.train import eagle3
-from slipstream.train.report import ReportConfig, load_run, main, smoothed, thinned, write_report
+from slipstream.train.dflash_options import DraftOptions, LossWeights
+from slipstream.train.eagle import EagleTraining
+from slipstream.train.eagle_options import DraftOptions as EagleOptions
+from slipstream.train.report import (
+    COLORS,
+    TITLES,
+    ReportConfig,
+    families,
+    load_run,
+    main,
+    smoothed,
+    thinned,
+    write_report,
+)
 from slipstream.train.samples import Sample
+from slipstream.train.trackers import read_metrics
+from slipstream.train.training import DraftTraining
 
 EMPTY_TAGS = {"meta"}
 OPEN_TAGS = {"tr", "th", "td", "p", "html"}  # may end without an end tag
@@ -80,13 +103,59 @@ def test_every_curve_is_on_the_page(run: Path) -> None:
         "Accept length on held-out answers",
         "Accept rate by position, held out: share of rounds",
     ]
-    assert titles[4].startswith("Agreement with the target")
+    assert titles[4].startswith("Agreement with the target (")
     assert titles[5:] == ["Throughput: supervised tokens per second", "Gradient norm before clipping", "eval_other"]
     assert "<h1>a&lt;run&gt;</h1>" in text
     assert "<b>2.250</b>best accept length, step 20<" in text
     assert "<b>40</b>steps<" in text
     assert "<b>4,000</b>supervised tokens<" in text
     assert len(page.all("svg")) == len(titles)
+    legends = re.findall("<figcaption>(.*?)</figcaption><div class=legend>(.*?)</div>", text)
+    names = {title: re.sub("<[^>]*>", " ", legend).split() for title, legend in legends}
+    assert names[titles[3]] == []  # one curve
+    assert names[titles[4]] == ["position", "1", "position", "2"]
+
+
+def test_charts_follow_the_theme(run: Path) -> None:
+    """Only curves have colors of their own."""
+    text, page = page_of(run)
+    drawings = "".join(re.findall("<svg.*?</svg>", text, re.S))
+    colors = set(re.findall(r"(?:fill|stroke|color): ?([^;\"]+)", drawings)) - {"none"}
+    variables = {color for color in colors if color.startswith("var(")}
+    assert colors - variables <= set(COLORS)
+    assert "fill: var(--pale)" in drawings
+    style = text[text.index("<style>") : text.index("</style>")]
+    light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in style.split("}")[:2])
+    assert {f"var({name})" for name in light} >= {*variables, *re.findall(r"var\(--\w+\)", style)}
+    assert light.keys() == dark.keys()
+    assert not set(light.items()) & set(dark.items())
+    assert not re.search(r"#[0-9a-f]{3}", style.split("}", 3)[3])
+
+
+def test_every_metric_of_training_has_a_title(
+    target_model: PreTrainedModel, token_map: TokenMap, finished: Path, run: Path
+) -> None:
+    chain = make_eagle3(target_model, token_map.ids)
+    chain.options = replace(chain.options, state_weight=0.5)
+    every = LossWeights(**{weight.name: 0.1 for weight in fields(LossWeights) if "_" not in weight.name})
+    selector = replace(every, selector_ce=0.1, selector_tv=0.1)
+    scorer = replace(every, scorer_ce=0.1, scorer_hinge=0.1, scorer_regret=0.1, confidence=None)
+    heads = {"selector_rank": 6, "selector_top_k": 4, "confidence_head": True}
+    trainings: list[DraftTraining] = [
+        chain,
+        EagleTraining(*random_parts(Eagle, target_model, None), EagleOptions(), depth=3),
+        make_training(target_model, options=DraftOptions(losses=selector), **heads),
+        make_training(target_model, options=DraftOptions(losses=scorer), lilicorr=LiLiCorrConfig()),
+    ]
+    batch, _ = packed(seed=1)
+    names = {name for line in read_metrics(finished / "metrics.jsonl") for name in line} | {"skipped_steps"}
+    for training in trainings:
+        names |= training.loss(batch)[1].keys()
+        with torch.no_grad():
+            evaluated = training.evaluate(batch).keys() | training.end_evaluation(lambda parts: parts).keys()
+        names |= {f"eval_{name}" for name in evaluated}
+    drawn = replace(load_run(run), records=[dict.fromkeys(names, 1.0)])
+    assert {family for family, _ in families(drawn)} == TITLES.keys()
 
 
 def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> None:
@@ -95,7 +164,7 @@ def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> Non
     dots = re.findall(r'<g><title>([^<]*)</title>.*?<use xlink:href="[^"]*" x="([\d.]+)" y="([\d.]+)"', figure, re.S)
     assert [label for label, _, _ in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
     assert figure.count(f'x="{dots[1][1]}" y="{dots[1][2]}"') == 2, "the dot and its ring"
-    assert "best: 2.250" in figure
+    assert "best: 2.250 at step 20</span></div><svg" in figure
     across, up = [float(x) for _, x, _ in dots], [float(y) for _, _, y in dots]
     assert [b - a for a, b in zip(across, across[1:], strict=False)] == pytest.approx([across[1] - across[0]] * 3)
     assert up[1] == up[2] < up[3] < up[0]
