@@ -33,6 +33,7 @@ from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.drafts.dflash import default_block_aux_layers
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import resolve, weights_fingerprint
+from slipstream.models.files.loss_masks import Cut
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
 from slipstream.models.targets.config import check_aux_layers, default_aux_layers
@@ -50,6 +51,7 @@ class Job:
     splits: dict[str, Dataset]
     index: StateIndex
     folder: StateFolder
+    cuts: dict[str, Cut]  # by split
     pending: list[int]  # numbers of the shards to write
 
     @property
@@ -73,7 +75,7 @@ def capture_states(config: CaptureConfig) -> None:
     accelerator, output = Accelerator(cpu=on_cpu), Path(config.output)
     splits = load_splits(config)
     path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
-    index = build_index(config, path, splits)
+    index, cuts = build_index(config, path, splits)
     folder = LAYOUTS[config.layout](output, index, splits)
     check_output(folder, output, index)
     if not any(shard.num_supervised if index.whole_documents else shard.num_tokens for shard in index.shards):
@@ -86,7 +88,7 @@ def capture_states(config: CaptureConfig) -> None:
         return
     if not set(config.shards) <= set(range(len(index.shards))):
         raise ValueError(f"shards is {list(config.shards)}; there are shards 0 to {len(index.shards) - 1}")
-    job = Job(config, splits, index, folder, sorted(set(config.shards)) or folder.missing())
+    job = Job(config, splits, index, folder, cuts, sorted(set(config.shards)) or folder.missing())
     if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # shards appear from here on
@@ -123,9 +125,9 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
     }
 
 
-def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> StateIndex:
-    """Plans a capture of the target at `path`: documents, states, shards. Raises ValueError for data prepared with
-    another tokenizer than the target's."""
+def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> tuple[StateIndex, dict[str, Cut]]:
+    """Plans a capture of the target at `path`: documents, states, shards; also says what max_length cuts of each split.
+    Raises ValueError for data prepared with another tokenizer than the target's."""
     report = read_report(Path(config.data))
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
@@ -135,17 +137,22 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
             f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
         )
     form, size = choose_format(config, path), int(config.shard_gb * 1e9)
-    needs = {name: measure(split, config.max_length, config.layout == "speculators") for name, split in splits.items()}
-    return StateIndex(
+    shards = list[ShardRange]()
+    cuts = dict[str, Cut]()
+    for name, split in splits.items():
+        needs, cuts[name] = measure(split, config.max_length, config.layout == "speculators")
+        shards += plan_shards(name, needs, form, size)
+    index = StateIndex(
         target_fingerprint=weights_fingerprint(path),
         tokenizer_hash=tokenizer_hash,
         data_hash=report["data_hash"],
         max_length=config.max_length,
         form=form,
-        shards=tuple(shard for name in needs for shard in plan_shards(name, needs[name], form, size)),
+        shards=tuple(shards),
         command=config.command(),
         layout=config.layout,
     )
+    return index, cuts
 
 
 def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
@@ -210,6 +217,9 @@ def describe(job: Job) -> None:
             "size": f"{job.num_bytes / 1e9:.2f} GB",
         }
     )
+    for name, cut in job.cuts.items():
+        if cut.num_documents:
+            print(f"{name}: {cut.sentence('max_length')}")
 
 
 def estimate_time(job: Job, capturer: Capturer, num_processes: int) -> None:

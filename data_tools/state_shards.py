@@ -11,40 +11,37 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 
+from slipstream.models.files.loss_masks import Cut, LossMasks, scan
 from slipstream.models.files.state_store import ShardRange, ShardTensors, StateFormat, encode, needed_tokens, new_shard
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 
-SCAN_ROWS = 4096  # documents measured at once
 TIMED_PASSES = 3
 
 
-def measure(dataset: Dataset, max_length: int, whole: bool = False) -> np.ndarray:
+def measure(dataset: Dataset, max_length: int, whole: bool = False) -> tuple[np.ndarray, Cut]:
     """(D, 2) int64: per document cut at `max_length`, the tokens whose states training reads and the supervised ones
-    among them (models/state_store.needed_tokens, here for many documents at once). `whole`: of all its tokens."""
-    tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
-    num_tables = -(-len(dataset) // SCAN_ROWS)
-    bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables <= 1)
-    return np.concatenate([np.zeros((0, 2), np.int64), *(measure_table(table, max_length, whole) for table in bar)])
+    among them (models/state_store.needed_tokens, here for many documents at once). `whole`: of all its tokens. And what
+    was cut."""
+    needs = [np.zeros((0, 2), np.int64)]
+    beyond = list[np.ndarray]()
+    for masks in scan(dataset):
+        needs.append(measure_masks(masks, max_length, whole))
+        beyond.append(masks.beyond(max_length))
+    return np.concatenate(needs), Cut.of(max_length, beyond)
 
 
-def measure_table(table: pyarrow.Table, max_length: int, whole: bool) -> np.ndarray:
-    lengths = pc.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64)
-    mask = pc.list_flatten(table["loss_mask"]).to_numpy()
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(document)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    chosen = np.flatnonzero(mask & (position > 0) & (position < max_length))
-    supervised = np.bincount(document[chosen], minlength=len(lengths))
+def measure_masks(masks: LossMasks, max_length: int, whole: bool) -> np.ndarray:
+    positions = masks.positions
+    chosen = np.flatnonzero(masks.supervised & (positions > 0) & (positions < max_length))
+    supervised = masks.count(chosen)
     if whole:
-        return np.stack([np.minimum(lengths, max_length), supervised], axis=1)
-    tokens = np.zeros(len(lengths), np.int64)
-    np.maximum.at(tokens, document[chosen], position[chosen])
+        return np.stack([np.minimum(masks.lengths, max_length), supervised], axis=1)
+    tokens = np.zeros(len(masks.lengths), np.int64)
+    np.maximum.at(tokens, masks.documents[chosen], positions[chosen])
     return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # nothing reads the state of the last one
 
 

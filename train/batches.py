@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from tqdm import tqdm
 
 from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.loss_masks import Cut, LossMasks, scan
 from slipstream.train.cached_states import CachedStates
-
-SCAN_ROWS = 4096  # documents measured at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class PackedRows:
         """`limit` keeps the first documents only. Raises ValueError for a split that supervises nothing."""
         self.dataset = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
         self.max_length = max_length
-        lengths, targets, beyond = measure(self.dataset, max_length)
+        lengths, targets, self.cut = measure(self.dataset, max_length)
         documents = np.flatnonzero(targets)
         if not len(documents):
             raise ValueError(
@@ -55,7 +51,6 @@ class PackedRows:
                 f"{max_length}; raise data.max_length, or prepare conversations that have answers"
             )
         self.num_dropped = len(self.dataset) - len(documents)
-        self.num_cut, self.num_beyond = int((beyond >= 0).sum()), int(beyond.clip(0).sum())
         self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
@@ -106,27 +101,20 @@ def possible_roots(batch: Batch) -> Tensor:
     return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
 
 
-def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray, Cut]:
     """Per document: its length cut at `max_length`; its supervised tokens up to there, 0 if no two of them are
-    adjacent; its supervised tokens beyond, -1 if it is not cut."""
-    tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
-    num_tables = -(-len(dataset) // SCAN_ROWS)
-    bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables == 1)
-    lengths, targets, beyond = zip(*(measure_table(table, max_length) for table in bar), strict=True)
-    return np.concatenate(lengths), np.concatenate(targets), np.concatenate(beyond)
+    adjacent. And what was cut."""
+    lengths, targets, beyond = zip(*(measure_masks(masks, max_length) for masks in scan(dataset)), strict=True)
+    return np.concatenate(lengths), np.concatenate(targets), Cut.of(max_length, beyond)
 
 
-def measure_table(table: pa.Table, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    length = pc.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
-    supervised = pc.list_flatten(table["loss_mask"]).to_numpy()
-    document = np.repeat(np.arange(len(length)), length)
-    position = np.arange(len(document)) - np.repeat(np.cumsum(length) - length, length)
-    beyond = np.bincount(document[supervised & (position >= max_length)], minlength=len(length))
-    supervised = supervised & (position > 0) & (position < max_length)
-    adjacent = supervised & np.append(supervised[1:] & (position[1:] > 0), False)
-    count = np.bincount(document[supervised], minlength=len(length))
-    count[np.bincount(document[adjacent], minlength=len(length)) == 0] = 0
-    return np.minimum(length, max_length), count, np.where(length > max_length, beyond, -1)
+def measure_masks(masks: LossMasks, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    positions = masks.positions
+    supervised = masks.supervised & (positions > 0) & (positions < max_length)
+    adjacent = supervised & np.append(supervised[1:] & (positions[1:] > 0), False)
+    count = masks.count(supervised)
+    count[masks.count(adjacent) == 0] = 0
+    return np.minimum(masks.lengths, max_length), count, masks.beyond(max_length)
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -216,8 +216,5 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
             f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
             f"{rows.num_dropped} documents left out: no two supervised tokens in a row"
         )
-        if rows.num_cut:
-            accelerator.print(
-                f"{name}: {rows.num_cut} documents cut, {rows.num_beyond} supervised tokens beyond data.max_length "
-                f"{rows.max_length}"
-            )
+        if rows.cut.num_documents:
+            accelerator.print(f"{name}: {rows.cut.sentence('data.max_length')}")

@@ -89,7 +89,9 @@ def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
     generator = np.random.default_rng(1)
     rows = [random_row(generator) for _ in range(200)]
     masks = [mask.tolist() for _, mask in rows]
-    needs = measure(Dataset.from_dict({"loss_mask": masks}), MAX_LENGTH)
+    needs, cut = measure(Dataset.from_dict({"loss_mask": masks}), MAX_LENGTH)
+    assert cut.num_documents == sum(len(mask) > MAX_LENGTH for mask in masks) > 0
+    assert cut.num_supervised == sum(sum(mask[MAX_LENGTH:]) for mask in masks)
     for mask, (tokens, supervised) in zip(masks, needs.tolist(), strict=True):
         cut = torch.tensor([False, *mask[1:MAX_LENGTH]])
         assert tokens == needed_tokens(cut)
@@ -113,7 +115,7 @@ def test_the_command_repeats_the_capture() -> None:
 
 
 def test_size_and_time_are_shown_before_anything_is_written(
-    tmp_path: Path, flags: Flags, captured: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: Flags, captured: Path, capture_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([word for word in flags(tmp_path / "new") if word != "--yes"])
@@ -128,6 +130,10 @@ def test_size_and_time_are_shown_before_anything_is_written(
     assert table["bytes per token"] == f"{3 * 32 * 4 + 4 + 1}"
     assert table["bytes more per supervised token"] == f"{32 * 4}"
     assert "tokens per second" in table["time"]
+    for split, rows in load_from_disk(str(capture_data)).items():
+        cut = [mask[MAX_LENGTH:] for mask in rows["loss_mask"] if len(mask) > MAX_LENGTH]
+        sentence = f"{len(cut)} documents cut, {sum(map(sum, cut))} supervised tokens beyond max_length {MAX_LENGTH}"
+        assert f"{split}: {sentence}" in printed.out
     assert table["size"] == f"{sum(map(index.num_bytes, range(len(index.shards)))) / 1e9:.2f} GB"
 
 

@@ -57,10 +57,8 @@ def test_measure_counts_what_can_be_learnt() -> None:
         ([], []),
     ]
     dataset = Dataset.from_dict({"input_ids": [d[0] for d in documents], "loss_mask": [d[1] for d in documents]})
-    lengths, targets, beyond = measure(dataset, 8)
-    assert beyond.tolist() == [-1, -1, 4, 4, -1, -1]
-    rows = PackedRows(dataset, 8)
-    assert (rows.num_cut, rows.num_beyond) == (2, 8)
+    lengths, targets, cut = measure(dataset, 8)
+    assert (cut.num_documents, cut.num_supervised) == (2, 8)
     assert lengths.tolist() == [6, 6, 8, 8, 3, 0]
     assert targets.tolist() == [3, 0, 0, 3, 2, 0]
     rows = PackedRows(dataset, 8)
