@@ -40,7 +40,7 @@ from slipstream.models.targets.config import check_aux_layers, default_aux_layer
 from slipstream.models.targets.pretrained import read_config
 
 LAYOUTS: dict[str, type[StateFolder]] = {"slipstream": ShardFolder, "speculators": SpeculatorsFolder}
-BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
+BLOCK_DRAFT_LAYERS = 5  # default of draft.num_layers, which decides the states that a DFLASH draft reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +217,11 @@ def describe(job: Job) -> None:
             "size": f"{job.num_bytes / 1e9:.2f} GB",
         }
     )
+    if "dflash" in job.config.drafters and not job.config.layers:
+        print(
+            f"the states are those of DFLASH drafts of {BLOCK_DRAFT_LAYERS} layers, the default of draft.num_layers; "
+            "for drafts of another depth, or with draft.aux_layers, name them in --layers"
+        )
     for name, cut in job.cuts.items():
         if cut.num_documents:
             print(f"{name}: {cut.sentence('max_length')}")

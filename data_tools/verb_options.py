@@ -214,7 +214,8 @@ class CaptureConfig:
     layout: Literal["slipstream", "speculators"] = "slipstream"
     """speculators: the folder that this library's trainer reads offline. Keeps whole documents."""
     layers: tuple[int, ...] = ()
-    """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
+    """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm. Default: what
+    the drafters read; for dflash, drafts of 5 layers."""
     last_hidden: bool = False
     """Keep the state after the final norm of supervised tokens even if no named draft reads it."""
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"

@@ -137,6 +137,14 @@ def test_size_and_time_are_shown_before_anything_is_written(
     assert table["size"] == f"{sum(map(index.num_bytes, range(len(index.shards)))) / 1e9:.2f} GB"
 
 
+@pytest.mark.parametrize(("words", "is_said"), [(["dflash"], True), (["dflash", "--layers", "1"], False)])
+def test_the_depth_that_a_block_draft_is_taken_to_have_is_said(
+    words: list[str], is_said: bool, tmp_path: Path, flags: Flags, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal([word for word in flags(tmp_path, "--drafters", *words) if word != "--yes"], main)
+    assert ("those of DFLASH drafts of 5 layers, the default of draft.num_layers" in capsys.readouterr().out) == is_said
+
+
 @pytest.mark.parametrize(("answer", "written"), [("y", True), ("", False), ("n", False)])
 def test_the_question(
     tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, answer: str, written: bool
