@@ -1,5 +1,6 @@
 """Trains a DFLASH block draft for a target (arXiv 2602.06036).
 
+    slipstream train dflash --config configs/dflash/tiny.yaml --optim.lr 1e-3
     accelerate launch train/dflash.py --config configs/dflash/tiny.yaml --optim.lr 1e-3
 
 Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`). Run again, it continues.

@@ -1,5 +1,6 @@
 """Trains an EAGLE draft for a target (arXiv 2401.15077); EAGLE-2's trees are grown from the same weights.
 
+    slipstream train eagle --config configs/eagle/tiny.yaml --optim.lr 1e-3
     accelerate launch train/eagle.py --config configs/eagle/tiny.yaml --optim.lr 1e-3
 
 Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`). Run again, it continues.

@@ -1,5 +1,6 @@
 """Trains an EAGLE3 draft for a target (arXiv 2503.01840).
 
+    slipstream train eagle3 --config configs/eagle3/tiny.yaml --optim.lr 1e-3
     accelerate launch train/eagle3.py --config configs/eagle3/tiny.yaml --optim.lr 1e-3
 
 Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`). Run again, it continues.

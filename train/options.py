@@ -17,7 +17,7 @@ AT_LEAST_ONE = (
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     path: str
-    """prepared dataset (data_tools/prepare.py): splits train and heldout"""
+    """prepared dataset (slipstream prepare): splits train and heldout"""
     max_length: int = 4096
     """tokens in a packed row; longer documents are cut, which is counted"""
     batch_size: int = 1
