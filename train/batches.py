@@ -153,13 +153,20 @@ def training_batches(
     """Yields one process's batches of rows `start` to `end` of the run (endless if None), and whether each is new.
 
     Processes take `batch_size` rows each in turn. After `end` they get filler batches, marked False, so that every
-    process makes the same number of passes.
+    process makes the same number of passes. A filler is the latest pass's first row again: its gradient, times 0, is
+    only NaN in a step that has such a row anyway.
     """
     order = itertools.islice(row_order(len(rows), seed, start), None if end is None else end - start)
     own = slice(process * batch_size, (process + 1) * batch_size)
+    filler = 0
+    filler_number = start
     for first in itertools.count(start, batch_size * num_processes):
-        chosen = list(itertools.islice(order, batch_size * num_processes))[own]
-        yield rows.batch(chosen or [0], first + own.start), bool(chosen)
+        taken = list(itertools.islice(order, batch_size * num_processes))
+        if taken:
+            filler = taken[0]
+            filler_number = first
+        chosen = taken[own]
+        yield rows.batch(chosen or [filler], first + own.start if chosen else filler_number), bool(chosen)
 
 
 def evaluation_batches(

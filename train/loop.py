@@ -201,7 +201,7 @@ class Loop:
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
             losses = torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))
-            add(totals, metrics | {"loss": losses}, weight=int(is_new))
+            add(totals, metrics | {"loss": losses}, is_new=is_new)
         if norm is not None:  # old versions of DeepSpeed give none
             norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=accelerator.device)
             totals["grad_norm"] = torch.stack((norm, torch.ones_like(norm)))
@@ -252,7 +252,7 @@ class Loop:
         )
         for batch, is_new in read_ahead(batches, self.heldout):
             self.training.is_new = is_new
-            add(totals, self.model(batch)[1], weight=int(is_new))
+            add(totals, self.model(batch)[1], is_new=is_new)
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
         metrics |= self.training.end_evaluation(gather_object)

@@ -111,9 +111,11 @@ class DraftTraining(nn.Module, ABC):
         write_draft(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
-def add(totals: Metrics, metrics: Metrics, weight: int = 1) -> None:
+def add(totals: Metrics, metrics: Metrics, *, is_new: bool = True) -> None:
+    """`is_new` False: only names, which all processes must hold, and no sums, which may not be finite."""
     for name, value in metrics.items():
-        totals[name] = totals.get(name, 0) + weight * value.detach().double()
+        sums = value.detach().double()
+        totals[name] = totals.get(name, 0) + (sums if is_new else torch.zeros_like(sums))
 
 
 def reduce(accelerator: Accelerator, totals: Metrics) -> dict[str, tuple[float, float]]:

@@ -148,6 +148,21 @@ def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, 
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
+def test_a_filler_repeats_a_row_of_its_step(rows: PackedRows, num: int) -> None:
+    """Of steps of two passes, the last of which has one row: else a row that is not finite would end another's step."""
+    taken = [take(rows, 4, end=4 * num + 1, process=process, num=num) for process in range(num)]
+    for step in (0, 1):
+        batches = [pair for batches in taken for pair in batches[2 * step : 2 * step + 2]]
+        new = {number for batch, is_new in batches if is_new for number in batch.numbers.tolist()}
+        documents = {document for batch, is_new in batches if is_new for document in documents_of(batch)}
+        fillers = [batch for batch, is_new in batches if not is_new]
+        assert len(fillers) == step * (2 * num - 1)
+        for batch in fillers:
+            assert new.issuperset(batch.numbers.tolist())
+            assert documents.issuperset(documents_of(batch))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
 def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows, num: int) -> None:
     found = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
     assert len({len(batches) for batches in found}) == 1

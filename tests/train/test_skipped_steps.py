@@ -19,7 +19,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop
-from slipstream.train.training import Metrics
+from slipstream.train.training import Metrics, add
 
 
 def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
@@ -71,6 +71,13 @@ def test_a_run_ends_after_ten_such_steps_in_a_row(
     assert re.search(r"10 steps in a row, up to step 24, were not finite \(loss .*nan.*lower optim", error)
     assert records(tmp_path)[-1]["skipped_steps"] == 18
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 20).values())
+
+
+def test_a_batch_that_is_not_new_adds_no_sum_that_is_not_finite() -> None:
+    totals = Metrics()
+    add(totals, {"loss": torch.tensor([float("nan"), 3.0])}, is_new=False)
+    add(totals, {"loss": torch.tensor([2.0, 4.0])})
+    assert totals["loss"].tolist() == [2.0, 4.0]
 
 
 def test_deepspeed_skips_by_itself_or_the_run_ends() -> None:
