@@ -26,6 +26,8 @@ from slipstream.models.layers.linear import Embedding
 from slipstream.models.layers.quantized import FLOATS, QUANTIZED
 from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
 
+MAP_REMEDY = "fetch the draft again, or write d2t as target id minus draft id"
+
 logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
@@ -442,20 +444,41 @@ def complete_vocabulary(tensors: dict[str, Tensor], config: DraftConfig, path: P
     d2t = tensors["d2t"] = whole_numbers(tensors["d2t"], path)
     if d2t.ndim != 1:
         return
+    check_ids(d2t, config.vocab_size, path)
+    has_mask = "t2d" in tensors
     ids = ids_of(d2t)
-    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
-        raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
     t2d = tensors.setdefault("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
     if t2d.shape != (config.vocab_size,):
         raise ValueError(f"{path}: t2d is {list(t2d.shape)}, but the target has {config.vocab_size} tokens")
     if len(d2t) == config.draft_vocab_size:
-        check_t2d(str(path), d2t, t2d, "fetch the draft again, or write d2t as target id minus draft id")
+        check_t2d(str(path), d2t, t2d, MAP_REMEDY)
     if len(d2t) < config.vocab_size and not d2t.any():
         logger.warning(
             "%s: d2t is all zeros, so that the draft proposes the first %d tokens of the target alone; if few are "
             "accepted, the file lacks its map",
             *(path, len(d2t)),
         )
+    elif not has_mask and 1 < len(d2t) < config.vocab_size and bool((d2t[1:] > d2t[:-1]).all()):
+        logger.warning(
+            "%s: d2t rises from each token to the next, as a list of target ids does; if few are accepted, it holds "
+            "target ids where differences belong: %s",
+            *(path, MAP_REMEDY),
+        )
+
+
+def check_ids(d2t: Tensor, vocab_size: int, path: Path) -> None:
+    """Raises ValueError for differences d2t (Vd,) that do not lead to distinct ids of the target."""
+    ids = ids_of(d2t)
+    if are_distinct_ids(ids, vocab_size):
+        return
+    fault = f"d2t maps outside the target's {vocab_size} tokens or twice to one"
+    if are_distinct_ids(d2t, vocab_size):
+        fault += f", since it holds target ids where differences belong; {MAP_REMEDY}"
+    raise ValueError(f"{path}: {fault}")
+
+
+def are_distinct_ids(ids: Tensor, vocab_size: int) -> bool:
+    return bool(((ids >= 0) & (ids < vocab_size)).all()) and len(ids.unique()) == len(ids)
 
 
 def whole_numbers(d2t: Tensor, path: Path) -> Tensor:

@@ -491,7 +491,11 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         (lambda tensors: tensors | {"layers.1.norm.weight": torch.ones(32)}, r"unexpected layers\.1\.norm\.weight"),
         (lambda tensors: tensors | {"d2t": tensors["d2t"] + 90}, "d2t maps outside the target's 120 tokens or twice"),
         (lambda tensors: without("t2d")(tensors | {"d2t": tensors["d2t"] - 1}), "d2t maps outside"),
-        (lambda tensors: tensors | {"d2t": -torch.arange(50)}, "d2t maps outside .* or twice to one"),
+        (lambda tensors: tensors | {"d2t": -torch.arange(50)}, "d2t maps outside .* or twice to one$"),
+        (
+            lambda tensors: without("t2d")(tensors | {"d2t": torch.arange(20, 120, 2)}),
+            "d2t maps outside the target's 120 tokens or twice to one, since it holds target ids where differences",
+        ),
         (lambda tensors: tensors | {"d2t": tensors["d2t"][:40]}, r"d2t is \[40\], the config says \[50\]"),
         (lambda tensors: tensors | {"d2t": tensors["d2t"][None]}, r"d2t is \[1, 50\], the config says \[50\]"),
         (lambda tensors: tensors | {"d2t": tensors["d2t"] + 0.5}, r"d2t holds fractions \(torch.float32\)"),
@@ -528,6 +532,17 @@ def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(
     draft.change(lambda tensors: without("t2d")(tensors | {"d2t": torch.zeros(50)}))
     assert draft.load().target_ids.tolist() == list(range(50))
     assert "d2t is all zeros, so that the draft proposes the first 50 tokens" in caplog.text
+
+
+def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(
+    draft: SavedDraft, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ids that are all below the vocabulary's middle. Differences stay the same from a token to its neighbour."""
+    for d2t, warns in ((torch.arange(1, 51), True), (torch.arange(50) // 2, False)):
+        caplog.clear()
+        draft.change(lambda tensors, d2t=d2t: without("t2d")(tensors | {"d2t": d2t}))
+        assert torch.equal(draft.load().target_ids, torch.arange(50) + d2t)
+        assert ("as a list of target ids does; if few are accepted" in caplog.text) == warns
 
 
 def test_an_embedding_of_zeros_is_a_placeholder(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
