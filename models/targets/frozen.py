@@ -179,8 +179,9 @@ class TransformersTarget(FrozenTarget):
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
+        output_head(model)
         super().__init__(model, decoder_layers(model), aux_layers)
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         if not self.head.is_meta:
             self._check_head()
         self._states: dict[int, Tensor] = {}
@@ -239,7 +240,7 @@ class TransformersTarget(FrozenTarget):
 
     @property
     def head(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        return output_head(self.model).weight
 
     @property
     def logit_softcap(self) -> float | None:
@@ -247,7 +248,7 @@ class TransformersTarget(FrozenTarget):
 
     @property
     def head_bias(self) -> Tensor | None:
-        return self.model.get_output_embeddings().bias
+        return output_head(self.model).bias
 
     def compile_layers(self) -> None:
         """Compiles each kind of layer at the first call of `aux_states`, and once more if sizes change."""
@@ -290,10 +291,28 @@ class TransformersTarget(FrozenTarget):
         raise ValueError(f"{name} has a final norm that is no RMS norm with weights; {remedy}")
 
 
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """The layer that makes logits of states. Raises ValueError for a model that has none, or one of another kind."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        kind = "no output embeddings" if head is None else f"output embeddings of class {type(head).__name__}"
+        raise ValueError(f"{type(model).__name__} has {kind}; training needs an nn.Linear: choose another target")
+    return head
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """What makes states of tokens. Raises ValueError for a model that does not tell it from its head, as Llama 4."""
+    decoder = model.get_decoder()
+    if decoder is model:
+        name = type(model).__name__
+        raise ValueError(f"{name} names no decoder apart from its head (get_decoder); choose another target")
+    return decoder
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of any transformers causal LM, whatever the list is called."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
@@ -331,7 +350,7 @@ def load_frozen_target(
     if is_served(read_json(path / "config.json")):
         return load_decoder_target(path, aux_layers, device, trust_remote_code, heads_only)
     model = read_model(path, device, trust_remote_code)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
+    for module in (model.get_input_embeddings(), output_head(model)) if heads_only else (model,):
         nn.Module.to(module, device)
     return TransformersTarget(model, aux_layers)
 
@@ -383,7 +402,6 @@ def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         dtype = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device untied them
-    head = model.get_output_embeddings()
     if ties_head(model.config):  # a caller's init_empty_weights unties them once more
-        head._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")
+        output_head(model)._parameters["weight"] = model.get_input_embeddings().get_parameter("weight")
     return model

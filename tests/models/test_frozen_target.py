@@ -13,6 +13,7 @@ from transformers import (
     GemmaConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -226,6 +227,27 @@ def test_gpt_oss_is_read() -> None:
 def test_a_head_that_does_more_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, logits_scaling=8.0))
     with pytest.raises(ValueError, match="changes its head.s logits, perhaps by logits_scaling, which"):
+        TransformersTarget(model, (1,))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (None, "LlamaForCausalLM has no output embeddings; training needs an nn.Linear: choose another target"),
+        (torch.nn.Sequential(torch.nn.Linear(32, 120)), "has output embeddings of class Sequential; training needs"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(head: torch.nn.Module | None, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    model.get_output_embeddings = lambda: head
+    with pytest.raises(ValueError, match=message):
+        TransformersTarget(model, (1,))
+
+
+def test_a_model_that_does_not_name_its_decoder_is_refused() -> None:
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": None}
+    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**SHAPE | sizes))
+    with pytest.raises(ValueError, match="Llama4ForCausalLM names no decoder apart from its head"):
         TransformersTarget(model, (1,))
 
 
