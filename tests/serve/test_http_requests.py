@@ -1,6 +1,7 @@
 """Which requests the server takes, which it refuses and how, and what reaches the engine."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.limits import ApiError
-from slipstream.serve.http.schemas import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, ChatBody, CompletionBody
+from slipstream.serve.http.responses_body import ResponsesBody
+from slipstream.serve.http.schemas import (
+    NEUTRAL,
+    NEUTRAL_IN_STREAM_OPTIONS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, info
@@ -337,3 +346,10 @@ def test_chat_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="/v1/completions") as caught:
         frontend(tmp_path, {}, chat=False).requests(ChatBody(messages=HELLO), "r")
     assert caught.value.status == 400
+
+
+def test_the_page_names_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text()
+    names = {name for code in re.findall(r"`([^`\n]+)`", page) for name in re.findall(r"\w+", code)}
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
+        assert names.issuperset(body.model_fields), body
