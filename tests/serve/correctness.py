@@ -232,45 +232,80 @@ def is_near(found: Logprobs | None, expected: Logprobs | None) -> bool:
     return found.top_ids == expected.top_ids and all(abs(a - b) < 1e-4 for a, b in pairs)
 
 
-HEAD = """# Features and drafters
+ANSWERS = len(TEMPERATURES) * 2 * 2  # of a feature with a drafter: few pages and room, each twice
+HEAD = f"""# Features and drafters
 
-Made by `python -m slipstream.tests.serve.correctness`; the tests run the same cases (`tests/serve/test_correctness.py`,
-all of them in `make test-all`).
+`python -m slipstream.tests.serve.correctness` writes this page. `tests/serve/test_correctness.py` runs the same cases,
+all of them in `make test-all`.
 
-Each answer is compared with that of the same request without a draft and alone: tokens and finish reason must be equal,
-log-probabilities within 1e-4, and a trace must count what the request's own figures do. A cell counts the equal answers
-of 8: at temperature 0 and 1, with room for all requests and with so few pages that some are preempted, and each of
-these twice, the second time after cached prompts, when n-gram lookahead knows the answers. All rows run side by side,
-so requests without drafts are beside others. Each step verifies a random number of nodes. All drafters, `none` too,
-draft what grammars force; the reference does not. Targets are computed in fp32 on a CPU; EAGLE and block drafts know
-half of the answers, as far as their random heads (dflash2, dspark, lilicorr) let them. The last line of a table: the
-accepted share of drafted tokens, the second time and with room.
+We compare each answer with the answer to the same request alone and without a draft. Tokens and finish reason must be
+equal, log-probabilities within 1e-4, and a trace must agree with the request's own counts. Each feature gives
+{ANSWERS} answers with each drafter: at temperature 0 and 1, with room for all requests and with so few pages that some
+are preempted, and each of these twice. The second time prompts are cached and n-gram lookahead knows the answers.
+
+All requests run side by side, those without drafts too, and each step verifies a random number of nodes. Every drafter,
+`none` too, drafts the text that a grammar forces; the reference does not. Targets run in fp32 on a CPU. EAGLE and block
+drafts know half of the answers, as far as their random heads (dflash2, dspark, lilicorr) let them.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Outcome of all cases with one target."""
+
+    equal: Counter[tuple[str, str]]  # answers that equal the reference, by feature and drafter
+    accepted: dict[str, float]  # share of drafted tokens, by drafter
+
+
 def main() -> None:
-    parts = [HEAD.strip()]
-    for kind, name in TARGETS.items():
+    results = {}
+    for kind in TARGETS:
         with TemporaryDirectory() as folder:
-            parts += ["", f"## {name}", "", *table(find_target(kind, Path(folder)), Path(folder))]
-    (ASSETS.parent / "docs" / "correctness.md").write_text("\n".join(parts) + "\n")
+            results[kind] = compare_all(find_target(kind, Path(folder)), Path(folder))
+    (ASSETS.parent / "docs" / "correctness.md").write_text(write_page(results))
 
 
-def table(target: Path, folder: Path) -> list[str]:
-    """Lines of the table of a target."""
+def compare_all(target: Path, folder: Path) -> Results:
     expected = answers_alone(target)
     equal: Counter[tuple[str, str]] = Counter()
-    shares = {}
+    accepted = {}
     for drafter, options in tqdm(list(product(DRAFTERS, (FEW, ROOM))), unit="engine"):
         engine = engine_of(target, drafter, folder, expected, **options)
         for _ in range(2):
             answers = run(engine, requests_of(target, all_cases()))
             wrong = differences(answers, expected)
             equal.update((case.feature, drafter) for case in all_cases() if case.id not in wrong)
-        shares[drafter] = f"{acceptance(answers):.2f}"
-    lines = [f"| | {' | '.join(DRAFTERS)} |", "|---" * (len(DRAFTERS) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(str(equal[name, drafter]) for drafter in DRAFTERS)} |" for name in features()]
-    return [*lines, f"| accepted | {' | '.join(shares.values())} |"]
+        accepted[drafter] = acceptance(answers)
+    return Results(equal, accepted)
+
+
+def write_page(results: dict[str, Results]) -> str:
+    """Returns the text of docs/correctness.md. Only features and drafters whose answers differ have a line."""
+    lines = [HEAD, "## Equal answers", "", *sums_of(results), *differing_cells(results), "", "## Features", ""]
+    lines += [f"- {feature}" for feature in features()]
+    lines += ["", "## Drafters", "", "Accepted share of drafted tokens, with room and cached prompts:", ""]
+    lines += [f"| | {' | '.join(TARGETS[kind] for kind in results)} |", "|---" * (len(results) + 1) + "|"]
+    for drafter in DRAFTERS:
+        shares = (f"{result.accepted[drafter]:.2f}" for result in results.values())
+        lines.append(f"| {drafter} | {' | '.join(shares)} |")
+    return "\n".join(lines) + "\n"
+
+
+def sums_of(results: dict[str, Results]) -> list[str]:
+    total = len(features()) * len(DRAFTERS) * ANSWERS
+    return [f"- {TARGETS[kind]}: {result.equal.total():,} of {total:,}" for kind, result in results.items()]
+
+
+def differing_cells(results: dict[str, Results]) -> list[str]:
+    """Returns a table of the features and drafters with answers that differ; no lines if there are none."""
+    lines = [
+        f"| {TARGETS[kind]} | {feature} | {drafter} | {result.equal[feature, drafter]} |"
+        for kind, result in results.items()
+        for feature, drafter in product(features(), DRAFTERS)
+        if result.equal[feature, drafter] < ANSWERS
+    ]
+    head = ["", f"| target | feature | drafter | equal of {ANSWERS} |", "|---|---|---|---|"]
+    return [*head, *lines] if lines else []
 
 
 if __name__ == "__main__":
