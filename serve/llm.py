@@ -236,7 +236,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards. Raises OSError
-        where that cannot be saved."""
+        where that cannot be saved, and ValueError where another process is writing the file."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -303,7 +303,8 @@ class Engine:
             self.trace(event, plan)
 
     def close(self) -> None:
-        """Lets the stages save what they keep. The engine is not used afterwards. Raises OSError where one cannot."""
+        """Lets the stages save what they keep. The engine is not used afterwards. Raises OSError where one cannot,
+        and ValueError where another process is writing its file."""
         with ExitStack() as closing:  # all of them, whichever fails
             for stage in self.stages:
                 closing.callback(stage.close)

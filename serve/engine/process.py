@@ -143,7 +143,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
         raise SystemExit(1) from error
     try:
         engine.close()
-    except (OSError, MemoryError) as error:
+    except (OSError, ValueError, MemoryError) as error:  # ValueError: another process is writing the file
         logger.error("what the drafter has learned is lost, since it could not be saved: %s", one_line(error))
 
 

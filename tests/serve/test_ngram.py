@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from slipstream.models.files.atomic import NEW, atomic_file, staging_path
 from slipstream.serve.cli import read_config
-from slipstream.serve.drafters.ngram.stage import NgramOptions
+from slipstream.serve.drafters.ngram.stage import NgramOptions, is_saved_trie
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
@@ -131,10 +132,27 @@ def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) ->
     folder.mkdir()
     engine, closed = build_engine(target, "ngram", drafter={"save": str(folder / "trie")}), list[str]()
     engine.stages[-1].close = lambda: closed.append("last")  # type: ignore[method-assign]
-    folder.rmdir()
-    with pytest.raises(OSError, match="folder/trie"):
+    (folder / "trie").mkdir()
+    with pytest.raises(ValueError, match="folder/trie is a folder; name a file"):
         engine.close()
     assert closed == ["last"]
+
+
+def test_two_engines_do_not_write_one_file_at_once(target: Path, tmp_path: Path) -> None:
+    """The second is refused; the next one removes what a killed writer has left."""
+    path = tmp_path / "texts.trie"
+    with atomic_file(path) as file:
+        file.write_bytes(b"of the first")
+        with pytest.raises(ValueError, match=r"texts.trie is being written by another process; wait for it"):
+            build_engine(target, "ngram", drafter={"save": str(path)}).close()
+    assert path.read_bytes() == b"of the first"
+    path.unlink()
+    engine = build_engine(target, "ngram", drafter={"save": str(path)})
+    staging_path(path).mkdir()
+    (staging_path(path) / NEW).write_bytes(b"of a killed one")
+    engine.close()
+    assert is_saved_trie(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["texts.trie"]
 
 
 def test_what_save_would_spoil_is_found_at_the_start(

@@ -83,7 +83,8 @@ class NgramCore:
         """Waits until all queued tokens are inserted."""
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the trie; the file appears whole or not at all. Steps wait while it is copied. Raises OSError."""
+        """Writes the trie into a file, which holds a part of it after a failure (models/files/atomic.py). Steps wait
+        while the trie is copied. Raises OSError."""
 
     def load(self, path: str | PathLike[str], vocab_size: int = ...) -> None:
         """Replaces the trie; its capacity and branch_length must be large enough. No request may be running.

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.outputs import check_output_file
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
@@ -196,7 +197,8 @@ class NgramStage(HostStage):
     def close(self) -> None:
         if self.options.save:
             self.core.flush()
-            self.core.save(self.options.save)
+            with atomic_file(Path(self.options.save)) as file:
+                self.core.save(file)
 
 
 class Arrays(NamedTuple):

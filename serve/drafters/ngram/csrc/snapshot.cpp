@@ -103,16 +103,12 @@ std::string Snapshot::write(const Trie& trie) {
 }
 
 void Snapshot::store(const std::string& bytes, const std::string& path) {
-  const std::string temporary = path + ".tmp";
-  std::FILE* file = std::fopen(temporary.c_str(), "wb");
-  if (file == nullptr) throw FileError(temporary, errno);
+  std::FILE* file = std::fopen(path.c_str(), "wb");
+  if (file == nullptr) throw FileError(path, errno);
   const bool is_written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
   int number = is_written ? 0 : errno;
   if (std::fclose(file) != 0 && number == 0) number = errno;
-  if (number == 0 && std::rename(temporary.c_str(), path.c_str()) != 0) number = errno;
-  if (number == 0) return;
-  std::remove(temporary.c_str());
-  throw FileError(path, number);
+  if (number != 0) throw FileError(path, number);
 }
 
 // Reads untrusted bytes: every number is checked before it is used, and no more is read than the numbers of a header of

@@ -20,7 +20,7 @@ struct FileError : std::runtime_error {
 class Snapshot {
  public:
   static std::string write(const Trie& trie);
-  // The file appears whole or not at all. Throws FileError.
+  // Writes the file in place, so a failure leaves a part of it. Throws FileError.
   static void store(const std::string& bytes, const std::string& path);
   // Throws FileError, and std::invalid_argument naming the file if it is damaged or does not fit.
   static Trie read(const std::string& path, uint32_t capacity, uint32_t branch_length, int32_t vocab_size);
