@@ -39,6 +39,8 @@ class Decoder:
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.silent_ids -= self._markers.keys()
         self._byte_of = {} if self._backend is None else fallback_bytes(self._backend)
+        spaces = [id for id, byte in self._byte_of.items() if byte == ord(" ")]
+        self._drops_space = bool(spaces) and self._decode_all(spaces) == ""  # at the beginning of a text
 
     def __call__(self, tokens: list[int]) -> str:
         if self._markers.keys().isdisjoint(tokens):
@@ -88,6 +90,8 @@ class Decoder:
             if INCOMPLETE not in text:
                 plain += row
                 continue
+            if self._drops_space and last is None and not plain:
+                text = text.removeprefix(" ")
             end_plain()
             pieces.append(text)
             last = row[-1]

@@ -1,5 +1,6 @@
 """Incremental text against decoding everything at once, and stop strings against a search over the full text."""
 
+import itertools
 import random
 from functools import cache
 from typing import Any
@@ -160,6 +161,39 @@ def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name: str, da
         if "\ufffd" not in expected:
             whole = tokenizer.decode(context + tokens, skip_special_tokens=True)
             assert expected == whole[len(tokenizer.decode(context, skip_special_tokens=True)) :]
+
+
+@pytest.mark.parametrize(
+    "spelling", [b" \xa1", b"  \xa1", b" \xf0\x9f", b"a \xa1", b" a\xa1 ", b"\xa1 b", b" \xa1\xa1\xa1\xa1 "]
+)
+def test_the_space_that_begins_a_text_is_dropped_before_stray_bytes_too(spelling: bytes) -> None:
+    ids = byte_fallback().convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in spelling])
+    letters = {ord(letter): byte_fallback().convert_tokens_to_ids(letter) for letter in "ab"}
+    spelled = [letters.get(byte, id) for byte, id in zip(spelling, ids, strict=True)]
+    for tokens, watched in itertools.product((ids, spelled), (True, False)):
+        stream = TextStream(Decoder(byte_fallback()), watched=watched)
+        pieces = [stream.push([token]) for token in tokens[:-1]]
+        expected = spelling.removeprefix(b" ").decode(errors="replace")
+        assert "".join([*pieces, stream.push(tokens[-1:], "length")]) == expected
+
+
+@cache
+def word_level() -> PreTrainedTokenizerFast:
+    """One token a word, joined by spaces."""
+    words = [*SPECIAL, "the", "fox", "jumps", "."]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<|pad|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<|pad|>")
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback(), word_level()], ids=[*TOKENIZERS, "word_level"])
+@pytest.mark.parametrize("watched", [True, False])  # as over HTTP, in pieces, and as LLM.generate, at the end
+def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, watched: bool) -> None:
+    tokens = tokenizer("the fox jumps.", add_special_tokens=False).input_ids
+    for end in range(len(tokens)):
+        before, whole = tokenizer.decode(tokens[:end]), tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        stream = TextStream(Decoder(tokenizer), watched=watched, prompt=tokens[:end])
+        assert before + "".join(push_in_chunks(stream, tokens[end:], end)) == whole
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
