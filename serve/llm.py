@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.models.chat.messages import DEFAULT_DATE, Message, check_text, read_messages
+from slipstream.models.chat.quotes import quote
 from slipstream.models.chat.template import PromptTemplate
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
@@ -30,8 +31,6 @@ from slipstream.serve.request import (
     TokenTrace,
     prompt_seed,
 )
-
-SHOWN_LEN = 40  # characters of a wrong value in an error
 
 logger = logging.getLogger(__name__)
 
@@ -276,23 +275,23 @@ class LLM:
 def check_prompts(prompts: Sequence[str | list[int]]) -> None:
     """Raises ValueError naming the first prompt that is neither text nor token ids."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
-        raise ValueError(f"prompts is {shown(prompts)}; give a list of prompts")
+        raise ValueError(f"prompts is {quote(prompts)}; give a list of prompts")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             check_text(f"prompts[{index}]", prompt)
         elif isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Collection):
-            raise ValueError(f"prompts[{index}] is {shown(prompt)}; give a text or a list of token ids")
+            raise ValueError(f"prompts[{index}] is {quote(prompt)}; give a text or a list of token ids")
         else:
             wrong = next((token for token in prompt if not isinstance(token, Integral)), None)
             if wrong is not None:
-                raise ValueError(f"prompts[{index}] holds {shown(wrong)}; token ids are integers")
+                raise ValueError(f"prompts[{index}] holds {quote(wrong)}; token ids are integers")
 
 
 def check_texts(name: str, texts: str | Sequence[str]) -> tuple[str, ...]:
     strings = (texts,) if isinstance(texts, str) else tuple(texts) if isinstance(texts, Sequence) else (texts,)
     for string in strings:
         if not isinstance(string, str):
-            raise ValueError(f"{name} holds {shown(string)}; give a text or a list of texts")
+            raise ValueError(f"{name} holds {quote(string)}; give a text or a list of texts")
     if "" in strings:
         raise ValueError(f"{name} has an empty string, which every answer contains; leave that out")
     return strings
@@ -306,16 +305,11 @@ def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[Sampling
         return [replace(params, seed=prompt_seed(params.seed, index)) for index in range(len(prompts))]
     remedy = "give SamplingParams, one for all or one per prompt"
     if isinstance(params, str | Mapping) or not isinstance(params, Collection):
-        raise ValueError(f"params is {shown(params)}; {remedy}")
+        raise ValueError(f"params is {quote(params)}; {remedy}")
     each = list(params)
     for index, one in enumerate(each):
         if not isinstance(one, SamplingParams):
-            raise ValueError(f"params[{index}] is {shown(one)}; {remedy}")
+            raise ValueError(f"params[{index}] is {quote(one)}; {remedy}")
     if len(each) != len(prompts):
         raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
     return each
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_LEN else f"{text[:SHOWN_LEN]}... ({type(value).__name__})"

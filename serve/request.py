@@ -9,6 +9,8 @@ from itertools import chain, pairwise, zip_longest
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
+from slipstream.models.chat.quotes import quote, shorten
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
@@ -30,7 +32,7 @@ class Speculation:
         for name in ("enabled", "trace"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"speculation.{name} is {value!r}; it must be true or false")
+                raise ValueError(f"speculation.{name} is {quote(value)}; it must be true or false")
 
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "ast"]
@@ -95,11 +97,11 @@ class SamplingParams:
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kind) and not (name in OPTIONAL and value is None):
-                    raise ValueError(f"{name} is {value!r}; it must be {called}")
-        fewest = 1 if self.prompt_logprobs is None else 0
+                    raise ValueError(f"{name} is {quote(value)}; it must be {called}")
+        fewest, most = 1 if self.prompt_logprobs is None else 0, quote(self.max_tokens)
         for name, valid, remedy in (
             ("max_tokens", self.max_tokens >= fewest, f"at least {fewest}"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {self.max_tokens}"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {most}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -111,7 +113,7 @@ class SamplingParams:
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
         ):
             if not valid:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
+                raise ValueError(f"{name} is {quote(getattr(self, name))}; it must be {remedy}")
         for name in ("ignore_eos", "min_tokens", "bad_words"):
             if self.grammar is not None and getattr(self, name):
                 raise ValueError(
@@ -162,10 +164,10 @@ def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
         ids = tuple(values)
     except TypeError as error:
-        raise ValueError(f"{name} is {values!r}; it must be a list of token ids") from error
+        raise ValueError(f"{name} is {quote(values)}; it must be a list of token ids") from error
     for token in ids:
         if not isinstance(token, Integral) or token < 0:
-            raise ValueError(f"{name} has the token id {token!r}; it must be an integer from 0 up")
+            raise ValueError(f"{name} has the token id {quote(token)}; it must be an integer from 0 up")
     return ids
 
 
@@ -173,7 +175,7 @@ def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raises ValueError for an id that the vocabulary does not have."""
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise ValueError(f"{name} has the token id {wrong}; it must be between 0 and {vocab_size - 1}")
+        raise ValueError(f"{name} has the token id {quote(wrong)}; it must be between 0 and {vocab_size - 1}")
 
 
 def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
@@ -181,11 +183,11 @@ def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tup
     try:
         pairs = tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"logit_bias is {bias!r}; it must map token ids to numbers") from error
+        raise ValueError(f"logit_bias is {quote(bias)}; it must map token ids to numbers") from error
     token_ids("logit_bias", (token for token, _ in pairs))
     for token, value in pairs:
         if not isinstance(value, Real) or not -100 <= value <= 100:
-            raise ValueError(f"logit_bias of token {token} is {value!r}; it must be between -100 and 100")
+            raise ValueError(f"logit_bias of token {quote(token)} is {quote(value)}; it must be between -100 and 100")
     return pairs
 
 
@@ -194,7 +196,7 @@ def token_sequences(words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ..
     try:
         found = tuple(dict.fromkeys(tuple(word) for word in words))
     except TypeError as error:
-        raise ValueError(f"bad_words is {words!r}; it must be a list of lists of token ids") from error
+        raise ValueError(f"bad_words is {quote(words)}; it must be a list of lists of token ids") from error
     for word in found:
         if not token_ids("bad_words", word):
             raise ValueError("bad_words has an empty list; leave it out")
@@ -207,10 +209,10 @@ def read_speculation(value: Any) -> Speculation:
         return value
     names = [field.name for field in fields(Speculation)]
     if not isinstance(value, Mapping):
-        raise ValueError(f"speculation is {value!r}; it must be Speculation or a mapping of {' and '.join(names)}")
+        raise ValueError(f"speculation is {quote(value)}; it must be Speculation or a mapping of {' and '.join(names)}")
     unknown = next((name for name in value if name not in names), None)
     if unknown is not None:
-        raise ValueError(f"speculation.{unknown} does not exist; valid: {', '.join(names)}")
+        raise ValueError(f"speculation.{shorten(str(unknown))} does not exist; valid: {', '.join(names)}")
     return Speculation(**value)
 
 

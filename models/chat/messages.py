@@ -6,6 +6,8 @@ Invariant: serving and data tools pass a message to the chat template with the s
 import datetime
 from typing import Any
 
+from slipstream.models.chat.quotes import quote
+
 Message = dict[str, Any]
 DEFAULT_DATE = "2024-07-26"  # the default of Llama 3.1's template
 TODAY = "today"
@@ -39,9 +41,9 @@ def read_message(value: Any, field: str) -> Message:
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
     role = message.get("role")
     if not isinstance(role, str):
-        raise MessageError(f"{field}.role", "is missing" if role is None else f"is {role!r}; it must be a string")
+        raise MessageError(f"{field}.role", "is missing" if role is None else f"is {quote(role)}; it must be a string")
     if role not in ROLES:
-        raise MessageError(f"{field}.role", f"is {role!r}; it must be one of {', '.join(ROLES)}")
+        raise MessageError(f"{field}.role", f"is {quote(role)}; it must be one of {', '.join(ROLES)}")
     if not isinstance(message.get("name", ""), str):
         raise MessageError(f"{field}.name", "must be a string")
     message["role"] = "system" if role == "developer" else role  # OpenAI's newer role; templates know the older one

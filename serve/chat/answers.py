@@ -10,6 +10,7 @@ from typing import Any
 import regex
 
 from slipstream.models.chat.messages import Message
+from slipstream.models.chat.quotes import quote
 from slipstream.serve.chat.arguments import ParameterTypes, parameter_types
 from slipstream.serve.chat.forms import (
     AUTO,
@@ -120,7 +121,7 @@ class ChatFormat:
         if effort is None:
             return {}
         if effort not in EFFORTS:
-            raise ToolError(field, f"is {effort!r}; it must be one of {', '.join(EFFORTS)}")
+            raise ToolError(field, f"is {quote(effort)}; it must be one of {', '.join(EFFORTS)}")
         found: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._source}
         found |= {"reasoning_effort": effort} if "reasoning_effort" in self._source else {}
         if not found:

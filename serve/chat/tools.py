@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from slipstream.models.chat.quotes import quote, shorten
+
 MOST_TOOLS = 128  # as OpenAI
 MOST_CHARS = 64 * 2**10  # of one tool, as JSON: as of a grammar
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -103,7 +105,7 @@ def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool
     if not isinstance(value, Mapping):
         raise ToolError(where, f"must be an object: {form}")
     if value.get("type", "function") != "function":
-        raise ToolError(f"{where}.type", f"is {value['type']!r}; this server has functions alone: send function")
+        raise ToolError(f"{where}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
     function, place = value.get("function"), f"{where}.function"
     if is_flat:
         function, place = {name: entry for name, entry in value.items() if name != "type"}, where
@@ -123,13 +125,13 @@ def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool
 def check_keys(value: Mapping[str, Any], known: Set[str], where: str, ignore_unknown: bool) -> None:
     unknown = sorted(value.keys() - known)
     if unknown and not ignore_unknown:
-        raise ToolError(f"{where}.{unknown[0]}", "is an unknown field; leave it out")
+        raise ToolError(f"{where}.{shorten(unknown[0])}", "is an unknown field; leave it out")
 
 
 def read_tool(given: Mapping[str, Any], place: str) -> Tool:
     name = given.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        fault = f"is {name!r}; it must be 1 to 64 letters, digits, _ and -"
+        fault = f"is {quote(name)}; it must be 1 to 64 letters, digits, _ and -"
         raise ToolError(f"{place}.name", fault)
     for field, kind, called in (
         ("description", str, "a string"),
@@ -140,7 +142,7 @@ def read_tool(given: Mapping[str, Any], place: str) -> Tool:
             raise ToolError(f"{place}.{field}", f"must be {called}")
     parameters = dict(given.get("parameters") or NO_PARAMETERS)
     if parameters.setdefault("type", "object") != "object":
-        fault = f"is {parameters['type']!r}; parameters are members of an object: send object"
+        fault = f"is {quote(parameters['type'])}; parameters are members of an object: send object"
         raise ToolError(f"{place}.parameters.type", fault)
     size = len(json.dumps(given, ensure_ascii=False))
     if size > MOST_CHARS:
@@ -174,19 +176,19 @@ def read_mode(
         return mode, frozenset(read_name(entry, f"{place}.tools.{index}") for index, entry in enumerate(entries))
     one = '"name": ...' if is_flat else '"function": {"name": ...}'
     remedy = f'none, auto, required, {{"type": "function", {one}}} or {{"type": "allowed_tools", ...}}'
-    raise ToolError("tool_choice", f"is {choice!r}; it must be {remedy}")
+    raise ToolError("tool_choice", f"is {quote(choice)}; it must be {remedy}")
 
 
 def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignore_unknown: bool) -> str:
     function, place = (value, field) if is_flat else (None, f"{field}.function")
     if isinstance(value, Mapping) and value.get("type", "function") != "function":
-        raise ToolError(f"{field}.type", f"is {value['type']!r}; this server has functions alone: send function")
+        raise ToolError(f"{field}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
     if isinstance(value, Mapping) and not is_flat:
         check_keys(value, {"type", "function"}, field, ignore_unknown)
         function = value.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in names:
-        raise ToolError(f"{place}.name", f"is {name!r}; it must be the name of one of the tools")
+        raise ToolError(f"{place}.name", f"is {quote(name)}; it must be the name of one of the tools")
     assert isinstance(function, Mapping)
     check_keys(function, {"type", "name"} if is_flat else {"name"}, place, ignore_unknown)
     return name

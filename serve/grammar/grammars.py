@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.serve.grammar.json_schema import rewrite
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
@@ -85,7 +86,7 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
         raise
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be used: {_reason(error)}") from error
-    raise ValueError(f"is of kind {kind!r}; choose one of {', '.join(get_args(GrammarKind))}")
+    raise ValueError(f"is of kind {quote(kind)}; choose one of {', '.join(get_args(GrammarKind))}")
 
 
 def as_element(grammar: Grammar) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: An
         return tag
     if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
         for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
-            raise Unsupported("", f"{name} of a json_schema in a structural tag")
+            raise Unsupported("", f"{shorten(name)} of a json_schema in a structural tag")
         return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"), work)))}
     if tag.keys() == {"type", "text"} and tag["type"] in ("regex", "choice"):
         return {"type": "grammar", "grammar": str(parse(Grammar(tag["type"], tag["text"])))}
@@ -131,8 +132,9 @@ def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Without the library's own place in its source."""
-    return " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).split())
+    """A library's text, without its own place in its source."""
+    text = " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).split())
+    return shorten(text, PLACE_CHARS) or f"the grammar library fails with {type(error).__name__} and gives no reason"
 
 
 def _texts(value: Any) -> list[str]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slipstream.models.chat.quotes import quote
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported, Work
 
@@ -36,6 +37,7 @@ MOST_VARIANTS = 64  # that two schemas make together
 MOST_FACTOR = 1_000
 MOST_COUNT = 10_000  # of items or characters that a bound may name
 LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**63 - 1  # the library would round others
+MOST_DOUBLE = 2**63 - 2**10  # of these
 STEPS_OF_SCHEMA = 8  # reading a schema takes as long as comparing some values
 CHARS_OF_STEP = 32
 
@@ -318,7 +320,7 @@ class _Rewriter:
             except Unsupported as error:
                 if key in required or "allow nothing" not in str(error):
                     raise
-                raise Unsupported(place, name, f"forbids the property {key!r}, which is not supported") from error
+                raise Unsupported(place, name, f"forbids the property {quote(key)}, which is not supported") from error
         more = [side["additionalProperties"] for side in (left, right)]
         found = _pair_bounds(
             {key: value for key, value in left.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
@@ -418,7 +420,7 @@ class _Rewriter:
         if isinstance(kinds, list):
             self.work.charge(place, len(kinds))
         if not isinstance(kinds, list) or not kinds or any(kind not in [*KEYWORDS] for kind in kinds):
-            raise Unsupported(place, "type", f"is {asked!r}; it must be one or some of {', '.join(KEYWORDS)}")
+            raise Unsupported(place, "type", f"is {quote(asked)}; it must be one or some of {', '.join(KEYWORDS)}")
         return [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
 
     def typed(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
@@ -460,7 +462,7 @@ class _Rewriter:
             more = self.visit(more, f"{place}/additionalProperties", depth + 1)
         for name in dict.fromkeys(required):
             if name not in visited and more is False:
-                raise Unsupported(place, "required", f"names {name!r}, which additionalProperties forbids")
+                raise Unsupported(place, "required", f"names {quote(name)}, which additionalProperties forbids")
             if name not in visited:
                 visited[name] = {} if more is True else more
         found: dict[str, Any] = {}
@@ -508,7 +510,7 @@ class _Rewriter:
             if name in own:
                 found[name] = _count(own[name], place, name)
         if "format" in own and own["format"] not in [*FORMATS]:
-            raise Unsupported(place, "format", f"{own['format']!r} is not supported")
+            raise Unsupported(place, "format", f"{quote(own['format'])} is not supported")
         kinds = [name for name in ("pattern", "format") if name in own]
         if len(kinds) > 1 or (kinds and len(own) > 1):
             other = next(name for name in own if name != kinds[0])
@@ -522,13 +524,12 @@ class _Rewriter:
     def number(self, own: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
         for name, value in own.items():
             check_number(value, place, name)
-            if kind == "integer" and not LEAST_INTEGER <= value <= MOST_INTEGER:
-                raise Unsupported(place, name, "is beyond 64 bits; choose a smaller one, or leave it out")
-            if kind == "number" and isinstance(value, int) and int(float(value)) != value:
-                raise Unsupported(place, name, f"is {value}, which is no double; choose {int(float(value))}")
+            if name != "multipleOf":
+                check_bound(value, kind, place, name)
         factor = own.get("multipleOf", 1)
         if factor != int(factor) or factor <= 0 or factor > MOST_FACTOR:
-            raise Unsupported(place, "multipleOf", f"is {factor}; whole numbers from 1 to {MOST_FACTOR} are supported")
+            remedy = f"whole numbers from 1 to {MOST_FACTOR} are supported"
+            raise Unsupported(place, "multipleOf", f"is {quote(factor)}; {remedy}")
         if factor != 1 and len(own) > 1:
             other = next(name for name in own if name != "multipleOf")
             raise Unsupported(place, "multipleOf", f"beside {other} is not supported")
@@ -537,20 +538,20 @@ class _Rewriter:
     def definition(self, pointer: Any, place: str, depth: int) -> str:
         """The name of what a reference points to."""
         if not isinstance(pointer, str) or not pointer.startswith("#") or (pointer != "#" and pointer[:2] != "#/"):
-            raise Unsupported(place, "$ref", f"to {pointer!r} is not supported; point to a place of this schema")
+            raise Unsupported(place, "$ref", f"to {quote(pointer)} is not supported; point to a place of this schema")
         self.work.charge(place, pointer.count("/"))
         if pointer not in self.names:
             target = self.root
             for part in pointer[2:].split("/") if pointer != "#" else []:
                 key: Any = part.replace("~1", "/").replace("~0", "~")
                 if "%" in key:
-                    raise Unsupported(place, "$ref", f"to {pointer!r} is not supported: it has an escape")
+                    raise Unsupported(place, "$ref", f"to {quote(pointer)} is not supported: it has an escape")
                 if isinstance(target, list) and re.fullmatch("[0-9]{1,6}", key) and int(key) < len(target):
                     target = target[int(key)]
                 elif isinstance(target, Mapping) and key in target:
                     target = target[key]
                 else:
-                    raise Unsupported(place, "$ref", f"to {pointer!r} points nowhere")
+                    raise Unsupported(place, "$ref", f"to {quote(pointer)} points nowhere")
             name = self.names[pointer] = f"d{len(self.names)}"
             self.definitions[name] = None  # on the way
             self.definitions[name] = self.visit(target, pointer[1:], depth + 1)
@@ -604,6 +605,9 @@ def _plain(value: Any, place: str, name: str, work: Work, depth: int) -> Any:
         }
     elif isinstance(value, int | float) and not isinstance(value, bool):
         check_number(value, place, name)
+        if isinstance(value, int) and not LEAST_INTEGER <= value <= MOST_INTEGER:
+            remedy = f"choose one from {LEAST_INTEGER} to {MOST_INTEGER}, or a text"
+            raise Unsupported(place, name, f"has an integer beyond 64 bits; {remedy}")
         return int(value) if value == int(value) else value
     return value
 
@@ -612,7 +616,7 @@ def check_name(name: str, place: str) -> None:
     check_text(name, place, "properties")
     if re.search(r'[\x00-\x1f"\\]', name):
         fault = "has a quote, a backslash or a control character; rename it"
-        raise Unsupported(place, "properties", f"names {name!r}, which {fault}")
+        raise Unsupported(place, "properties", f"names {quote(name)}, which {fault}")
 
 
 def check_text(text: str, place: str, name: str) -> None:
@@ -626,8 +630,17 @@ def check_number(value: Any, place: str, name: str) -> None:
         raise Unsupported(place, name, "must be a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise Unsupported(place, name, "must be a finite number")
-    if isinstance(value, int) and not LEAST_INTEGER <= value <= MOST_INTEGER:
-        raise Unsupported(place, name, "has an integer beyond 64 bits; choose a smaller one, or a text")
+
+
+def check_bound(value: float, kind: str, place: str, name: str) -> None:
+    """Raises Unsupported for a bound of numbers that the library would round."""
+    is_whole = kind == "integer" or isinstance(value, int)
+    if is_whole and not LEAST_INTEGER <= value <= MOST_INTEGER:
+        remedy = f"choose one from {LEAST_INTEGER} to {MOST_DOUBLE}, or leave it out"
+        raise Unsupported(place, name, f"is {quote(value)}, which is beyond 64 bits; {remedy}")
+    if kind == "number" and isinstance(value, int) and int(float(value)) != value:
+        nearest = min(int(float(value)), MOST_DOUBLE)
+        raise Unsupported(place, name, f"is {value}, which is no double; choose {nearest}")
 
 
 def _with_evaluated(own: dict[str, Any]) -> dict[str, Any]:
@@ -710,7 +723,7 @@ def _count(value: Any, place: str, name: str) -> int:
     if value != int(value) or value < 0:
         raise Unsupported(place, name, "must be a whole number from 0 up")
     if value > MOST_COUNT:
-        raise Unsupported(place, name, f"is {value}; at most {MOST_COUNT} is supported")
+        raise Unsupported(place, name, f"is {quote(value)}; at most {MOST_COUNT} is supported")
     return int(value)
 
 

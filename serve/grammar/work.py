@@ -4,6 +4,8 @@ A text of 64 KiB bounds the length of a schema and not the work: references, com
 everything that reads schemas charges its steps to one counter per request. A step takes some microseconds.
 """
 
+from slipstream.models.chat.quotes import PLACE_CHARS, shorten
+
 MOST_STEPS = 100_000
 
 
@@ -11,9 +13,8 @@ class Unsupported(ValueError):
     """`keyword` at `place`, a JSON pointer, cannot be served."""
 
     def __init__(self, place: str, keyword: str, reason: str = "is not supported; leave it out") -> None:
-        name = keyword if " " in keyword else f'"{keyword}"'
-        sentence = f"{name} at {place or 'the root'} {reason}"
-        super().__init__(sentence.encode(errors="backslashreplace").decode())  # names may have half surrogate pairs
+        name = shorten(keyword) if " " in keyword else f'"{shorten(keyword)}"'
+        super().__init__(f"{name} at {shorten(place, PLACE_CHARS) or 'the root'} {reason}")
         self.place, self.keyword = place, keyword
 
 

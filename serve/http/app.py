@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from slipstream.models.chat.quotes import shorten
 from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.grammar.trial import Unavailable
 from slipstream.serve.grammar.trials import Busy, Trials
@@ -385,9 +386,10 @@ def create_app(api: Api) -> Starlette:
             api.guard.check(request.scope["path"], request.headers.get("authorization"))
         except ApiError as refused:
             return api.error_response(refused)
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        asked = shorten(f"{request.method} {request.scope['path']}")
+        message = f"{asked}: {error.detail}"
         if error.status_code == 404:
-            message = f"{request.method} {request.scope['path']} is not supported; this server has {known}"
+            message = f"{asked} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
     origins, every = api.cors_origins, ["*"]

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.models.chat.template import QUESTION, PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.text import read_text_file
@@ -99,7 +100,7 @@ class Frontend:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
-            message = f"model {name!r} does not exist; this server has {self.model_name!r}"
+            message = f"model {quote(name)} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def check_choices(self, body: CallBody) -> None:
@@ -141,7 +142,8 @@ class Frontend:
             raise ApiError(400, f"the chat template failed on a value in {field}; leave it out", field) from error
         except TemplateRefused as error:  # the template's own message to its users
             field = "chat_template_kwargs" if body.chat_template_kwargs else body.prompt_field
-            raise ApiError(400, f"the chat template refuses this request: {error}", field) from error
+            message = f"the chat template refuses this request: {shorten(str(error), PLACE_CHARS)}"
+            raise ApiError(400, message, field) from error
         except ValueError as error:
             raise ApiError(400, str(error), body.prompt_field) from error
         return self.encode(text, body.prompt_field, add_special_tokens=False)

@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import Message
+from slipstream.models.chat.quotes import quote
 from slipstream.serve.chat.tools import ToolError, read_called
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
@@ -119,8 +120,8 @@ class Turns:
     def add(self, item: Any, where: str) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(kind, str) or kind not in ITEMS:
-            found = f"{where}.type is {kind!r}" if isinstance(item, dict) else f"{where} is a {type(item).__name__}"
-            message = f"{found}; this server reads items of type {', '.join(ITEMS)}"
+            found = f".type is {quote(kind)}" if isinstance(item, dict) else f" is a {type(item).__name__}"
+            message = f"{where}{found}; this server reads items of type {', '.join(ITEMS)}"
             raise ApiError(400, message, f"{where}.type" if isinstance(item, dict) else where)
         understood, neutral = ITEMS[kind]
         fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, where)
@@ -129,7 +130,7 @@ class Turns:
     def _add_message(self, item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise ApiError(400, f"{where}.role is {quote(role)}; it must be one of {', '.join(ROLES)}", f"{where}.role")
         text = self._text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self.messages.append({"role": role, "content": text})
@@ -180,7 +181,7 @@ class Turns:
             place = f"{where}.{index}"
             kind = part.get("type") if isinstance(part, dict) else None
             if not isinstance(kind, str) or kind not in kinds:
-                found = f"{place}.type is {kind!r}" if isinstance(part, dict) else f"{place} is no object"
+                found = f"{place}.type is {quote(kind)}" if isinstance(part, dict) else f"{place} is no object"
                 message = f"{found}; this server reads text alone: parts of type {', '.join(kinds)}"
                 raise ApiError(400, message, f"{place}.type" if isinstance(part, dict) else place)
             key = kinds[kind]
@@ -240,7 +241,7 @@ class ResponsesBody(SamplingBody):
     def check_include(self) -> "ResponsesBody":
         for index, name in enumerate(self.include):
             if name not in INCLUDABLE:
-                message = f"include.{index} is {name!r}; this server can include {' and '.join(INCLUDABLE)}"
+                message = f"include.{index} is {quote(name)}; this server can include {' and '.join(INCLUDABLE)}"
                 raise ApiError(400, message, f"include.{index}")
         if self.top_logprobs and self.answer_logprobs is None:
             message = f"top_logprobs needs include: [{json.dumps(LOGPROBS)}]; add that or leave it out"
@@ -277,7 +278,7 @@ class ResponsesBody(SamplingBody):
             known(form, {"type"}, {}, f"{where}.")
             return [(Grammar("json_object"), where)] if kind == "json_object" else []
         if kind != "json_schema":
-            message = f"{where}.type is {kind!r}; it must be text, json_object or json_schema"
+            message = f"{where}.type is {quote(kind)}; it must be text, json_object or json_schema"
             raise ApiError(400, message, f"{where}.type")
         # A schema is always kept to the letter, so `strict` changes nothing.
         known(form, {"type", "name", "schema"}, {"strict": None, "description": None}, f"{where}.")

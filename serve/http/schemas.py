@@ -23,6 +23,7 @@ from pydantic import (
 
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
+from slipstream.models.chat.quotes import PLACE_CHARS, quote, shorten
 from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
@@ -105,7 +106,8 @@ def understood_fields(
     are ignored, an unknown one."""
     unknown = sorted(body.keys() - understood - neutral.keys())
     if unknown and not ignore_unknown:
-        raise ApiError(400, f"unknown field: {', '.join(where + name for name in unknown)}", where + unknown[0])
+        names = shorten(", ".join(where + shorten(name) for name in unknown), PLACE_CHARS)
+        raise ApiError(400, f"unknown field: {names}", where + shorten(unknown[0]))
     for name in (body.keys() & neutral.keys()) - understood:
         allowed = neutral[name]
         if allowed is not None and body[name] is not None and not is_one_of(body[name], allowed):
@@ -214,15 +216,15 @@ def read_bias(value: Any) -> dict[int, float]:
     check_length(value, limits.MAX_BIASES, "logit_bias")
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise ApiError(400, f"logit_bias has the key {token!r}; it must be a token id", "logit_bias")
+            raise ApiError(400, f"logit_bias has the key {quote(token)}; it must be a token id", "logit_bias")
         if type(bias) not in (int, float):
-            raise ApiError(400, f"logit_bias of token {token} must be a number", "logit_bias")
+            raise ApiError(400, f"logit_bias of token {shorten(token)} must be a number", "logit_bias")
     return {int(token): bias for token, bias in value.items()}
 
 
 def check_logprobs(value: int, info: ValidationInfo) -> int:
     if not 0 <= value <= MOST_LOGPROBS:
-        message = f"{info.field_name} is {value}; it must be between 0 and {MOST_LOGPROBS}"
+        message = f"{info.field_name} is {quote(value)}; it must be between 0 and {MOST_LOGPROBS}"
         raise ApiError(400, message, info.field_name)
     return value
 
@@ -454,7 +456,7 @@ def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[
     if kind == "structural_tag":
         return [(structural_tag(value, where, known), where)]
     if kind != "json_schema":
-        message = f"{where}.type is {kind!r}; it must be text, json_object, json_schema or structural_tag"
+        message = f"{where}.type is {quote(kind)}; it must be text, json_object, json_schema or structural_tag"
         raise ApiError(400, message, f"{where}.type")
     known(value, {"type", "json_schema"}, {}, f"{where}.")
     named = value.get("json_schema")
@@ -560,5 +562,5 @@ def read_body(kind: type[AnyBody], fields: dict[str, Any], *, ignore_unknown: bo
         return kind.model_validate(fields, context={"ignore_unknown": ignore_unknown})
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in fault["loc"])
+        param = ".".join(shorten(str(part)) for part in fault["loc"])
         raise ApiError(400, f"{param}: {fault['msg']}", param) from error

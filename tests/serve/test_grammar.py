@@ -341,13 +341,17 @@ def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> 
         ({"pattern": "a(?=b)"}, "with anchors inside, or with lookaround"),
         ({"pattern": "^(a)|b(c)$"}, "with an anchor in one alternative is not supported; put all into brackets"),
         ({"pattern": "^a|b"}, "with an anchor in one alternative"),
-        ({"type": "integer", "minimum": 10**400}, '"minimum" at the root has an integer beyond 64 bits'),
-        ({"type": "string", "maxLength": 10**400}, '"maxLength" at the root has an integer beyond 64 bits'),
-        ({"type": "array", "minItems": 10**400}, '"minItems" at the root has an integer beyond 64 bits'),
-        ({"type": "integer", "multipleOf": 10**400}, '"multipleOf" at the root has an integer beyond 64 bits'),
+        ({"type": "integer", "minimum": 10**400}, f"at the root is 1{'0' * 59}…, which is beyond 64 bits; choose one"),
+        (
+            {"type": "string", "maxLength": 10**400},
+            f'"maxLength" at the root is 1{"0" * 59}…; at most 10000 is supported',
+        ),
+        ({"type": "array", "minItems": 10**400}, f'"minItems" at the root is 1{"0" * 59}…; at most 10000 is supported'),
+        ({"type": "integer", "multipleOf": 10**400}, f"at the root is 1{'0' * 59}…; whole numbers from 1 to 1000 are"),
         ({"properties": {"a": {"enum": [{"b": [-(2**63) - 1]}]}}}, '"enum" at /properties/a has an integer beyond 64'),
         ({"const": 2**63}, '"const" at the root has an integer beyond 64 bits'),
-        ({"type": "integer", "maximum": 1e19}, '"maximum" at the root is beyond 64 bits'),
+        ({"type": "integer", "maximum": 1e19}, '"maximum" at the root is 1e+19, which is beyond 64 bits'),
+        ({"type": "number", "maximum": 2**63 - 1}, "which is no double; choose 9223372036854774784"),
         ({"type": "number", "maximum": 2**53 + 1}, "is 9007199254740993, which is no double; choose 9007199254740992"),
         ({"type": "number", "minimum": float("nan")}, '"minimum" at the root must be a finite number'),
         ({"enum": [1, [float("inf")]]}, '"enum" at the root must be a finite number'),
@@ -376,6 +380,24 @@ def test_what_is_refused_is_named(schema: Any, message: str) -> None:
         rewrite(schema)
 
 
+EDGES = [sign * (2**power + step) for sign in (-1, 1) for power in (53, 63, 64) for step in (-1025, -1024, -1, 0, 1)]
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDED = [(kind, name) for kind in ("number", "integer") for name in (*BOUNDS, "const")]
+BOUNDED += [("string", "maxLength"), ("array", "minItems"), ("object", "maxProperties")]
+
+
+@pytest.mark.parametrize(("kind", "name"), BOUNDED)
+@settings(max_examples=60, deadline=None)
+@given(value=st.sampled_from(EDGES) | st.integers(-(2**70), 2**70))
+def test_what_a_refusal_of_a_number_proposes_is_accepted(kind: str, name: str, value: int) -> None:
+    try:
+        rewrite({"type": kind, name: value})
+    except Unsupported as error:
+        _, _, remedy = str(error).partition("; ")
+        for proposal in re.findall("-?[0-9]+", remedy):
+            rewrite({"type": kind, name: int(proposal)})
+
+
 def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -> None:
     nodes = {
         name: {
@@ -389,6 +411,21 @@ def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -
         rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": nodes})
     same = rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": nodes})
     assert set(same) == {"$ref", "$defs"}
+
+
+def test_members_come_in_the_order_of_the_schema() -> None:
+    """Of several schemas in that of the first one; in values as they are written, which are equal in any order."""
+    compiler, one = Bytes(), {"const": 1}
+    for schema in (
+        {"type": "object", "properties": {"b": one, "a": one}, "required": ["a", "b"]},
+        {"type": "object", "properties": {"b": one}, "allOf": [{"properties": {"a": one}, "required": ["a", "b"]}]},
+        {"const": {"b": 1, "a": 1}},
+    ):
+        compiled = compiler.compile(schema)
+        assert compiler.takes(compiled, '{"b":1,"a":1}')
+        assert not compiler.takes(compiled, '{"a":1,"b":1}')
+    values = [{"b": 1, "a": 1}]
+    assert rewrite({"enum": values, "anyOf": [{"const": {"a": 1, "b": 1}}]}) == {"enum": values}
 
 
 def test_names_of_properties_are_no_keywords() -> None:
@@ -475,6 +512,15 @@ def test_wrong_grammars_are_refused_with_a_sentence(grammar: Grammar, message: s
     with pytest.raises(ValueError, match=message) as caught:
         translate(grammar)
     assert "/project/" not in str(caught.value)
+
+
+def test_a_refusal_without_a_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_text: str) -> None:
+        raise RuntimeError("[12:00:00] /project/cpp/grammar.cc:7: ")
+
+    monkeypatch.setattr(xgrammar.Grammar, "from_regex", fail)
+    with pytest.raises(ValueError, match="cannot be used: the grammar library fails with RuntimeError and gives no"):
+        translate(Grammar("regex", "a"))
 
 
 def spaced(space: str) -> str:
