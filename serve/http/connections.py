@@ -14,12 +14,14 @@ import math
 import resource
 import sys
 import time
+from collections import defaultdict
 from http import HTTPStatus
 from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from slipstream.models.chat.quotes import PLACE_CHARS, shorten
 from slipstream.serve.http.limits import ApiError
 
 MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
@@ -116,7 +118,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's own is no JSON, and fails where an answer has begun. Called where h11's error is handled."""
-        self.refuse(ApiError(400, f"{msg} {sys.exception()}"))
+        self.refuse(ApiError(400, f"{msg} {shorten(str(sys.exception()), PLACE_CHARS)}"))
 
     def _get_upgrade(self) -> None:
         """No protocol, whichever is asked for, as RFC 9110 (section 7.8) allows. uvicorn would log two lines for each
@@ -225,16 +227,40 @@ class ConnectionTracker:
                     connection.refuse(ApiError(408, f"the request was not received within {REQUEST_SECONDS:.0f} s"))
 
 
+class Report:
+    """A line of the log that may come once in REPORT_SECONDS."""
+
+    def __init__(self) -> None:
+        self._written_at = -math.inf
+
+    def is_due(self) -> bool:
+        """Whether the line may be written, which counts as done."""
+        is_due = time.monotonic() - self._written_at > REPORT_SECONDS
+        if is_due:
+            self._written_at = time.monotonic()
+        return is_due
+
+
+class RareWarnings(logging.Filter):
+    """Drops uvicorn's equal warnings: it has one for each request that is no HTTP, so a client could fill the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reports = defaultdict[str, Report](Report)  # by text, which uvicorn's code holds
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or self._reports[record.msg].is_due()
+
+
 class LoopErrors:
     """Exception handler for the event loop. The default one logs thousands of tracebacks a second if accept fails."""
 
     def __init__(self) -> None:
-        self._reported_at = -math.inf
+        self._report = Report()
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if "socket" not in context or not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self._reported_at = time.monotonic()
+        elif self._report.is_due():
             logger.error("cannot accept connections: %s; raise `ulimit -n`", error.strerror)

@@ -22,6 +22,7 @@ from slipstream.serve.http.connections import (
     KEEP_ALIVE_SECONDS,
     ConnectionTracker,
     LoopErrors,
+    RareWarnings,
     connection_limit,
     raise_file_limit,
 )
@@ -63,10 +64,12 @@ class Server(uvicorn.Server):
         self._logs_json = config.log_format == "json"
         self.status = 0  # exit status of `serve`
         self._drain_timeout = config.drain_timeout
+        self._rare_warnings = RareWarnings()
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        logging.getLogger("uvicorn.error").addFilter(self._rare_warnings)
         if self.warning is not None:
             logger.warning(self.warning)
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
@@ -96,6 +99,7 @@ class Server(uvicorn.Server):
         left = math.ceil(deadline - time.monotonic())  # for clients that are still reading their answers
         self.config.timeout_graceful_shutdown = max(GRACE_SECONDS, left)
         await super().shutdown(sockets)
+        logging.getLogger("uvicorn.error").removeFilter(self._rare_warnings)
 
     async def _end_with_engine(self) -> None:
         engine = self.api.engine

@@ -133,3 +133,21 @@ def test_a_thousand_failing_accepts_are_one_line(caplog: pytest.LogCaptureFixtur
     errors(loop, {"message": "another fault", "exception": OSError(errno.EIO, "I/O error")})
     assert "another fault" in caplog.text
     loop.close()
+
+
+def test_a_hundred_requests_that_are_no_http_are_one_line(
+    own_server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REPORT_SECONDS", -1)
+    assert rest(send(own_server, b"?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert rest(send(own_server, b"?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    line = "Invalid HTTP request received."
+    assert [record.message for record in caplog.records] == [line, line]
+    monkeypatch.setattr(connections, "REPORT_SECONDS", 1e9)
+    for _ in range(100):
+        assert rest(send(own_server, b"?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert len(caplog.records) == 2
+    logging.getLogger("uvicorn.error").warning("another")
+    logging.getLogger("uvicorn.error").error("a fault")
+    logging.getLogger("uvicorn.error").error("a fault")
+    assert [record.message for record in caplog.records[2:]] == ["another", "a fault", "a fault"]
