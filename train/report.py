@@ -81,7 +81,8 @@ h1 { font-size: 24px; margin: 0 0 12px } h2 { font-size: 17px; margin: 28px 0 8p
 .charts { display: flex; flex-wrap: wrap; gap: 18px; margin-top: 18px }
 figure { flex: 1 1 440px; max-width: 540px; margin: 0 } figcaption { font-weight: 600 }
 .legend { min-height: 20px; font-size: 13px; color: var(--pale) }
-.legend span { margin-right: 14px } .legend i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 4px 0 }
+.legend span { display: inline-block; margin-right: 14px }
+.legend i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 4px 0 }
 .legend i.ring { width: 8px; height: 8px; margin-bottom: 0; border: 1px solid var(--ink); border-radius: 50% }
 svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
 article { border: 1px solid var(--line); border-radius: 6px; padding: 4px 14px; margin: 10px 0; white-space: pre-wrap }
