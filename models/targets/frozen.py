@@ -300,8 +300,8 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What makes states of tokens. Raises ValueError for a model that does not tell it from its head, as Llama 4."""
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module that makes states of tokens. Raises ValueError for a model that does not name it, such as Llama 4."""
     decoder = model.get_decoder()
     if decoder is model:
         name = type(model).__name__
