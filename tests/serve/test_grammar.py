@@ -424,8 +424,8 @@ def test_members_come_in_the_order_of_the_schema() -> None:
         compiled = compiler.compile(schema)
         assert compiler.takes(compiled, '{"b":1,"a":1}')
         assert not compiler.takes(compiled, '{"a":1,"b":1}')
-    values = [{"b": 1, "a": 1}]
-    assert rewrite({"enum": values, "anyOf": [{"const": {"a": 1, "b": 1}}]}) == {"enum": values}
+    values = [{"b": 1, "a": 1}, 2]
+    assert rewrite({"enum": values, "anyOf": [{"const": {"a": 1, "b": 1}}]}) == {"enum": values[:1]}
 
 
 def test_names_of_properties_are_no_keywords() -> None:
