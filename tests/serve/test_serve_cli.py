@@ -57,6 +57,17 @@ def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
     assert set(extra) <= set(names)
 
 
+@pytest.mark.parametrize("page", ["serving.md", "http_api.md"])
+def test_pages_name_options_that_exist(page: str, tmp_path: Path) -> None:
+    names = {"config", "help", "fast"}
+    for draft in ("ngram", draft_folder(tmp_path / "draft")):
+        names |= set(option_names(build_parser(options_class(draft), prog="serve", description="")))
+    text = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[2] / "docs" / page).read_text())  # without links
+    found = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z._-]*[a-z])", text)}
+    assert len(found) > 5
+    assert {name.removeprefix("no_") for name in found} <= names
+
+
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What is said of bad options."""
     with pytest.raises(SystemExit) as ended:
