@@ -26,7 +26,6 @@ tokens. With --resume the same command skips what OUTPUT already has.
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,8 +121,6 @@ class ServingConfig:
     """File to append the JSON lines to."""
     resume: bool = False
     """Skip what an earlier run with these options has written to OUTPUT."""
-    answers: str | None = None
-    """File to append prompts and answers to, as token ids for bench/regret.py; offline only."""
 
     def __post_init__(self) -> None:
         read_levels(self.concurrency)
@@ -137,11 +134,6 @@ class ServingConfig:
                 "it must be at least 1; 0 is for questions only",
             ),
             ("range_ratio", 0.0 < self.range_ratio <= 1.0, "it must be above 0 and at most 1"),
-            (
-                "answers",
-                self.answers is None or self.mode == "offline",
-                "answers over HTTP are text, not token ids: use --mode offline",
-            ),
             ("resume", not self.resume or self.output, "there is no file to resume: add --output"),
         ):
             if not valid:
@@ -249,8 +241,6 @@ def measure_level(
             runs[draft].append(measures[draft](asked, level, name, config.seed + turn * count))
     for draft in measures:
         result = pool(runs[draft])
-        if config.answers is not None:
-            write_answers(config.answers, tasks, result, draft, level, config.temperature)
         where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
         found: dict[str, Any] = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
         found |= {"tok_s_turns": [one.tok_s for one in runs[draft]], "cpu_s_turns": [one.cpu_s for one in runs[draft]]}
@@ -298,14 +288,6 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     held.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
-    """As token ids."""
-    with open(path, "a") as file:
-        for task, answer in zip(tasks, run.replies, strict=True):
-            row = {"draft": draft, "concurrency": level, "temperature": temperature}
-            file.write(json.dumps({**row, "prompt": task.prompt, "answer": answer}) + "\n")
 
 
 def checksums(run: Run) -> list[int]:

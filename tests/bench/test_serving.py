@@ -73,9 +73,9 @@ def test_the_program_counts_what_the_engine_does(
             check_line(line, lines, llm, work.tasks(4, f"0/{line['concurrency']}"))
 
 
-def test_both_engines_answer_the_same_questions_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
     command = [*SIZES, "--target", str(TINY), "--input-len", "0", "--ignore-eos", "false", "--turns", "2"]
-    main([*command, "--draft", "ngram,nodes=4", "--answers", str(tmp_path / "answers")])
+    main([*command, "--draft", "ngram,nodes=4"])
     printed = capsys.readouterr().out.splitlines()
     assert "host's share" in printed[0]
     lines = [json.loads(line) for line in printed[-4:]]
@@ -88,10 +88,6 @@ def test_both_engines_answer_the_same_questions_in_turns(tmp_path: Path, capsys:
         assert len(line["speed_up_cpu_turns"]) == 2
         assert 0 < line["stages_us"] < line["host_us"] < 1000 * line["round_ms"]
         assert line["host_share"] == pytest.approx(line["host_us"] / 1000 / line["round_ms"], abs=0.01)
-    rows = [json.loads(row) for row in (tmp_path / "answers").read_text().splitlines()]
-    for level in (1, 3):
-        prompts = [tuple(row["prompt"]) for row in rows if (row["draft"], row["concurrency"]) == ("none", level)]
-        assert len(set(prompts)) == 8, "no question is asked twice"
 
 
 def test_the_median_turn_counts() -> None:
@@ -365,7 +361,6 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
         ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k, or a file"),
         ({"input_len": 0}, "input_len is 0; it must be at least 1; 0 is for questions only"),
         ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
-        ({"answers": "a.jsonl", "mode": "http"}, "answers is 'a.jsonl'; answers over HTTP are text"),
         ({"resume": True}, "resume is True; .* add --output"),
         ({"draft": ["ngram,nodes"]}, "draft is 'ngram,nodes'; write NAME or NAME,option=value"),
     ],
