@@ -25,6 +25,7 @@ from slipstream.serve.runner.kv import KVSlots, NetworkKV
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MANY_REQUESTS = 16  # whose pass over equal numbers of tokens is one call on a CPU
 
 
 class View(NamedTuple):
@@ -149,10 +150,11 @@ class Backend(base.Backend):
     def _attend(self, q: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor:
         """q (T, Q, D) of a segment -> the same shape.
 
-        On a CPU request by request: no node is padded, and the copy of a request's keys stays in the cache until they
-        are read, so that one call for all of them takes longer, even where they have as many queries.
+        On a CPU a few requests are computed one by one: no node is padded, and the copy of a request's keys stays in
+        the cache until they are read. With many of them one call is faster, since calls take the time.
         """
-        if q.is_cuda and len(set(segment.counts)) == 1:
+        is_even = len(set(segment.counts)) == 1
+        if is_even and (q.is_cuda or len(segment.counts) >= MANY_REQUESTS):
             return self._attend_pages(q, self._view(layer, segment).pages, self._bias(layer, mask, segment), layer)
         shares = self._shares(layer, mask, segment)
         parts = [self._attend_pages(q[share.queries], share.pages, share.bias, layer) for share in shares]
