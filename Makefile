@@ -29,6 +29,7 @@ gpu-test: .venv/.installed
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/house.py
 	mkdir -p build/types && ln -sfn ../.. build/types/slipstream
 	MYPYPATH=build/types $(BIN)/mypy -p slipstream.models -p slipstream.serve -p slipstream.kernels \
 		-p slipstream.train -p slipstream.data_tools -p slipstream.doctor

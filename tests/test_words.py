@@ -1,0 +1,103 @@
+"""Names are nouns, assignments stand one to a line, arguments have names, docstrings say who does what.
+
+`tests/words.json` counts what does not follow these rules yet, by rule and file. A count may only fall; the test says
+when it can be lowered.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.tests.test_packaging import ROOT, python_files
+
+PRONOUNS = "both each here mine one ones others own theirs there those what where"
+PARTICIPLES = """
+asked begun behind chosen drawn found given held kept known least made meant most named said seen sent shown taken told
+used wanted whole written
+"""
+NOT_NOUNS = frozenset(f"{PRONOUNS} {PARTICIPLES}".split())
+NOT_SENTENCES = ("Of", "That", "Those", "What", "Whose")  # beginnings of a docstring
+COUNTS = Path(__file__).with_name("words.json")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Fault = tuple[int, str]  # line and text
+Rule = Callable[[ast.AST], Iterator[Fault]]
+
+
+def names(tree: ast.AST) -> Iterator[Fault]:
+    """Variables and parameters that are pronouns or participles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.lstrip("_") in NOT_NOUNS:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg.lstrip("_") in NOT_NOUNS:
+            yield node.lineno, node.arg
+
+
+def assignments(tree: ast.AST) -> Iterator[Fault]:
+    """Lines that assign several values, but for shapes and swaps."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
+        values = {ast.unparse(value) for value in node.value.elts}
+        is_shape = all(".shape" in value for value in values)
+        if any({ast.unparse(element) for element in target.elts} != values for target in targets) and not is_shape:
+            yield node.lineno, ast.unparse(targets[0])
+
+
+def splats(tree: ast.AST) -> Iterator[Fault]:
+    """Arguments that a function packs into a tuple and spreads again."""
+    for function in ast.walk(tree):
+        if not isinstance(function, Function):
+            continue
+        nodes = list(ast.walk(function))
+        packed = {
+            target.id
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name) and node.value.id in packed:
+                yield node.lineno, f"*{node.value.id}"
+
+
+def docstrings(tree: ast.AST) -> Iterator[Fault]:
+    """Docstrings that begin with a genitive or a relative clause."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            words = (ast.get_docstring(node) or " ").split()
+            if words and words[0] in NOT_SENTENCES:
+                yield getattr(node, "lineno", 1), " ".join(words[:4])
+
+
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in (names, assignments, splats, docstrings)}
+
+
+def faults_of(rule: Rule) -> dict[str, list[Fault]]:
+    """By file, those that have any."""
+    faults = {str(file): list(rule(ast.parse((ROOT / file).read_text()))) for file in sorted(python_files())}
+    return {file: places for file, places in faults.items() if places}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_files_keep_the_rules_better_and_better(name: str) -> None:
+    allowed = json.loads(COUNTS.read_text())[name]
+    faults = faults_of(RULES[name])
+    worse = {file: places for file, places in faults.items() if len(places) > allowed.get(file, 0)}
+    assert not worse, f"{COUNTS.name} allows fewer {name}: mend those that are new"
+    counts = {file: len(places) for file, places in faults.items()}
+    assert counts == allowed, f"{COUNTS.name} can be lowered: run python -m slipstream.tests.{Path(__file__).stem}"
+
+
+def main() -> None:
+    """Writes the counts of today."""
+    counts = {name: {file: len(places) for file, places in faults_of(rule).items()} for name, rule in RULES.items()}
+    COUNTS.write_text(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
