@@ -50,7 +50,8 @@ def open_engine(
 ) -> Iterator[Engine]:
     """The target with the draft or, where the engine refuses that, alone. `options` of EngineConfig."""
     options |= {"target": str(target), "grammar_drafts": False}
-    llm, refusal = None, ""
+    llm = None
+    refusal = ""
     try:
         llm = LLM(draft=str(draft), **drafting(target, draft, family, choices, depth), **options)
     except ValueError as error:
@@ -70,7 +71,8 @@ def drafting(target: Path, draft: Path, family: str, choices: Choices, depth: in
     drafter: dict[str, Any] = {name: value for name, value in asdict(choices).items() if value is not None}
     if family != "dflash":
         return {"drafter": {**drafter, "depth": depth}, "width": depth + 1}
-    Config, spec = FAMILIES[family].network.Config, load_config(target)
+    Config = FAMILIES[family].network.Config
+    spec = load_config(target)
     values = from_speculators(read_json(draft / "config.json"))
     config: Any = Config.from_json(Config.settle(values, spec, choices, None), spec)
     return {"drafter": drafter, "width": config.num_proposals + 1}

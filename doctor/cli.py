@@ -153,7 +153,8 @@ def read_texts(
     arguments = Path(config.target), path, family, Choices.of(config), config.depth, config.max_tokens
     with open_engine(*arguments, **options) as engine:
         answered, served = engine.answer([renderer.prompt(one) for one in conversations], conversations)
-        few, variants = conversations[:VARIANT_QUESTIONS], {}
+        few = conversations[:VARIANT_QUESTIONS]
+        variants = {}
         for variant in renderer.variants(few[0]):
             variants[variant.name] = engine.answer([renderer.prompt(one, variant) for one in few], few)[0]
         endpoint = None
@@ -170,10 +171,13 @@ def compare_texts(
     replay: Callable[[Sequence[Answered]], Replay],
 ) -> Examination:
     """Adds what other prompts and the data's own answers explain."""
-    score, subject, answered = examination.diagnosis.mended, examination.diagnosis.subject, examination.answered
+    score = examination.diagnosis.mended
+    subject = examination.diagnosis.subject
+    answered = examination.answered
     if score is None or subject is None:
         return examination
-    on_given, notes = None, list(examination.notes)
+    on_given = None
+    notes = list(examination.notes)
     scores = {name: replay(own).score(subject) for name, own in variants.items()}
     pairs = {
         name: pair
@@ -217,8 +221,10 @@ def load(config: DoctorConfig, folder: Path) -> Target:
 
 def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> list[Finding]:
     """Whether the draft was trained for this target, where its config says."""
-    values, found = subject.files.values, []
-    said, own = values.get("target_fingerprint"), weights_fingerprint(folder)
+    values = subject.files.values
+    found = []
+    said = values.get("target_fingerprint")
+    own = weights_fingerprint(folder)
     if said and said != own:
         found.append(
             Finding(
@@ -229,7 +235,8 @@ def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> li
                 remedy="serve the target that it was trained for, or train it on for this one (--init-from)",
             )
         )
-    said, own = values.get("tokenizer_hash"), tokenizer_hash(tokenizer.tokenizer)
+    said = values.get("tokenizer_hash")
+    own = tokenizer_hash(tokenizer.tokenizer)
     if said and said != own:
         found.append(
             Finding(

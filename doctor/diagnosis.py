@@ -62,7 +62,8 @@ class Diagnosis:
 def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
     """`path`: the draft's folder."""
     tried: list[tuple[str, str, float]] = []
-    refusal, as_read = "", None
+    refusal = ""
+    as_read = None
     try:
         as_read = replay.score(subject)
     except ValueError as error:
@@ -79,7 +80,8 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
         reading, found = best
         before = None if score is None else score.accept_length
         causes.append(_finding("cause", reading, before, found.accept_length))
-        subject, score = reading.subject, found
+        subject = reading.subject
+        score = found
     if score is None:
         causes.append(_refused(refusal))
         return Diagnosis(findings=tuple(causes), tried=tuple(tried), refusal=refusal, subject=subject)
@@ -176,7 +178,8 @@ def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Findi
 
 def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
     """How servers are known to read what these files leave out or say in another place."""
-    values, target = subject.files.values, replay.target.model.config
+    values = subject.files.values
+    target = replay.target.model.config
     config: Any = replay.build(subject).config
     limit = values.get("max_position_embeddings") or target.max_position_embeddings
     if limit < target.max_position_embeddings:
@@ -213,7 +216,9 @@ def _careless_flags(subject: Subject) -> Iterator[Reading]:
     values = subject.files.values
     eagle = values.get("eagle_config") or {}
     for flag in FLAGS:
-        tensor, outer, inner = FLAG_TENSORS.get(flag), values.get(flag), eagle.get(flag)
+        tensor = FLAG_TENSORS.get(flag)
+        outer = values.get(flag)
+        inner = eagle.get(flag)
         has_tensor = tensor is not None and subject.tensor(tensor) is not None
         if outer or not (inner or has_tensor):
             continue

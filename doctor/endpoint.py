@@ -89,5 +89,6 @@ def _client(url: str, api_key: str | None) -> Client:
 
 def _counted(before: str, after: str) -> RoundCounts:
     """What a server counted between two texts of its /metrics; others' requests of that time are among it."""
-    then, now = read_counts(before) or RoundCounts(), read_counts(after)
+    then = read_counts(before) or RoundCounts()
+    now = read_counts(after)
     return RoundCounts() if now is None else now.since(then)

@@ -70,7 +70,8 @@ def taps(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
     if case.subject.family == "eagle" or not getattr(config, "has_fc", True):
         return
-    own, last = tuple(config.aux_layers), case.target.config.num_layers
+    own = tuple(config.aux_layers)
+    last = case.target.config.num_layers
     found = {
         "one layer earlier": tuple(layer - 1 for layer in own),
         "one layer later": tuple(layer + 1 for layer in own),
@@ -187,10 +188,14 @@ def conventions(case: Case) -> Iterator[Reading]:
 
 def convention(subject: Subject, *, from_anchor: bool) -> Reading:
     """The files in this convention, whatever their fields and the options say of it."""
-    value, fields, chosen = str(from_anchor).lower(), anchor_fields(subject), subject.choices.sample_from_anchor
-    said, option = "config.json does not say whether it drafts", f" (serve: --drafter.sample-from-anchor {value})"
+    value = str(from_anchor).lower()
+    fields = anchor_fields(subject)
+    chosen = subject.choices.sample_from_anchor
+    said = "config.json does not say whether it drafts"
+    option = f" (serve: --drafter.sample-from-anchor {value})"
     if fields:  # the option must not contradict them
-        said, option = f"config.json has {', '.join(fields)}", ""
+        said = f"config.json has {', '.join(fields)}"
+        option = ""
     elif chosen is not None:
         said = f"the option sample_from_anchor is {str(chosen).lower()}"
     others = [field for field in fields if not field.startswith("sample_from_anchor")]
@@ -258,8 +263,10 @@ def interleaved(subject: Subject, network: DraftNetwork) -> Subject | None:
 
 def windows(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
-    subject, values = case.subject, case.subject.files.values
-    asked, layers = values.get("sliding_window"), values.get("num_hidden_layers") or 1
+    subject = case.subject
+    values = case.subject.files.values
+    asked = values.get("sliding_window")
+    layers = values.get("num_hidden_layers") or 1
     if config.sliding_window is not None:
         yield Reading(
             "windows",
@@ -305,7 +312,8 @@ def vocabularies(case: Case) -> Iterator[Reading]:
 
 def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator[Reading]:
     """d2t otherwise than as the ids `own` (Vd,); None: it could not be read."""
-    tensors, size = subject.files.tensors, target.config.vocab_size
+    tensors = subject.files.tensors
+    size = target.config.vocab_size
     d2t, t2d, head = (subject.tensor(name) for name in ("d2t", "t2d", HEAD))
     found: dict[str, Tensor | None] = {}
     if d2t is not None:
@@ -338,7 +346,8 @@ def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator
 def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
     """(Vd,) ids of the target's rows with the highest cosine to each row; None where they are not alike."""
     rows = torch.nn.functional.normalize(target_head.float(), dim=1)
-    best, ids = [], []
+    best = []
+    ids = []
     for part in head.to(rows.device).float().split(CHUNK):
         cosine, index = (torch.nn.functional.normalize(part, dim=1) @ rows.t()).max(dim=1)
         best.append(cosine)
@@ -347,7 +356,8 @@ def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
 
 
 def heads(case: Case) -> Iterator[Reading]:
-    subject, shared = case.subject, case.target.shared
+    subject = case.subject
+    shared = case.target.shared
     own = case.network.target_ids
     if subject.family == "eagle3" and subject.names(HEAD):
         rows = shared[HEAD] if own is None else shared[HEAD][own.to(shared[HEAD].device)]
@@ -414,7 +424,8 @@ def flags_of_tensors(subject: Subject) -> Iterator[Reading]:
 
 def other_heads(subject: Subject, target: Target) -> Iterator[Reading]:
     """A head that is missing, or that a draft which shares its target's must not have; the same of embeddings."""
-    head, d2t = subject.tensor(HEAD), subject.tensor("d2t")
+    head = subject.tensor(HEAD)
+    d2t = subject.tensor("d2t")
     if subject.family == "eagle3" and head is None:
         rows = target.shared[HEAD]
         own = rows if d2t is None else rows[ids_of(d2t.long()).clamp(0, len(rows) - 1).to(rows.device)]
@@ -440,7 +451,8 @@ def other_heads(subject: Subject, target: Target) -> Iterator[Reading]:
 
 def quantised(subject: Subject) -> Iterator[Reading]:
     """Weights of 8 bits times their scales, and settings of a target's quantisation that a draft has inherited."""
-    values, tensors = subject.files.values, subject.files.tensors
+    values = subject.files.values
+    tensors = subject.files.tensors
     changed: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix("weight")
@@ -478,7 +490,8 @@ def scaled(codes: Tensor, scale: Tensor) -> Tensor:
         )
     if scale.dim() == 1 or scale.shape[1] == 1:
         return (codes.float() * scale.reshape(-1, 1)).bfloat16()
-    rows, columns = -(-codes.shape[0] // scale.shape[0]), -(-codes.shape[1] // scale.shape[1])
+    rows = -(-codes.shape[0] // scale.shape[0])
+    columns = -(-codes.shape[1] // scale.shape[1])
     spread = scale.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)[:, : codes.shape[1]]
     return (codes.float() * spread).bfloat16()
 

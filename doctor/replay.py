@@ -110,7 +110,8 @@ class Score:
 
     def by_group(self, groups: Sequence[str]) -> dict[str, float]:
         """Accept length of the answers of each group; `groups` names the group of each answer."""
-        rounds, emitted = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0)
+        rounds = dict.fromkeys(groups, 0)
+        emitted = dict.fromkeys(groups, 0)
         for one in self.rounds:
             rounds[groups[one.answer]] += 1
         for name, count in zip(groups, self.emitted, strict=True):
@@ -139,7 +140,8 @@ class Score:
         for own, score in zip(counts, (self, other), strict=True):
             for one in score.rounds:
                 own[one.answer] += 1
-        rng, ratios = random.Random(SEED), []
+        rng = random.Random(SEED)
+        ratios = []
         for _ in range(RESAMPLES):
             drawn = rng.choices(range(len(self.emitted)), k=len(self.emitted))
             emitted = [sum(score.emitted[answer] for answer in drawn) for score in (self, other)]
@@ -191,7 +193,10 @@ class Replay:
 
     def __init__(self, target: Target, path: Path, batches: Sequence[Batch], depth: int) -> None:
         """`path` of the draft, for errors. `depth`: most tokens that a round drafts."""
-        self.target, self.path, self.batches, self.depth = ReplayedTarget(target), path, list(batches), depth
+        self.target = ReplayedTarget(target)
+        self.path = path
+        self.batches = list(batches)
+        self.depth = depth
         self.longest = max(int(batch.positions.max()) + 1 for batch in batches)
 
     def build(self, subject: Subject) -> DraftNetwork:
@@ -206,7 +211,8 @@ class Replay:
         """Of all texts, or of those of the first batches; `depth` in place of the replay's. Raises ValueError for files
         that cannot be read so."""
         draft: Any = self.build(subject)
-        family, config = FAMILIES[subject.family], draft.config
+        family = FAMILIES[subject.family]
+        config = draft.config
         target = self.target
         target.wanted = config.aux_layers
         target.mask_token = None

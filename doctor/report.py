@@ -43,7 +43,8 @@ th { color: var(--pale); font-weight: 500 } td.number { text-align: right; font-
 
 def verdict(examination: "Examination") -> str:
     """One sentence."""
-    diagnosis, cause = examination.diagnosis, first_cause(examination.findings)
+    diagnosis = examination.diagnosis
+    cause = first_cause(examination.findings)
     if cause is None:
         assert diagnosis.as_read is not None
         length = diagnosis.as_read.accept_length
@@ -52,7 +53,8 @@ def verdict(examination: "Examination") -> str:
         return f"Nothing is wrong: accept length {length:.2f}."
     if diagnosis.mended is None:
         return f"The draft cannot be read: {diagnosis.refusal}"
-    before, after = cause.before, cause.after
+    before = cause.before
+    after = cause.after
     if cause in diagnosis.findings:  # there may be several, each of which was mended after the one before
         before = None if diagnosis.as_read is None else diagnosis.as_read.accept_length
         after = diagnosis.mended.accept_length

@@ -86,7 +86,9 @@ def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator
         return
     simulated = diagnosis.as_read.accept_length
     if refusal:
-        name, cause, remedy = "not served here", f"the engine here refuses the draft: {refusal}", "see there"
+        name = "not served here"
+        cause = f"the engine here refuses the draft: {refusal}"
+        remedy = "see there"
     elif served is not None and abs(served / simulated - 1) > PARITY:
         name = "trainer and server here differ"
         cause = f"replayed, the draft has an accept length of {simulated:.2f}, served here {served:.2f}"
@@ -99,7 +101,8 @@ def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator
 def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Finding]:
     """Where a server's accept length differs from the replay's: in the prompts, in the target, or in how it reads the
     draft's files."""
-    where, asked = f"{endpoint.server} at {endpoint.url}", endpoint.asked
+    where = f"{endpoint.server} at {endpoint.url}"
+    asked = endpoint.asked
     simulated = None if diagnosis.as_read is None else _at_depth(diagnosis.as_read, endpoint.depth)
     told = endpoint.accept_length
     is_less = simulated is not None and told is not None and told < (1 - LOSS) * simulated
@@ -145,10 +148,12 @@ def _misread(diagnosis: Diagnosis, endpoint: Endpoint, told: float, lengths: Map
     for readings in (risks, tried):
         near = min(readings, key=lambda one: abs(one[0] - told), default=None)
         if near is not None and abs(near[0] / told - 1) < ALIKE:
-            guess, remedy = f"; it accepts as much as with the reading {near[1]!r}", near[2]
+            guess = f"; it accepts as much as with the reading {near[1]!r}"
+            remedy = near[2]
             break
     else:
-        guess, remedy = "", ""
+        guess = ""
+        remedy = ""
     return Finding(
         kind="cause",
         stage="files",
@@ -164,5 +169,6 @@ def _at_depth(score: Score, depth: float | None) -> float:
     """About the accept length of rounds in which `depth` tokens are drafted on average, as adaptive servers do."""
     if depth is None or depth >= score.depth:
         return score.accept_length
-    rates, whole = score.by_position, int(depth)
+    rates = score.by_position
+    whole = int(depth)
     return min(score.accept_length, 1 + sum(rates[:whole]) + (depth - whole) * rates[whole])

@@ -99,7 +99,8 @@ class Renderer:
     """Prompts as the server renders and tokenises them."""
 
     def __init__(self, target: TargetTokenizer, date: str, variables: Mapping[str, Any]) -> None:
-        self.tokenizer, self.end_ids = target.tokenizer, target.end_ids
+        self.tokenizer = target.tokenizer
+        self.end_ids = target.end_ids
         tokenizer = self.tokenizer
         self.template = PromptTemplate(tokenizer, date=date, variables=variables)
         self.chat = ChatTemplate(tokenizer, date=date, variables=variables)

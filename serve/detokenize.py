@@ -33,7 +33,8 @@ class Decoder:
     """
 
     def __init__(self, tokenizer: Any, markers: Mapping[int, str] | None = None) -> None:
-        self._tokenizer, self._markers = tokenizer, markers or {}
+        self._tokenizer = tokenizer
+        self._markers = markers or {}
         is_plain = overrides_none(tokenizer, "decode", "_decode")
         self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call; four times as fast
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -46,17 +47,21 @@ class Decoder:
         if self._markers.keys().isdisjoint(tokens):
             return self._decode(tokens)
         place = next(index for index, token in enumerate(tokens) if token in self._markers)
-        pieces, marker, start = [self._decode(tokens[:place])], tokens[place], place + 1
+        pieces = [self._decode(tokens[:place])]
+        marker = tokens[place]
+        start = place + 1
         for place in range(start, len(tokens) + 1):
             if place == len(tokens) or tokens[place] in self._markers:
                 pieces += [self._markers[marker], self._after(marker, tokens[start:place])]
-                marker, start = tokens[place % len(tokens)], place + 1
+                marker = tokens[place % len(tokens)]
+                start = place + 1
         return "".join(pieces)
 
     def _after(self, last: int, tokens: list[int]) -> str:
         """The text of tokens after the token `last`: some decoders drop a space at the beginning of a text."""
         shown = [token for token in tokens if token not in self.silent_ids]
-        before, text = self._decode_all([last]), self._decode_all([last, *shown])
+        before = self._decode_all([last])
+        text = self._decode_all([last, *shown])
         is_whole = text.startswith(before) and INCOMPLETE not in text[len(before) :]
         return text[len(before) :] if is_whole else self._decode(shown)
 
@@ -74,7 +79,9 @@ class Decoder:
     def _mended(self, tokens: list[int]) -> str:
         """The text of tokens of which some spell bytes that are no characters."""
         visible = [token for token in tokens if token not in self.silent_ids]
-        pieces, plain, last = list[str](), list[int](), None
+        pieces = list[str]()
+        plain = list[int]()
+        last = None
 
         def end_plain() -> None:
             if last is None:
@@ -164,7 +171,9 @@ class TokenTexts:
             pieces = [b"" if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True)]
         # Some tokenizers begin a text with a space of their own.
         is_longer = b"".join(pieces).startswith(b" ") and b"".join(pieces) != text.encode()
-        found, position, decoder = list[int](), -int(is_longer), getincrementaldecoder("utf-8")("ignore")
+        found = list[int]()
+        position = -int(is_longer)
+        decoder = getincrementaldecoder("utf-8")("ignore")
         for piece in pieces:
             found.append(min(max(position, 0), len(text)))
             position += len(decoder.decode(piece))
@@ -196,14 +205,16 @@ class TextStream:
         """`watched=False`: text is needed at the end only; without stop strings it is then decoded once. The text of
         the first `min_tokens` tokens is not searched for stop strings. `prompt`: what the text continues; without one,
         it begins as the decoder begins a text."""
-        self._decoder, self._min_tokens = decoder, min_tokens
+        self._decoder = decoder
+        self._min_tokens = min_tokens
         self._stop = tuple(stop)
         self._is_piecewise = watched or bool(stop)
         # Tokens of the last piece, then those whose text is not yet complete.
         self._window = [token for token in prompt[-PROMPT_TAIL:] if token not in decoder.silent_ids]
         self._shown = decoder(self._window)  # the text of the former, which has moved on to `_pending`
         if self._shown.endswith(INCOMPLETE):  # the prompt ends within a character
-            self._window, self._shown = [], ""
+            self._window = []
+            self._shown = ""
         self._num_shown = len(self._window)  # tokens of the window whose text is complete
         self._pending = ""  # decoded, held back because it may begin a stop string
         self._push_sizes: list[int] = []
@@ -299,7 +310,9 @@ class TextStream:
         if self.num_tokens == stats.completion_tokens:
             return stats
         accepted = [0] * len(stats.accepted_by_position)
-        num_kept, num_late, start = 0, 0, 0
+        num_kept = 0
+        num_late = 0
+        start = 0
         for index, size in enumerate(self._push_sizes):
             num_kept += start < self.num_tokens
             num_late += start >= self.num_tokens

@@ -43,7 +43,9 @@ GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB
 USUAL_NODES = 8  # that a draft proposes, where its options do not say
 LOGITS_BYTES = 8  # per row with logits and token: logits and what sampling keeps of them
 # Seconds of a start on a server, with kernels compiled by an earlier one (docs/benchmarks_gpu.md, "Start-up").
-START_S, CAPTURE_S, COMPILE_S = 5.0, 0.03, 12.0
+START_S = 5.0
+CAPTURE_S = 0.03
+COMPILE_S = 12.0
 DISK_GBS = (1, 6)  # GB/s at which weights are read: from a disk, from the page cache
 
 
@@ -96,7 +98,8 @@ class DryRun:
 
     def state_bytes(self) -> int:
         """Of request slots: page tables, sampling, penalties, masks."""
-        config, size = self.config, self.config.page_size
+        config = self.config
+        size = self.config.page_size
         pages = -(-(self.longest + 2 * self.most_nodes) // size)
         sizes = config.max_running, pages, size, self.most_nodes, torch.device("cpu"), self.model.vocab_size
         return RequestState(*sizes, len(self.windows)).nbytes
@@ -113,7 +116,9 @@ class DryRun:
 
     def pass_bytes(self) -> int:
         """Of the largest pass's activations and logits, of a 4-bit layer that it dequantises, and of graphs."""
-        config, model, item = self.config, self.model, self.networks[0].dtype.itemsize
+        config = self.config
+        model = self.model
+        item = self.networks[0].dtype.itemsize
         rows = max(config.prompt_tokens, config.captured_tokens + config.max_running, self._node_rows())
         widest = max(wide_activations(spec) for spec in model.layers)
         activations = rows * (8 * model.hidden_size + widest) * item
@@ -122,7 +127,8 @@ class DryRun:
 
     def cache_tokens(self, total: float) -> int:
         """Tokens that the KV cache holds on a GPU of so many bytes; negative where even the rest does not fit."""
-        config, sizes = self.config, self.kv_bytes()
+        config = self.config
+        sizes = self.kv_bytes()
         free = config.mem_fraction * total - self.weights - self.state_bytes() - self.pass_bytes()
         for window, size in zip(self.windows[1:], sizes[1:], strict=True):
             assert window is not None
@@ -219,7 +225,8 @@ def _kv(windows: Windows, sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _gpus(run: DryRun) -> Iterator[str]:
-    fraction, longest = run.config.mem_fraction, run.longest
+    fraction = run.config.mem_fraction
+    longest = run.longest
     yield f"With {fraction:.0%} of a GPU's memory (--mem-fraction) the KV cache holds about:"
     sizes = {f"a GPU of {name}": 1e9 * size for name, size in GPUS.items()}
     if torch.cuda.is_available():

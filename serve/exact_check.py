@@ -110,7 +110,8 @@ def running(config: EngineConfig) -> "Iterator[Engine]":
 
 
 def make_requests(config: ExactCheckConfig, vocab_size: int) -> list[Request]:
-    rng, longest = random.Random(config.seed), config.longest_prompt
+    rng = random.Random(config.seed)
+    longest = config.longest_prompt
     requests: list[Request] = []
     for index in range(config.requests):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
@@ -126,7 +127,8 @@ def make_requests(config: ExactCheckConfig, vocab_size: int) -> list[Request]:
 def answer(engine: "Engine", requests: Sequence[Request], level: int, name: str) -> Answers:
     """Keeps `level` requests running. A request that fails raises ValueError with its error."""
     answers: Answers = {request.id: [] for request in requests}
-    waiting, num_open = list(reversed(requests)), 0
+    waiting = list(reversed(requests))
+    num_open = 0
     with tqdm(total=len(requests), desc=name, unit="answer", leave=False) as bar:
         while waiting or num_open:
             while waiting and num_open < level:

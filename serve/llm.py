@@ -60,7 +60,8 @@ class Answer:
     """What a request has yielded so far. `form`: how it is read; `num_spec_tokens`: most tokens that a round drafts."""
 
     def __init__(self, request: Request, form: AnswerFormat, stop: Sequence[str], num_spec_tokens: int) -> None:
-        self.request, self._form = request, form
+        self.request = request
+        self._form = form
         self._num_spec_tokens = num_spec_tokens if request.params.wants_drafts else 0
         self._trace: list[TokenTrace] = []
         min_tokens = request.params.min_tokens
@@ -85,8 +86,10 @@ class Answer:
         assert ended.stats is not None
         assert ended.finish_reason is not None
         reason: FinishReason = "stop" if self.text.stopped else ended.finish_reason
-        stats, count = self.text.cut(replace(ended.stats)), self.text.num_tokens
-        whole, form = "".join(self._pieces), self._form
+        stats = self.text.cut(replace(ended.stats))
+        count = self.text.num_tokens
+        whole = "".join(self._pieces)
+        form = self._form
         content = [TextPiece("content", whole, 0, len(whole))]
         parts = Parts([*content]) if form.parser is None else form.parser().feed(whole, final=True)
         calls = tuple(parts.calls)
@@ -186,7 +189,8 @@ class LLM:
         progress: bool,
     ) -> list[Generation]:
         """`formats`: how the answer of each prompt is read."""
-        stop, words = check_texts("stop", stop), check_texts("bad_words", bad_words)
+        stop = check_texts("stop", stop)
+        words = check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
         answers = [
             self._begin(str(index), prompt, replace(one, bad_words=one.bad_words + bad_tokens), form, stop)

@@ -62,7 +62,8 @@ class Answer:
             self._add_sglang(choice.get("meta_info") or {})
         speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
         if speculation.get("num_spec_steps"):
-            accepted, histogram = speculation.get("num_accepted_draft_tokens"), speculation.get("acceptance_histogram")
+            accepted = speculation.get("num_accepted_draft_tokens")
+            histogram = speculation.get("acceptance_histogram")
             self._add_rounds(speculation["num_spec_steps"], accepted, histogram or [])
             self.drafted_tokens = speculation.get("num_draft_tokens", 0)
 
@@ -219,7 +220,8 @@ class Client:
         body = {"model": self.model, **fields, "messages" if is_chat else "prompt": prompt}
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
-        answer, start = Answer(), time.perf_counter()
+        answer = Answer()
+        start = time.perf_counter()
         try:
             async with self._session.post(self.root + path, json=body, allow_redirects=False) as response:
                 if response.status == 200 and body.get("stream"):

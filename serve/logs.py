@@ -44,8 +44,10 @@ class LogHandler(logging.StreamHandler[Any]):
         before = self.num_lost
         super().emit(record)
         if self.num_lost == before and before > self._reported:
-            lost, self._reported = before - self._reported, before
-            text, level = "%d lines of the log could not be written", logging.WARNING
+            lost = before - self._reported
+            self._reported = before
+            text = "%d lines of the log could not be written"
+            level = logging.WARNING
             super().emit(logging.LogRecord(__name__, level, __file__, 0, text, (lost,), None))
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -290,7 +290,9 @@ class RequestStats:
         num_spec_tokens = max(num_spec_tokens, len(self.accepted_by_position))
         at_least = [self.rounds, *self.accepted_by_position]  # rounds by how many tokens they accepted
         at_least += [0] * (num_spec_tokens + 2 - len(at_least))
-        rounds, accepted, drafted = self.rounds, self.accepted_tokens, self.drafted_tokens
+        rounds = self.rounds
+        accepted = self.accepted_tokens
+        drafted = self.drafted_tokens
         return {
             "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,

@@ -32,7 +32,8 @@ def walk_answers(batch: Batch, asking: Tensor, accepted: Tensor) -> Iterator[Wal
     """
     accepted_at = torch.zeros(batch.tokens.numel(), dtype=torch.int64).index_copy(0, asking, accepted).tolist()
     for first, last in answers(batch):
-        rounds, root = [], first
+        rounds = []
+        root = first
         while root < last:
             num_accepted = accepted_at[root - 1]
             rounds.append((root, num_accepted))
@@ -51,7 +52,8 @@ def walk_metrics(walks: list[Walk], depth: int) -> dict[str, Tensor]:
 
 def answers(batch: Batch) -> Iterator[tuple[int, int]]:
     """First and last token of every run of supervised tokens of one document, as indices into the flattened batch."""
-    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
+    supervised = batch.supervised.flatten()
+    documents = batch.documents.flatten()
     joined = supervised[1:] & supervised[:-1] & (documents[1:] == documents[:-1])
     begins = supervised.clone()
     begins[1:] &= ~joined

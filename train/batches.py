@@ -51,7 +51,8 @@ class PackedRows:
                 f"{max_length}; raise data.max_length, or prepare conversations that have answers"
             )
         self.num_dropped = len(self.dataset) - len(documents)
-        self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
+        self.num_documents = len(documents)
+        self.num_tokens = int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
         # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
@@ -77,8 +78,10 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
     """`rows` hold documents, a document its tokens and their loss mask."""
     width = max(sum(min(len(tokens), max_length) for tokens, _ in row) for row in rows)
     shape = (len(rows), width)
-    tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-    positions, supervised = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    tokens = np.zeros(shape, np.int64)
+    documents = np.full(shape, -1, np.int64)
+    positions = np.zeros(shape, np.int64)
+    supervised = np.zeros(shape, bool)
     names = itertools.count()
     for index, row in enumerate(rows):
         start = 0
@@ -97,7 +100,8 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
 def possible_roots(batch: Batch) -> Tensor:
     """(N,) int64 rows of the flattened batch, ascending: every supervised token that a supervised token of its document
     follows. A round of drafting can begin there."""
-    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
+    supervised = batch.supervised.flatten()
+    documents = batch.documents.flatten()
     return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
 
 
@@ -131,7 +135,8 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             if not rows_by_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([])
         rows[row].append(item)
         if room > length:

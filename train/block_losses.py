@@ -83,7 +83,8 @@ def scorer_slots(start: Tensor, edges: Tensor, rows: Tensor, labels: Tensor) -> 
 def scorer_losses(slots: ScorerSlots, teacher: Tensor | None) -> dict[str, Tensor]:
     """`teacher` (B, K, k): the target's logits of the candidates -> losses (B, K) by name, 0 outside the prefix
     (LiLiCorr, arXiv 2608.20530)."""
-    scores, gold = slots.scores, slots.places.unsqueeze(2)
+    scores = slots.scores
+    gold = slots.places.unsqueeze(2)
     own = scores.gather(2, gold)
     others = scores.scatter(2, gold, -torch.inf).amax(dim=2) if scores.shape[2] > 1 else own.squeeze(2) - MARGIN
     found = {

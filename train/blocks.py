@@ -83,7 +83,8 @@ def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     width = batch.tokens.shape[1]
     possible = possible_roots(batch).numpy()
     bounds = np.searchsorted(possible, np.arange(len(batch.tokens) + 1) * width)
-    chosen, weights = [], []
+    chosen = []
+    weights = []
     for number, (first, last) in zip(batch.numbers.tolist(), pairwise(bounds.tolist()), strict=True):
         row = possible[first:last]
         if len(row) > limit:
@@ -96,8 +97,10 @@ def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
 def find_blocks(batch: Batch, anchors: Tensor, size: int, *, first_slot: int = 1) -> Blocks:
     """Blocks of `size` slots at `anchors` (N,), rows of `batch`, which lies on the host. `first_slot`: the one that
     predicts the token after the anchor, 1 or 0 (DFlashConfig.first_slot)."""
-    tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
-    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
+    tokens = batch.tokens.flatten()
+    positions = batch.positions.flatten()
+    supervised = batch.supervised.flatten()
+    documents = batch.documents.flatten()
     rows = anchors.unsqueeze(1) + torch.arange(1, size + 1 - first_slot)  # (N, K)
     inside = rows.clamp(max=len(tokens) - 1)
     goes_on = (rows == inside) & supervised[inside] & (documents[inside] == documents[anchors].unsqueeze(1))
@@ -147,7 +150,8 @@ class Places:
     def of(cls, blocks: Blocks, num_context: int) -> "Places":
         """`num_context`: C. All on the blocks' device."""
         device = blocks.anchors.device
-        slots, context = torch.arange(blocks.size, device=device), torch.arange(num_context, device=device)
+        slots = torch.arange(blocks.size, device=device)
+        context = torch.arange(num_context, device=device)
         columns = torch.arange(len(blocks), device=device), blocks.anchors, blocks.starts, blocks.anchors
         block, row, first, anchor = (column.repeat_interleave(blocks.size) for column in columns)
         row = row + slots.repeat(len(blocks))
@@ -157,7 +161,8 @@ class Places:
 
 def sees(places: Places, q: Any, k: Any, window: int | None, mask: Mask) -> Tensor:
     """Whether queries `q` see keys `k`; both index, and broadcast. mask "causal": no later slots."""
-    key_block, key_row = places.key_block[k], places.key_row[k]
+    key_block = places.key_block[k]
+    key_row = places.key_row[k]
     is_context = (key_block < 0) & (key_row >= places.first[q]) & (key_row < places.anchor[q])
     seen = is_context | (key_block == places.block[q])
     if mask == "causal":
@@ -214,15 +219,19 @@ class Group:
 class SDPABlockAttention(BlockAttention):
     def make_mask(self, window: int | None, mask: Mask) -> list[Group]:
         """Reads lengths on the host: for the CPU only."""
-        places, num_context = Places.of(self.blocks, len(self.positions)), len(self.positions)
-        size, groups = self.blocks.size, []
-        starts, anchors = self.blocks.starts.tolist(), self.blocks.anchors.tolist()
+        places = Places.of(self.blocks, len(self.positions))
+        num_context = len(self.positions)
+        size = self.blocks.size
+        groups = []
+        starts = self.blocks.starts.tolist()
+        anchors = self.blocks.anchors.tolist()
         first = 0
         while first < len(self.blocks):
             last = first + 1
             while last < min(first + BLOCKS_AT_ONCE, len(self.blocks)) and starts[last] == starts[first]:
                 last += 1
-            slots, rows = slice(first * size, last * size), slice(starts[first], anchors[last - 1])
+            slots = slice(first * size, last * size)
+            rows = slice(starts[first], anchors[last - 1])
             own = torch.arange(slots.start, slots.stop)
             keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + own))
             groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window, mask)))

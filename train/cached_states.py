@@ -44,7 +44,8 @@ class CachedStates:
 
         Only supervised tokens have the state after the final norm, unless it is a captured layer.
         """
-        dtype, shape = target.head.dtype, tokens.shape
+        dtype = target.head.dtype
+        shape = tokens.shape
         layers, size = self.aux_states.shape[1:]
         aux_states = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
         final = aux_states.new_zeros(tokens.numel(), size)

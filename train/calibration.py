@@ -80,7 +80,8 @@ def chain_error(found: Confidences, calibration: Calibration) -> float:
 def fit_calibration(found: Confidences) -> Calibration:
     """The numbers of each slot, from left to right: those with the largest likelihood of the product up to it. With few
     chains they stay near 1 and 0."""
-    chosen, before = list[Tensor](), torch.ones(len(found.logits), dtype=torch.float64)
+    chosen = list[Tensor]()
+    before = torch.ones(len(found.logits), dtype=torch.float64)
     for slot, logits in enumerate(found.logits.double().unbind(dim=1)):
         here = found.counts[:, slot]
         numbers = _fit_slot(logits[here], before[here], found.survived[here, slot])

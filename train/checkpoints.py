@@ -155,7 +155,8 @@ class Checkpoints:
         earlier = complete(saved, self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
             is_elsewhere = BY_CONTENT.get(name) in saved or (name in BY_CONTENT.values() and name not in saved)
-            here, there = self.identity.get(name), earlier.get(name)
+            here = self.identity.get(name)
+            there = earlier.get(name)
             if here == there or is_elsewhere or name.startswith(FREE_OPTIONS):
                 continue
             if name not in self.identity.keys() | self.defaults.keys():

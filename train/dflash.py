@@ -111,7 +111,8 @@ class DFlashTraining(DraftTraining):
     """The draft with its losses and its held-out walk. C rows of a batch, N blocks of S slots that propose K tokens, Vd
     draft vocabulary."""
 
-    Network, drafter = DFlash, "dflash"
+    Network = DFlash
+    drafter = "dflash"
     fitted = ("confidence_temperatures", "confidence_biases")
     temperature = 0.0  # of the server that an evaluation simulates
 
@@ -132,7 +133,8 @@ class DFlashTraining(DraftTraining):
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
-        mask_token, source = options.mask_token_id, "draft.mask_token_id"
+        mask_token = options.mask_token_id
+        source = "draft.mask_token_id"
         if mask_token is None:
             mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
         files.accelerator.print(f"mask token {mask_token}, {source}")
@@ -170,7 +172,8 @@ class DFlashTraining(DraftTraining):
         agrees = slots.spread((tokens.best == slots.labels) & slots.gather(slots.known))
         rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (K, 2)
         metrics = {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
-        total, weights = tokens.total, slots.gather(tokens.weights)
+        total = tokens.total
+        weights = slots.gather(tokens.weights)
         parts: dict[str, tuple[Tensor, Tensor]] = {}  # losses, and the weights of their slots
         overlaps = tokens.overlaps
         if self.draft.selector is not None:
@@ -199,12 +202,14 @@ class DFlashTraining(DraftTraining):
         chosen = known if self.draft.confidence is None else blocks.counts
         places = chosen.flatten().nonzero().squeeze(1)  # (M,)
         before = blocks.rows_before.clamp(max=batch.tokens.numel() - 1)
-        previous, taught_by = batch.tokens.flatten()[before].flatten()[places], before.flatten()[places]
+        previous = batch.tokens.flatten()[before].flatten()[places]
+        taught_by = before.flatten()[places]
         labels = labels.flatten()[places].clamp(min=0)
         whole = known.all(dim=1).nonzero().squeeze(1)
         columns = labels, previous, taught_by, places, known, stands_for, whole
         labels, previous, taught_by, places, known, stands_for, whole = (x.to(self.device) for x in columns)
-        blocks, read = blocks.to(self.device), self.read(batch)
+        blocks = blocks.to(self.device)
+        read = self.read(batch)
         hidden = self.states(blocks, read)[:, config.first_slot :]
         return Slots(
             states=hidden.flatten(0, 1)[places],
@@ -223,11 +228,14 @@ class DFlashTraining(DraftTraining):
 
     def token_losses(self, slots: Slots) -> TokenLosses:
         """Those over the vocabulary, and the candidates that the other heads score."""
-        draft, config, mix = self.draft, self.draft.config, mix_of(self.losses)
+        draft = self.draft
+        config = self.draft.config
+        mix = mix_of(self.losses)
         shape = len(slots.states), config.num_candidates
         joins = draft.selector is not None or draft.scorer is not None
         candidates = torch.empty(shape, dtype=torch.int64, device=self.device) if joins else None
-        cap, states = config.final_logit_softcapping, slots.states
+        cap = config.final_logit_softcapping
+        states = slots.states
         states = states if config.output_multiplier == 1 else states * config.output_multiplier
         needs_overlap = draft.confidence is not None and draft.selector is None
         if draft.markov is None and not mix.reads_teacher and not needs_overlap:
@@ -262,7 +270,8 @@ class DFlashTraining(DraftTraining):
         rows, places = with_labels(tokens.candidates, slots.labels)
         unary = draft.unary(gathered_logits(slots.states, self.head.rows, rows))
         scores = draft.selector(slots.states, unary, slots.previous.unsqueeze(1), rows).squeeze(1)
-        teacher, overlaps = None, None
+        teacher = None
+        overlaps = None
         if self.losses["selector_tv"] or draft.confidence is not None:
             final = slots.read.final[slots.taught_by]
             teacher = self.head.teach_candidates(final, rows)
@@ -274,12 +283,15 @@ class DFlashTraining(DraftTraining):
     def scorer_losses(self, slots: Slots, tokens: TokenLosses) -> dict[str, Tensor]:
         """By name (B, K), of the B whole blocks. A candidate's log-probability keeps its gradient: the draft's layers
         learn from the scorer, too."""
-        draft, shape = self.draft, (len(slots.whole), *slots.known.shape[1:])
+        draft = self.draft
+        shape = (len(slots.whole), *slots.known.shape[1:])
         assert tokens.candidates is not None
         numbers = torch.empty(slots.known.shape, dtype=torch.int64, device=self.device)
         numbers.flatten()[slots.places] = torch.arange(len(slots.places), device=self.device)
         own = numbers[slots.whole].flatten()  # (B * K,) which of the M
-        rows, labels, states = tokens.candidates[own], slots.labels[own], slots.states[own]
+        rows = tokens.candidates[own]
+        labels = slots.labels[own]
+        states = slots.states[own]
         with_label = torch.cat((rows, labels.unsqueeze(1)), dim=1)
         logits = draft.unary(gathered_logits(states, self.head.rows, with_label))
         normalisers = self.row_entropies(slots, tokens)[own] + logits[:, -1]
@@ -312,7 +324,8 @@ class DFlashTraining(DraftTraining):
     def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
         """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
         times the anchors that it stands for. `losses` (M,): cross-entropies, for those that depend on them."""
-        stands_for, known = slots.stands_for.unsqueeze(1), slots.known
+        stands_for = slots.stands_for.unsqueeze(1)
+        known = slots.known
         if self.options.loss == "dpace":
             found = slots.spread(losses if isinstance(losses, Tensor) else losses())
             count = known.shape[1]
@@ -326,14 +339,17 @@ class DFlashTraining(DraftTraining):
         return weights / weights.sum()
 
     def evaluate(self, batch: Batch) -> Metrics:
-        anchors, first = possible_roots(batch), self.draft.config.first_slot
-        read, metrics = self.read(batch), Metrics()
+        anchors = possible_roots(batch)
+        first = self.draft.config.first_slot
+        read = self.read(batch)
+        metrics = Metrics()
         accepted = []
         share = NOISE_COST if self.temperature else 1
         blocks_at_once = min(EVALUATED_AT_ONCE, max(1, rows_at_once(self.head.rows) // self.depth // share))
         for blocks in find_blocks(batch, anchors, self.depth + first, first_slot=first).parts(blocks_at_once):
             blocks = blocks.to(self.device)
-            hidden, noise = self.states(blocks, read)[:, first:], self.noise(batch, blocks, read)
+            hidden = self.states(blocks, read)[:, first:]
+            noise = self.noise(batch, blocks, read)
             if self.joins:
                 found, chain, sums = self.follow_lattice(blocks, hidden, read, noise)
                 add(metrics, sums)
@@ -352,7 +368,9 @@ class DFlashTraining(DraftTraining):
         batch's text: the same in all blocks that reach a token. None at temperature 0."""
         if self.temperature == 0:
             return None
-        width, before = batch.tokens.shape[1], blocks.rows_before.clamp(max=len(read.tokens) - 1)  # (N, K)
+        # (N, K)
+        width = batch.tokens.shape[1]
+        before = blocks.rows_before.clamp(max=len(read.tokens) - 1)
         rows = before.flatten()
         logits = self.target_head.teach(read.final[rows]).float() / self.temperature
         numbers = batch.numbers.to(self.device)
@@ -404,11 +422,13 @@ class DFlashTraining(DraftTraining):
         in the order of their rows, however many processes share them."""
         if self.draft.confidence is None:
             return {}
-        parts, self.said = gather(self.said), []
+        parts = gather(self.said)
+        self.said = []
         if not parts:
             return {}
         found = Confidences.joined([said for _, said in sorted(parts, key=lambda part: part[0])])
-        half, none = len(found.accepted) // 2, Calibration.none(found.logits.shape[1])
+        half = len(found.accepted) // 2
+        none = Calibration.none(found.logits.shape[1])
         others = found.of(slice(half, None))
         fitted = fit_calibration(found).padded(self.draft.config.num_proposals)
         temperatures, biases = (tuple(numbers.tolist()) for numbers in fitted)
@@ -446,7 +466,8 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """
-    own, weights = public_tensors(draft), target.initial_weights(len(draft.layers))
+    own = public_tensors(draft)
+    weights = target.initial_weights(len(draft.layers))
     matrices = [name for name, x in own.items() if name.startswith("layers.") and x.ndim == 2 and "_conv." not in name]
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:

@@ -42,7 +42,8 @@ class ChainDraftOptions(BaseDraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, decay = self.ttt_steps, self.ttt_decay
+        steps = self.ttt_steps
+        decay = self.ttt_decay
         if steps < 1 or decay <= 0:
             raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
 

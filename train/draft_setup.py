@@ -87,7 +87,9 @@ class TargetFiles:
     def freeze(self, aux_layers: tuple[int, ...]) -> FrozenTarget:
         if self.options.dry_run:
             return empty_target(self.path, aux_layers, self.options.trust_remote_code)
-        data, sharding, device = self.options.data, self.options.target_sharding, self.accelerator.device
+        data = self.options.data
+        sharding = self.options.target_sharding
+        device = self.accelerator.device
         heads_only = data.aux_states is not None and data.aux_states_missing == "error"
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
         target = load_frozen_target(self.path, aux_layers, device, self.options.trust_remote_code, heads_only, mesh)
@@ -133,7 +135,8 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
 
 def show_plan(files: TargetFiles, kind: type[DraftTraining], train_rows: PackedRows) -> None:
     """Prints what a run needs, without reading weights."""
-    options, accelerator = files.options, files.accelerator
+    options = files.options
+    accelerator = files.accelerator
     with init_empty_weights():
         training = build(kind, files)
     on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
@@ -150,7 +153,8 @@ def train_draft(
     data_hash: str,
     lock: FolderLock | None,
 ) -> None:
-    options, accelerator = files.options, files.accelerator
+    options = files.options
+    accelerator = files.accelerator
     store = open_states(options.data, {**files.origin(), "data_hash": data_hash})
     training = build(kind, files)
     draft = training.draft

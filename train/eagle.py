@@ -31,7 +31,8 @@ NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.nois
 class EagleTraining(ChainTraining):
     """Smooth L1 to the target's feature, and a distance of the head's distributions."""
 
-    Network, drafter = Eagle, "eagle"
+    Network = Eagle
+    drafter = "eagle"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -60,8 +61,10 @@ class EagleTraining(ChainTraining):
     def noise(self, batch: Batch) -> Tensor:
         """(B, S, H) uniform noise, drawn by the seed and each row's number in the run alone."""
         scale = self.options.noise * NOISE_LENGTH / document_lengths(batch.documents)  # (B, S)
-        shape, device = (batch.tokens.shape[1], self.draft.config.hidden_size), self.device
-        generator, noise = torch.Generator(device), []
+        shape = (batch.tokens.shape[1], self.draft.config.hidden_size)
+        device = self.device
+        generator = torch.Generator(device)
+        noise = []
         for number in batch.numbers.tolist():
             (state,) = np.random.SeedSequence((self.seed, number)).generate_state(1)  # 32 bits: all it uses
             generator.manual_seed(int(state))

@@ -27,7 +27,8 @@ from slipstream.train.ttt import ChainStep, ChainTraining
 class Eagle3Training(ChainTraining):
     """Distance from the target's distribution over the draft vocabulary."""
 
-    Network, drafter = Eagle3, "eagle3"
+    Network = Eagle3
+    drafter = "eagle3"
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
@@ -44,12 +45,14 @@ class Eagle3Training(ChainTraining):
         return self.target.logits(states, self.target_ids)
 
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
-        options, states = self.options, self.draft.head_input(step.states)
+        options = self.options
+        states = self.draft.head_input(step.states)
         weights = options.weight(index) * step.weights
         losses, drafted = soft_cross_entropy(
             self.draft.lm_head(states), step.teacher, weights, options.loss, in_place=True
         )
-        loss, sums = losses.sum(), Metrics()
+        loss = losses.sum()
+        sums = Metrics()
         if options.state_weight:
             regression = regression_losses(states, step.final)
             sums["state_loss"] = (regression * step.counts).sum()

@@ -42,7 +42,8 @@ class DraftOptions(ChainDraftOptions):
             raise ValueError(f"draft.num_layers is {self.num_layers}; give at least 1")
         if self.state_weight < 0:
             raise ValueError(f"draft.state_weight is {self.state_weight}; give 0 or more")
-        steps, weights = self.ttt_steps, self.step_weights
+        steps = self.ttt_steps
+        weights = self.step_weights
         if weights is not None and (len(weights) != steps or min(weights) < 0 or not any(weights)):
             raise ValueError(
                 f"draft.step_weights is {list(weights)}; give {steps}, one for each of draft.ttt_steps, none negative "

@@ -123,7 +123,8 @@ def fit(
         stack.enter_context(bar)
         while progress.step < loop.num_steps and not stopped:
             record, stopped = loop.train_step(interrupt.received)
-            is_last, written = progress.step == loop.num_steps, []
+            is_last = progress.step == loop.num_steps
+            written = []
             if is_last or progress.step % options.evaluation.every == 0:
                 record |= loop.evaluate()
                 if progress.best_step == progress.step:
@@ -166,7 +167,9 @@ class Loop:
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
         """Metrics of the step, without non-finite values, and whether any process was interrupted."""
-        accelerator, progress, began = self.accelerator, self.progress, time.perf_counter()
+        accelerator = self.accelerator
+        progress = self.progress
+        began = time.perf_counter()
         lr = self.schedule.lr(progress)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = lr
@@ -189,7 +192,9 @@ class Loop:
 
         Of the last window of an epoch some batches may be no new ones, and count nothing.
         """
-        accelerator, optim, totals = self.accelerator, self.options.optim, Metrics()
+        accelerator = self.accelerator
+        optim = self.options.optim
+        totals = Metrics()
         supervised = float(sum(batch.num_supervised for batch, is_new in window if is_new))
         num_tokens = torch.tensor(supervised, device=accelerator.device)
         # Processes average their gradients and the accelerator divides by the window: both are undone here.
@@ -226,7 +231,8 @@ class Loop:
 
     def skip(self, numbers: str, was_skipped: bool) -> None:
         """Counts a skipped step. Raises ValueError after MAX_SKIPPED in a row, or if DeepSpeed has applied the step."""
-        step, lr = self.progress.step + 1, self.options.optim.lr
+        step = self.progress.step + 1
+        lr = self.options.optim.lr
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED and not was_skipped:
             raise ValueError(
                 f"step {step} is not finite ({numbers}), and this version of DeepSpeed has applied it; lower optim.lr "
@@ -245,7 +251,8 @@ class Loop:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Metrics over the held-out rows, under `eval_` names; records a new best accept length in the progress."""
-        accelerator, totals = self.accelerator, Metrics()
+        accelerator = self.accelerator
+        totals = Metrics()
         self.model.eval()
         batches = evaluation_batches(
             self.heldout, self.options.data.batch_size, accelerator.process_index, accelerator.num_processes
@@ -258,7 +265,8 @@ class Loop:
         metrics |= self.training.end_evaluation(gather_object)
         self.progress.metrics, self.progress.fitted = metrics, self.training.fitted_fields()
         if metrics["accept_length"] > self.progress.best_accept_length:
-            self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]
+            self.progress.best_step = self.progress.step
+            self.progress.best_accept_length = metrics["accept_length"]
         return {f"eval_{name}": value for name, value in metrics.items()}
 
 

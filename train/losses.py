@@ -34,7 +34,8 @@ class TargetHead:
         """ids (Vd,) int64 ascending: the draft's vocabulary."""
         head = target.head.detach()
         self.ids = ids.to(head.device)  # kept there: a copy in every step would synchronise
-        is_whole, bias = len(ids) == len(head), target.head_bias
+        is_whole = len(ids) == len(head)
+        bias = target.head_bias
         self.rows = head if is_whole else head[self.ids]  # (Vd, H)
         self.bias = bias if bias is None or is_whole else bias[self.ids]  # (Vd,), the target's alone
         self.cap = target.logit_softcap
@@ -200,7 +201,8 @@ def mixed_losses(
         if candidates is not None:
             candidates[part] = logits.topk(candidates.shape[1], dim=-1).indices
         logits = logits if bias is None else logits + bias
-        own, label = weights[part], labels[part]
+        own = weights[part]
+        label = labels[part]
         if teach is not None:
             found = mixed_cross_entropy(logits, teach(part), label, own, mix, with_gradient=with_gradient)
             return found, logits, slope

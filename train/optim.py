@@ -50,7 +50,8 @@ class Schedule:
     def lr(self, progress: Progress) -> float:
         """Of the next step. Epochs set it by the rows done, so that it goes on where it was if steps change size."""
         if self.optim.steps:
-            done, total = float(progress.step), self.optim.steps
+            done = float(progress.step)
+            total = self.optim.steps
         else:
             done = progress.rows / self.rows_per_step
             total = math.ceil(self.optim.epochs * self.num_rows / self.rows_per_step)

@@ -128,7 +128,9 @@ class RunOptions:
                 raise ValueError(f"{name} is {number}; give a positive number")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")
-        betas, momentum, decay = self.optim.betas, self.optim.momentum, self.optim.weight_decay
+        betas = self.optim.betas
+        momentum = self.optim.momentum
+        decay = self.optim.weight_decay
         if not all(0 <= share < 1 for share in (*betas, momentum)) or decay < 0:
             raise ValueError(
                 f"optim.betas is {list(betas)}, optim.momentum {momentum} and optim.weight_decay {decay}; give betas "

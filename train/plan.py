@@ -38,7 +38,8 @@ class Memory:
     def per_gpu(self, sharding: str, num_gpus: int) -> int:
         """sharding: ddp, zero2, or zero3 (FSDP alike)."""
         weights = gradients = 4 * self.parameters
-        moments, copies = 4 * self.moments, 2 * self.parameters if self.bf16 else 0
+        moments = 4 * self.moments
+        copies = 2 * self.parameters if self.bf16 else 0
         if sharding == "ddp":
             buckets = gradients if num_gpus > 1 else 0
             draft = weights + copies + gradients + moments + buckets
@@ -56,7 +57,8 @@ def plan(
 ) -> str:
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device. `size`: of the
     target in our decoder; None: transformers runs it."""
-    draft, target = training.draft, training.target.model
+    draft = training.draft
+    target = training.target.model
     assert isinstance(target, PreTrainedModel), "an empty target is transformers'"
     config = draft.config
     is_run = options.data.aux_states is None or options.data.aux_states_missing == "online"
@@ -101,7 +103,8 @@ def memory_lines(memory: Memory) -> Iterator[str]:
 
 def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
     """Disk space of slipstream capture-states for the train split; an upper bound: it leaves out some tokens."""
-    num_layers, layers = len(training.target.layers), tuple(training.draft.config.aux_layers)
+    num_layers = len(training.target.layers)
+    layers = tuple(training.draft.config.aux_layers)
     for dtype in ("bf16", "fp8"):
         form = StateFormat(
             layers=layers,
@@ -116,7 +119,8 @@ def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
 
 def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
     schedule = Schedule.of(options, len(train), num_processes)
-    steps, rows = schedule.num_steps(Progress()), schedule.rows_per_step
+    steps = schedule.num_steps(Progress())
+    rows = schedule.rows_per_step
     yield (
         f"steps     {steps:,} of {rows} rows on {num_processes} process{'es' * (num_processes > 1)}, "
         f"{rows * train.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps see the data once"
@@ -163,8 +167,10 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any,
     Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
     of transformers' own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
     model: Any = training.target.model
-    config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
-    states, width = len(training.target.aux_layers) + 9, config.hidden_size
+    config = model.config.get_text_config()
+    tokens = options.data.batch_size * train.row_tokens
+    states = len(training.target.aux_layers) + 9
+    width = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
     experts = getattr(config, "num_experts_per_tok", None) or 0
     if experts:
@@ -183,11 +189,15 @@ def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, t
     also the draft's logits and the target's, of `target_size` bytes. A GPU keeps no weights of attention
     (blocks.py).
     """
-    config, size = draft.config, 2 if bf16 else 4
-    tokens, share = options.data.batch_size * train.row_tokens, train.num_supervised / train.num_tokens
-    is_block, is_eagle3 = hasattr(config, "block_size"), hasattr(draft, "lm_head")
+    config = draft.config
+    size = 2 if bf16 else 4
+    tokens = options.data.batch_size * train.row_tokens
+    share = train.num_supervised / train.num_tokens
+    is_block = hasattr(config, "block_size")
+    is_eagle3 = hasattr(draft, "lm_head")
     layers = getattr(config, "num_layers", 1)
-    rows, steps = tokens * share, getattr(options.draft, "ttt_steps", 1)
+    rows = tokens * share
+    steps = getattr(options.draft, "ttt_steps", 1)
     running = tokens if is_eagle3 and layers > 1 else rows  # upper layers read the states of all rows
     if is_block:
         running = options.data.batch_size * options.draft.anchors * config.block_size

@@ -62,7 +62,9 @@ MAX_POINTS = 500  # of a line; longer ones are averaged in buckets, since there 
 COLORS = ("#1f6feb", "#d9730d", "#2a9d5c", "#9b4f96", "#c4373b", "#0e8a8a", "#8a6d3b", "#5b6676")
 SWEEP = ("#1f6feb", "#9b4f96", "#c4373b", "#d9730d")
 # Of everything else in a chart: what matplotlib draws with becomes a color of the page's theme.
-GREY, PALE, INK = "#57606a", "#e6eaee", "#1b1f24"
+GREY = "#57606a"
+PALE = "#e6eaee"
+INK = "#1b1f24"
 THEME = {GREY: "var(--pale)", PALE: "var(--grid)", INK: "var(--ink)"}
 # Text stays text, and equal pages are equal bytes.
 SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "font.size": 8}
@@ -203,7 +205,8 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     is_evaluated = family.startswith("eval_")
     figure = Figure(figsize=(5.2, 2.5), layout="constrained")
     axes = figure.add_subplot()
-    legend, values = [], []
+    legend = []
+    values = []
     for name, color in zip(names, palette(len(names)), strict=True):
         points = [point for point in run.points(name) if math.isfinite(point[1])]
         if len(names) > 1:
@@ -214,10 +217,12 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
         values += [value for _, value in points]
     if not values:
         return ""
-    title, is_log = TITLES.get(family, family), family == "loss" and min(values) > 0
+    title = TITLES.get(family, family)
+    is_log = family == "loss" and min(values) > 0
     set_axes(axes, run.records[-1]["step"], min(values), max(values), is_log=is_log)
     if family == ACCEPT_LENGTH and run.best is not None:
-        step, value = run.best["step"], run.best[ACCEPT_LENGTH]
+        step = run.best["step"]
+        value = run.best[ACCEPT_LENGTH]
         axes.plot([step], [value], "o", markersize=9, markerfacecolor="none", markeredgecolor=INK, clip_on=False)
         legend.append(f"<span><i class=ring></i>best: {value:.3f} at step {step:,}</span>")
     return (
@@ -283,7 +288,8 @@ def smoothed(points: Points) -> Points:
     averaged = []
     for x, y in points:
         if math.isfinite(y):
-            total, weight = keep * total + y, keep * weight + 1
+            total = keep * total + y
+            weight = keep * weight + 1
             averaged.append((x, total / weight))
     return averaged
 
@@ -298,7 +304,8 @@ def thinned(points: Points) -> Points:
 
 
 def tiles(run: Run) -> str:
-    last, best = run.records[-1], run.best
+    last = run.records[-1]
+    best = run.best
     rates = sorted(rate for _, rate in run.points("tokens_per_second"))
     figures = {"steps": f"{last['step']:,}", "supervised tokens": f"{last.get('tokens', 0):,}"}
     if best is not None:

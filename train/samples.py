@@ -41,7 +41,8 @@ class Sample:
 
     def html(self) -> str:
         """The answer with what was drafted and accepted in <mark>."""
-        pieces, done = [], 0
+        pieces = []
+        done = 0
         for start, end in self.spans:
             pieces.append(f"{escape(self.answer[done:start])}<mark>{escape(self.answer[start:end])}</mark>")
             done = end
@@ -63,7 +64,8 @@ class SampleAnswers:
 
     def add(self, batch: "Batch", walks: "Iterable[Walk]") -> None:
         """`walks` of the batch, which lies on the host."""
-        tokens, documents = batch.tokens.flatten().tolist(), batch.documents.flatten().tolist()
+        tokens = batch.tokens.flatten().tolist()
+        documents = batch.documents.flatten().tolist()
         shown = -1
         for walk in walks:
             if len(self.kept) == self.limit:
@@ -74,7 +76,8 @@ class SampleAnswers:
 
     def take(self) -> list[Sample]:
         """Returns the samples of the evaluation that has ended, and forgets them."""
-        kept, self.kept = self.kept, []
+        kept = self.kept
+        self.kept = []
         return kept
 
     def sample(self, tokens: list[int], start: int, walk: "Walk") -> Sample:

@@ -35,7 +35,8 @@ def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> t
     The former in the dtype that the draft reads, the latter in that of the target's head. Cached states are zero where
     training reads none: from a document's last supervised token on, and after the final norm at unsupervised tokens.
     """
-    tokens, positions = batch.tokens.to(device), batch.positions.to(device)
+    tokens = batch.tokens.to(device)
+    positions = batch.positions.to(device)
     if batch.cached is None:
         aux_states, final = target.aux_states(tokens, positions)
     else:
@@ -79,7 +80,9 @@ class StateSource:
         rows = rows_of(starts[cached], needed[cached])
         final_rows = rows[batch.supervised.flatten()[rows]] if self.takes_final else rows[:0]
         states = self.allocate(rows, final_rows, rows_of(starts[~cached], needed[~cached]))
-        jobs, row, final_row = [], 0, 0
+        jobs = []
+        row = 0
+        final_row = 0
         for place, start, length in zip(found, starts.tolist(), needed.tolist(), strict=True):
             if place is None:
                 continue
@@ -87,7 +90,8 @@ class StateSource:
             count = int(supervised.sum())
             part = slice(row, row + length), slice(final_row, final_row + count)
             jobs.append(self.threads.submit(self.copy, place, tokens, supervised, states, *part))
-            row, final_row = row + length, final_row + count
+            row = row + length
+            final_row = final_row + count
         return replace(batch, cached=replace(states, copies=tuple(jobs)))
 
     def find(self, document: int, length: int) -> tuple[int, int] | None:
@@ -124,7 +128,8 @@ class StateSource:
 
     def allocate(self, rows: Tensor, final_rows: Tensor, online_rows: Tensor) -> CachedStates:
         form = self.store.index.form
-        dtype, scaled = DTYPES[form.dtype], form.dtype == "fp8"
+        dtype = DTYPES[form.dtype]
+        scaled = form.dtype == "fp8"
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
@@ -195,7 +200,8 @@ def read_states(
 ) -> None:
     """Makes the batches of `rows`, by split, carry the captured states of `layers`. Frees the target's layers unless it
     computes some states online. Raises ValueError if the capture lacks states."""
-    final_state, online = training.reads_final_state, options.aux_states_missing == "online"
+    final_state = training.reads_final_state
+    online = options.aux_states_missing == "online"
     store.check_states(layers, final_state=final_state)
     for split, packed in rows.items():
         pinned = device.type == "cuda"
@@ -209,7 +215,8 @@ def read_states(
 
 def document_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Per document of a batch, (D,) int64: its first row, and how many rows training reads of it (needed_tokens)."""
-    documents, positions = batch.documents.flatten().numpy(), batch.positions.flatten().numpy()
+    documents = batch.documents.flatten().numpy()
+    positions = batch.positions.flatten().numpy()
     starts = np.flatnonzero((positions == 0) & (documents >= 0))
     needed = np.zeros(len(starts), np.int64)
     rows = np.flatnonzero(batch.supervised.flatten().numpy())
@@ -228,7 +235,8 @@ def read_ahead(batches: Iterator[ItemT], rows: PackedRows) -> Iterator[ItemT]:
     if rows.add_states is None:
         yield from batches
         return
-    reader, end = ThreadPoolExecutor(1, "batches"), object()
+    reader = ThreadPoolExecutor(1, "batches")
+    end = object()
     pending: deque[Any] = deque(reader.submit(next, batches, end) for _ in range(BATCHES_AHEAD))
     try:
         while (batch := pending.popleft().result()) is not end:

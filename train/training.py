@@ -47,7 +47,8 @@ class DraftTraining(nn.Module, ABC):
         self.options = options
         self.depth = depth
         self.seed = seed
-        ids, self.vocab_size = draft.target_ids, len(target.head)
+        ids = draft.target_ids
+        self.vocab_size = len(target.head)
         # (Vd,) int64 on the host, where the labels of a batch are
         self.target_ids = torch.arange(self.vocab_size, device="cpu") if ids is None else ids.cpu()
 

@@ -69,10 +69,12 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
     is_key = torch.arange(len(documents)) <= last_asking[documents]
     keys = is_key.nonzero().squeeze(1)
     num_keys = documents[keys].unique_consecutive(return_counts=True)[1]
-    counts, taught = counting_rows(asking, num_steps), None
+    counts = counting_rows(asking, num_steps)
+    taught = None
     if all_run:
         taught = torch.searchsorted(keys, asking)
-        asking, num_asking = keys, num_keys
+        asking = keys
+        num_asking = num_keys
     context = is_key.index_fill(0, asking, False).nonzero().squeeze(1)
     positions = batch.positions.flatten()
     return Rows(
@@ -95,7 +97,8 @@ def find_runs(asking: Tensor, keys: Tensor, starts: Tensor) -> list[tuple[int, i
     is_first = torch.ones(len(asking) + 1, dtype=torch.bool)
     is_first[1:-1] = asking[1:] != asking[:-1] + 1
     bounds = is_first.nonzero().squeeze(1)
-    first, last = bounds[:-1], bounds[1:] - 1
+    first = bounds[:-1]
+    last = bounds[1:] - 1
     columns = last - first + 1, torch.searchsorted(keys, starts[first]), asking[last] - starts[first] + 1
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -179,7 +182,8 @@ class TTTAttention(Attention):
         seen = (x.split(self.rows.num_keys) for x in (k, v))
         documents = zip(*asked, *seen, self.biases[window, moved], strict=True)
         outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
-        output, own_weights = torch.cat(outputs), torch.cat(weights)
+        output = torch.cat(outputs)
+        own_weights = torch.cat(weights)
         for index, (_, own_v) in enumerate(own):
             output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
         return output.flatten(1, 2)
@@ -209,7 +213,8 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
     folded = q.transpose(0, 1).reshape(groups, num_rows * heads, size)  # heads of a group share its keys
     scores = torch.baddbmm(bias.expand(groups, -1, -1), folded, k.permute(1, 2, 0))  # (G, N * R, K)
     own_scores = own_scores.transpose(0, 1).reshape(groups, num_rows * heads, -1)
-    scores, dtype = torch.cat((scores, own_scores), dim=-1), torch.promote_types(v.dtype, torch.float32)
+    scores = torch.cat((scores, own_scores), dim=-1)
+    dtype = torch.promote_types(v.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=dtype).to(v.dtype)
     output = weights[..., :num_keys] @ v.transpose(0, 1)
     return (
@@ -262,7 +267,8 @@ class ChainTraining(DraftTraining):
         A row whose best target token is outside the draft vocabulary has no part in the loss of distributions; it
         counts as missed in the metrics `accept_rate_i`, the agreement with the target's best token at step i.
         """
-        loss, metrics = torch.zeros((), device=self.device), Metrics()
+        loss = torch.zeros((), device=self.device)
+        metrics = Metrics()
         for index, step in enumerate(self.backbone(batch)):
             own, drafted, sums = self.objective(index, step)
             loss = loss + own

@@ -87,7 +87,8 @@ def warm_start(draft: DraftNetwork, source: DraftNetwork) -> WarmStart:
     own, theirs = (
         {name: x for name, x in public_tensors(module).items() if name not in MAPS} for module in (draft, source)
     )
-    taken, partly = list[str](), list[str]()
+    taken = list[str]()
+    partly = list[str]()
     for name, tensor in own.items():
         if name not in theirs:
             continue
@@ -103,7 +104,8 @@ def warm_start(draft: DraftNetwork, source: DraftNetwork) -> WarmStart:
 
 def copy_tensor(name: str, own: Tensor, theirs: Tensor, draft: DraftNetwork, source: DraftNetwork) -> bool | None:
     """Whether all of a tensor was taken over; None: nothing was."""
-    mine, other = token_ids(draft), token_ids(source)
+    mine = token_ids(draft)
+    other = token_ids(source)
     if name in BY_TOKEN and own.shape[1:] == theirs.shape[1:] and not torch.equal(mine, other):
         where = torch.full((draft.config.vocab_size,), -1).index_copy(0, other, torch.arange(len(other)))[mine]
         known = (where >= 0).to(own.device)
@@ -114,7 +116,8 @@ def copy_tensor(name: str, own: Tensor, theirs: Tensor, draft: DraftNetwork, sou
         size = draft.config.target_hidden_size
         shared = [layer for layer in layers if layer in others]
         for layer in shared:
-            to, start = layers.index(layer) * size, others.index(layer) * size
+            to = layers.index(layer) * size
+            start = others.index(layer) * size
             own[:, to : to + size] = theirs[:, start : start + size].to(own.device, own.dtype)
         return set(layers) == set(others) if shared else None
     if own.shape != theirs.shape:
@@ -134,7 +137,8 @@ def differences(draft: DraftNetwork, source: DraftNetwork) -> Iterator[str]:
     for name, value in mine.items():
         if name not in NOT_COMPARED and value != theirs[name]:
             yield f"{name} is {theirs[name]} there, {value} here"
-    ids, others = token_ids(draft), token_ids(source)
+    ids = token_ids(draft)
+    others = token_ids(source)
     if not torch.equal(ids, others):
         both = len(set(ids.tolist()) & set(others.tolist()))
         yield f"the token map has {len(others)} tokens there, {len(ids)} here, {both} in both"

@@ -61,7 +61,8 @@ class ChatFormat:
         self.tools = find_form(TOOL_FORMS, tool_parser, self._source)
         self.reasoning = find_form(REASONING_FORMS, reasoning_parser, self._source)
         markers = Markers(tokenizer, [text for form in (self.tools, self.reasoning) for text in texts_of(form)])
-        self._markers, self.decoder = markers, Decoder(tokenizer, markers.by_id)
+        self._markers = markers
+        self.decoder = Decoder(tokenizer, markers.by_id)
         self._plain = Decoder(tokenizer)
         self._with_tools = Syntax(self.tools, self.reasoning, markers)
         self._without_tools = Syntax(None, self.reasoning, markers)
@@ -81,7 +82,8 @@ class ChatFormat:
         tail = self.decoder(list(prompt[-TAIL:]))
         is_open = self.reasoning is not None and self._with_tools.opened.search(tail) is not None
         is_closed = self._closed.search(tail) is not None
-        grammar, work = None, Work()
+        grammar = None
+        work = Work()
         if content is not None or choice.is_enforced:
             grammar = self._grammar.build(choice, content, work, is_open=is_open, is_closed=is_closed)
         syntax = self._without_tools if choice.mode == "none" else self._with_tools

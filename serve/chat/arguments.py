@@ -33,8 +33,11 @@ class JsonArguments:
     is_whole: ClassVar[bool] = False
 
     def __init__(self, shown: Callable[[str], str], is_marker: Callable[[str], bool]) -> None:
-        self._shown, self._is_marker = shown, is_marker
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._shown = shown
+        self._is_marker = is_marker
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
 
     def feed(self, text: str, final: bool) -> Read:
         for index, character in enumerate(text):
@@ -71,10 +74,14 @@ class ParameterArguments:
     is_whole: ClassVar[bool] = False
 
     def __init__(self, syntax: ParameterSyntax, types: ParameterTypes, shown: Callable[[str], str]) -> None:
-        self._syntax, self._types, self._shown = syntax, types, shown
+        self._syntax = syntax
+        self._types = types
+        self._shown = shown
         self._parameter: Any = None  # the match of the one that is read
         self._value = list[str]()  # of the parameter, but what may begin its end
-        self._held, self._space, self._num_read = "", list[str](), 0
+        self._held = ""
+        self._space = list[str]()
+        self._num_read = 0
 
     def feed(self, text: str, final: bool) -> Read:
         if not final and text.isspace() and self._held[-1:].isspace():  # decided with what follows
@@ -91,7 +98,8 @@ class ParameterArguments:
                     return "".join([*pieces, "}" if self._num_read else "{}"]), self._held
                 if found is None or found.partial:
                     return "".join(pieces), None
-                self._parameter, self._held = found, self._held[found.end() :]
+                self._parameter = found
+                self._held = self._held[found.end() :]
             found = self._find_end(final)
             self._keep(len(self._held) if found is None else found.start())
             if found is None or found.partial:
@@ -121,7 +129,8 @@ class ParameterArguments:
     def _json(self, text: str) -> str:
         if self._syntax.lines:
             text = text.removeprefix("\n").removesuffix("\n")
-        text, type_ = self._shown(text), self._parameter.groupdict().get("type")
+        text = self._shown(text)
+        type_ = self._parameter.groupdict().get("type")
         if type_ == "true":
             return json.dumps(text, ensure_ascii=False)
         types = self._types.get(self._parameter["key"], TEXT) if type_ is None else None
@@ -140,8 +149,11 @@ class PythonArguments:
     is_whole: ClassVar[bool] = True
 
     def __init__(self, shown: Callable[[str], str]) -> None:
-        self._shown, self._pieces = shown, list[str]()
-        self._depth, self._quote, self._is_escaped = 0, "", False
+        self._shown = shown
+        self._pieces = list[str]()
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
 
     def feed(self, text: str, final: bool) -> Read:
         for index, character in enumerate(text):

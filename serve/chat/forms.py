@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 ANY_CASE = str.maketrans("", "", "\\")  # templates escape quotes within quotes
 
 

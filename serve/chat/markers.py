@@ -64,7 +64,8 @@ class Markers:
 
     def elements(self, form: str) -> list[dict[str, Any]]:
         """A text as elements of a structural tag: markers as tokens, the rest as it is written."""
-        found, text = list[dict[str, Any]](), ""
+        found = list[dict[str, Any]]()
+        text = ""
         for part in self._parts.findall(form):
             if part not in self.ids:
                 text += part

@@ -56,7 +56,8 @@ def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
         raise Unsupported("", "a union or reference", "is not supported in this form of calls; name properties")
     for keyword in schema.keys() - OBJECT_KEYWORDS:
         raise Unsupported("", keyword, "is not supported in this form of calls; leave it out")
-    own, required = schema.get("properties", {}), schema.get("required", [])
+    own = schema.get("properties", {})
+    required = schema.get("required", [])
     if required and not set(required) <= own.keys():
         raise Unsupported("", "required", "names a property that properties lacks; add it there")
     if not own:
@@ -68,7 +69,8 @@ def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
 def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, place: str) -> Iterator[dict[str, Any]]:
     """The alternatives of a rewritten schema, references at their tops resolved. What a reference offers counts once,
     since it adds nothing another time."""
-    rest, names = [schema], set[str]()
+    rest = [schema]
+    names = set[str]()
     while rest:
         work.charge(place, STEPS_OF_BRANCH)
         schema = rest.pop()
@@ -87,7 +89,9 @@ class Parameters:
     def __init__(self, form: str, markers: Markers, work: Work) -> None:
         begin, _, self._end = form.partition("$value")
         self._before_key, _, self._after_key = begin.partition("$key")
-        self._is_typed, self._literal, self._work = "$type" in form, markers.elements, work
+        self._is_typed = "$type" in form
+        self._literal = markers.elements
+        self._work = work
 
     def elements(self, schema: Any) -> list[Element]:
         found = properties(schema)
@@ -103,7 +107,9 @@ class Parameters:
         return elements
 
     def _tag(self, key: list[Element], schema: Any, place: str) -> Element:
-        is_free, texts, others = False, list[Element](), list[Element]()
+        is_free = False
+        texts = list[Element]()
+        others = list[Element]()
         definitions = schema.get("$defs", {})
         shared = {"$defs": definitions} if definitions else {}
         top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}

@@ -101,7 +101,8 @@ class Syntax:
     """The compiled forms of a model; either may be missing."""
 
     def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
-        self.tools, self.markers = tools, markers
+        self.tools = tools
+        self.markers = markers
         self.has_reasoning = reasoning is not None
         regions = {} if reasoning is None else {"reasoning": reasoning.begin, "content": reasoning.content}
         begins = {name: markers.any_of(form.rstrip() for form in forms) for name, forms in regions.items() if forms}
@@ -119,7 +120,8 @@ class Syntax:
         at_start = dict(begins) if reasoning is None or reasoning.is_first else {}
         if tools is not None:
             self._add_calls(tools, at_start if tools.at_start else anywhere)
-        self.at_start, self.anywhere = alternatives(at_start, SPACE), alternatives(anywhere, RUN_START + SPACE)
+        self.at_start = alternatives(at_start, SPACE)
+        self.anywhere = alternatives(anywhere, RUN_START + SPACE)
 
     def _add_calls(self, form: ToolForm, places: dict[str, str]) -> None:
         any_of = self.markers.any_of
@@ -176,7 +178,8 @@ class AnswerParser:
         is_open: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        self._syntax, self._tools = syntax, tools
+        self._syntax = syntax
+        self._tools = tools
         self._new_id = new_id or (lambda: call_id(syntax.tools.id_len if syntax.tools else None))
         self._buffer = ""
         self._parts = Parts()
@@ -187,9 +190,13 @@ class AnswerParser:
         self._region: Literal["reasoning", "content"] = "content"
         self._region_start = 0
         # What may come next: the beginning of an answer, or of another call; white space that nobody wrote on purpose.
-        self._is_start, self._is_after_call, self._skips_space = True, False, False
+        self._is_start = True
+        self._is_after_call = False
+        self._skips_space = False
         self._space: list[str] = []  # that follows white space at the buffer's end
-        self._name, self._call_text = "", list[str]()  # of the call that is read
+        # of the call that is read
+        self._name = ""
+        self._call_text = list[str]()
         self._arguments: Arguments | None = None
         if is_open:
             self._enter("reasoning", 0)
@@ -220,7 +227,8 @@ class AnswerParser:
 
     def _take(self, count: int) -> str:
         """The first characters of the buffer, which are done with."""
-        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        taken = self._buffer[:count]
+        self._buffer = self._buffer[count:]
         self.num_consumed += count
         return taken
 
@@ -236,7 +244,9 @@ class AnswerParser:
             self._parts.pieces.append(TextPiece(kind, self._syntax.markers.shown(text), start, self.num_consumed))
 
     def _enter(self, region: Literal["reasoning", "content"], start: int) -> None:
-        self._reads, self._region, self._region_start = self._in_region, region, start
+        self._reads = self._in_region
+        self._region = region
+        self._region_start = start
         self._skips_space = self._syntax.skips_space[region]
 
     def _text(self, final: bool) -> bool:
@@ -274,7 +284,8 @@ class AnswerParser:
         if found is not None and found.partial:
             return False
         if found is None:
-            self._is_after_call, self._skips_space = False, True
+            self._is_after_call = False
+            self._skips_space = True
             return bool(self._buffer)
         if found["is_call"] is None:
             self._take(found.end())
@@ -284,7 +295,8 @@ class AnswerParser:
     def _begin(self, found: Any) -> bool:
         """Of a region or a call, at the beginning of the buffer."""
         start = self.num_consumed
-        length, groups = found.end() - found.start(), found.groupdict()
+        length = found.end() - found.start()
+        groups = found.groupdict()
         if groups.get("is_call") is None:
             self._take(length)
             self._enter("content" if groups.get("is_reasoning") is None else "reasoning", start)
@@ -296,8 +308,11 @@ class AnswerParser:
             self._emit("content", begin)
             return True
         if self._syntax.tools.arguments == "json":  # they begin with the bracket
-            self._buffer, self.num_consumed, begin = begin[-1] + self._buffer, self.num_consumed - 1, begin[:-1]
-        self._name, self._call_text = found["name"], [begin]
+            self._buffer = begin[-1] + self._buffer
+            self.num_consumed = self.num_consumed - 1
+            begin = begin[:-1]
+        self._name = found["name"]
+        self._call_text = [begin]
         self._reads, self._arguments = self._in_call, self._syntax.arguments(self._tools[self._name])
         if not self._arguments.is_whole:
             self._announce()
@@ -317,7 +332,8 @@ class AnswerParser:
         self._take(found.end() - found.start())
         if self._region == "reasoning":
             self.reasoning.append((self._region_start, self.num_consumed))
-        self._reads, self._is_start = self._text, True
+        self._reads = self._text
+        self._is_start = True
         self._skips_space = self._region == "reasoning" and self._syntax.space_after_reasoning
         return True
 
@@ -339,7 +355,8 @@ class AnswerParser:
         if rest is None:
             return False
         self.num_consumed -= len(rest)
-        self._buffer, self._reads = rest, self._after_arguments
+        self._buffer = rest
+        self._reads = self._after_arguments
         return True
 
     def _after_arguments(self, final: bool) -> bool:
@@ -348,7 +365,8 @@ class AnswerParser:
             return False
         if found is not None:  # of one that is cut off, nothing is shown
             self._take(found.end())
-        self._reads, self._is_after_call = self._text, True
+        self._reads = self._text
+        self._is_after_call = True
         return True
 
 

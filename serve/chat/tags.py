@@ -24,7 +24,8 @@ SPACE: Element = {"type": "regex", "pattern": r"\s{0,8}"}
 def written(tag: Element) -> str:
     """A structural tag as JSON. What references share in it is written many times, so it is not written further than
     its limit. Raises ToolError."""
-    parts, num_chars = list[str](), 0
+    parts = list[str]()
+    num_chars = 0
     for part in json.JSONEncoder().iterencode(tag):
         parts.append(part)
         num_chars += len(part)
@@ -39,7 +40,9 @@ class AnswerGrammar:
     """Of a model's forms; either may be missing."""
 
     def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
-        self._tools, self._reasoning, self._markers = tools, reasoning, markers
+        self._tools = tools
+        self._reasoning = reasoning
+        self._markers = markers
 
     def build(
         self, choice: ToolChoice, content: Grammar | None, work: Work, *, is_open: bool, is_closed: bool
@@ -124,7 +127,8 @@ class AnswerGrammar:
             return optional(one_of([self._calls(choice, work), sequence(NOT_A_CALL, ANY_TEXT)]))
         if self._reasoning is not None and self._reasoning.content:
             return one_of([self._calls(choice, work), self._content(None)])
-        tokens, texts = list[Any](), list[Any]()
+        tokens = list[Any]()
+        texts = list[Any]()
         calls = self._from_name(choice, work)
         for first in form.first:  # the model may leave out what is before its calls
             [head, *tail] = self._literal(first + self._before_name)

@@ -106,9 +106,11 @@ def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool
         raise ToolError(where, f"must be an object: {form}")
     if value.get("type", "function") != "function":
         raise ToolError(f"{where}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
-    function, place = value.get("function"), f"{where}.function"
+    function = value.get("function")
+    place = f"{where}.function"
     if is_flat:
-        function, place = {name: entry for name, entry in value.items() if name != "type"}, where
+        function = {name: entry for name, entry in value.items() if name != "type"}
+        place = where
     else:
         check_keys(value, {"type", "function"}, where, ignore_unknown)
     if not isinstance(function, Mapping):
@@ -215,7 +217,8 @@ def read_call(value: Any, field: str, ignore_unknown: bool) -> dict[str, Any]:
 
 def read_called(function: Mapping[str, Any], field: str) -> dict[str, str]:
     """The name and the arguments, JSON text, of a call. Raises ToolError."""
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
+    arguments = function.get("arguments")
     if not isinstance(name, str) or not name:
         raise ToolError(f"{field}.name", "is missing; it must be a string")
     try:

@@ -41,7 +41,8 @@ PROBE_SHARE = 0.005  # of the time is spent on more nodes than pay, to notice ch
 FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: what a probe measures counts for other sizes, too
 # Where times are fitted, a draft that does not pay is tried for so many requests, with so many steps between two probes
 # at least: it must first be extended by all that it has not read of them, which no time of a step counts.
-PROBED, PROBE_REST = 4, 256
+PROBED = 4
+PROBE_REST = 256
 PROBE_STEPS = 3  # the first one only drafts; where times are fitted, the last one only verifies
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
@@ -96,7 +97,9 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._tried, self._accepted = np.zeros(CELLS), np.zeros(CELLS)  # verified nodes, decayed
+        # verified nodes, decayed
+        self._tried = np.zeros(CELLS)
+        self._accepted = np.zeros(CELLS)
         self._prior = np.concatenate((_network_prior(), _host_prior()))
         self._recent = np.zeros((2, PLACES + CELLS - NETWORK_CELLS))  # by place: accepted nodes, and expected ones
         self._learnt = self._prior.copy()  # what the counts say
@@ -139,7 +142,8 @@ class Calibration:
         counts = _by_place(np.stack((self._accepted, self._tried * self._prior)))
         host = counts[:, PLACES:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
         accepted, expected = np.concatenate((counts[:, :PLACES, None], host), axis=2)  # (PLACES, 1 + KINDS)
-        ratios, before = np.empty_like(accepted), np.ones(1 + KINDS)
+        ratios = np.empty_like(accepted)
+        before = np.ones(1 + KINDS)
         for place in range(PLACES):
             before = (accepted[place] + PRIOR * before) / (expected[place] + PRIOR)
             ratios[place] = before
@@ -180,9 +184,12 @@ class Offers:
         """The mean proposal of each width."""
         shares = self._seen / self._seen.sum(axis=1, keepdims=True)
         places, buckets = (shares > 1e-4).nonzero()
-        shares, expected = shares[places, buckets], survivals[self._cells[places, buckets]]
+        shares = shares[places, buckets]
+        expected = survivals[self._cells[places, buckets]]
         order = np.argsort(-expected)
-        shares, expected, places = shares[order], expected[order], places[order]
+        shares = shares[order]
+        expected = expected[order]
+        places = places[order]
         curves = []
         for width in widths:
             kept = np.where(places < width - 1, shares, 0.0)
@@ -229,11 +236,15 @@ class BudgetPolicy:
         itl_ms: float | None = None,
         max_chunk_ms: float | None = None,
     ) -> None:
-        self.costs, self.widths, self.fixed = costs, sorted(widths), fixed
+        self.costs = costs
+        self.widths = sorted(widths)
+        self.fixed = fixed
         self.most_nodes = max(most_nodes, self.widths[-1])
         self.node_rows = costs.most_rows if node_rows is None else node_rows
-        self.itl_ms, self.max_chunk_ms = itl_ms, max_chunk_ms
-        self.calibration, self.offers = Calibration(), Offers(max(2, self.widths[-1]))
+        self.itl_ms = itl_ms
+        self.max_chunk_ms = max_chunk_ms
+        self.calibration = Calibration()
+        self.offers = Offers(max(2, self.widths[-1]))
         self.wait_ms = 0.0  # mean time in which the device waits for the host's proposals
         self._width = self._stored = len(self.widths) - 1  # indices: the best one; of the stored proposals
         self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
@@ -253,7 +264,9 @@ class BudgetPolicy:
         self._rested = 0  # steps since the last probe
         # Fitted costs know nothing of other widths yet.
         self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
-        self._had_prompts, self._again = False, 0.5  # how often a step with prompts follows on one lately
+        # how often a step with prompts follows on one lately
+        self._had_prompts = False
+        self._again = 0.5
         self._steps_without_host = 0  # in a row
         self._lift = np.ones(2)  # mean tokens of a step, and those that it would have to yield
         self._chosen = np.zeros(2)  # nodes and steps, decayed: for metrics
@@ -331,13 +344,15 @@ class BudgetPolicy:
             k, tokens = self._of_host(plan, offers, prompt_rows)
         else:
             most = Batch(batch.decoding, self._num_probed(batch)).nodes(self.widths[self._stored])
-            k, tokens = plan.best[self._stored], plan.tokens[self._stored]
+            k = plan.best[self._stored]
+            tokens = plan.tokens[self._stored]
             self._steps_without_host += offers is not None
         k, j = self._explore(plan, k, most, batch, prompt_rows, filtered)
         self._stored = j
         nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
-        ms, drafted = plan.ms(k, j), self._probed
+        ms = plan.ms(k, j)
+        drafted = self._probed
         if drafted is not None:
             ms = plan.target_ms[k] + self.costs.draft(drafted, self.widths[j], filtered=filtered)
         return Choice(nodes, self.widths[j], ms, float(tokens[k]), drafted)
@@ -477,7 +492,8 @@ class BudgetPolicy:
         if plan is not alone:
             pairs = zip(plan.values, alone.values, strict=True)
             values = [self._again * value + (1 - self._again) * other for value, other in pairs]
-        j, now = max(range(len(values)), key=values.__getitem__), self._width
+        j = max(range(len(values)), key=values.__getitem__)
+        now = self._width
         if values[j] - values[now] > HYSTERESIS * plan.rate * alone.ms(alone.best[now], now):
             self._width = j
 
@@ -495,7 +511,8 @@ class BudgetPolicy:
     ) -> tuple[int, int]:
         """Indices of the pass and of the width that is drafted: `k` and the best width, or now and then others. `most`
         nodes are stored."""
-        num_probed, self._probed = self._num_probed(batch), None
+        num_probed = self._num_probed(batch)
+        self._probed = None
         self._rested += 1
         last = min(bisect_left(plan.rows, most + prompt_rows), len(plan.rows) - 1)
         if self._tour and not prompt_rows:
@@ -505,7 +522,8 @@ class BudgetPolicy:
         if steps == 0:
             self._start_probe(plan, k, batch, filtered)
             return k, self._width
-        self._probe, self._rested = (steps - 1, j), 0
+        self._probe = (steps - 1, j)
+        self._rested = 0
         if j < self._width:
             return k, j
         drafts_on = steps > 1 or not self.costs.is_fitted
@@ -517,12 +535,14 @@ class BudgetPolicy:
         """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
         request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
         now = self._width
-        base, is_fitted = plan.ms(k, now), self.costs.is_fitted
+        base = plan.ms(k, now)
+        is_fitted = self.costs.is_fitted
         share = FITTED_PROBE_SHARE if is_fitted else PROBE_SHARE
         self._probe_ms += share * base
         narrow = self._probe_narrow and now > 0
         if narrow:
-            j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
+            j = now - 1
+            extra = (plan.values[now] - plan.values[now - 1]) / plan.rate
         else:
             j = min(now + 1, len(self.widths) - 1)
             count = min(PROBED, batch.drafted) if self._probes_few else batch.drafted
@@ -537,7 +557,8 @@ class BudgetPolicy:
             if self._probes_few and self._rested < PROBE_REST:
                 return
         if self._probe_ms >= (PROBE_STEPS - is_fitted) * max(extra, share * base):
-            self._probe, self._probe_ms = (PROBE_STEPS, j), 0.0
+            self._probe = (PROBE_STEPS, j)
+            self._probe_ms = 0.0
             self._probe_narrow = is_fitted and not narrow
 
     def _of_host(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
@@ -589,7 +610,8 @@ class BudgetPolicy:
 
     def _pays(self, plan: _Plan, tokens: NDArray[np.float64]) -> bool:
         """Whether a pass that yields `tokens`, by index, is worth a wait for the host."""
-        rate, target = self._host_rate(plan), plan.arrays[1]
+        rate = self._host_rate(plan)
+        target = plan.arrays[1]
         gained = (tokens - rate * target).max() - (plan.tokens[self._stored] - rate * target).max()
         return bool(gained > rate * self.wait_ms)
 
@@ -616,7 +638,8 @@ class BudgetPolicy:
             plan = self._plan(Batch(num_decoding, num_decoding), 0, filtered)
             k = plan.best[self._width]
             nodes = min(plan.rows[k], num_decoding * self.width, most_nodes)
-            ms, draft = plan.ms(k, self._width), plan.draft_ms[self._width]
+            ms = plan.ms(k, self._width)
+            draft = plan.draft_ms[self._width]
         limit = max(2 * ms, LEAST_CHUNK_MS) if self.max_chunk_ms is None else self.max_chunk_ms
         if self.itl_ms is not None:
             limit = min(limit, self.itl_ms / self.costs.p95())
@@ -651,7 +674,8 @@ def _network_prior() -> NDArray[np.float64]:
 
 def _host_prior() -> NDArray[np.float64]:
     """(KINDS * PLACES,) each node after the one before with the same probability, higher for surer kinds."""
-    places, kinds = np.arange(1, PLACES + 1), np.arange(KINDS)
+    places = np.arange(1, PLACES + 1)
+    kinds = np.arange(KINDS)
     return ((1 - 0.5 ** np.maximum(kinds, 1))[:, None] ** places).ravel()
 
 

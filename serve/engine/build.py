@@ -92,7 +92,8 @@ class Builder:
             self.drafter, self.stages = load_drafter(config.draft, config.drafter, self.target)
         offered = {*self.drafter.widths, *(width for stage in self.stages for width in stage.widths)}
         widths = pick_widths(config.width, tuple(sorted(offered)))
-        self.usual_nodes, self.of_network = max(widths), min(max(widths), max(self.drafter.widths))
+        self.usual_nodes = max(widths)
+        self.of_network = min(max(widths), max(self.drafter.widths))
         self.node_rows = most_node_rows(config.max_running, self.usual_nodes)
         self.forced_nodes = 1
         if config.grammar_drafts:  # a fixed width is theirs, too
@@ -258,7 +259,8 @@ class Builder:
 
     def calibrate(self) -> tuple[Sequence[Sequence[Tensor | None]], str]:
         """The scales of all layers by network, and on what they were calibrated."""
-        config, text = self.config, self.calibration_text or read_text(None)
+        config = self.config
+        text = self.calibration_text or read_text(None)
         tokens = tokens_of(text, self.path, self.longest, config.trust_remote_code)
         num_pages = -(-(len(tokens) + self.reserve) // config.page_size)
         passes = self.build_passes([1 + num_pages] * len(self.windows), num_pages)
@@ -273,7 +275,8 @@ class Builder:
         dtypes = [E4M3 if coded else self.dtype for coded in self.coded]
         self.page_bytes = page_bytes(zip(self.networks, dtypes, strict=True), self.windows, config.page_size)
         sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
-        longest, workspace = self.longest, 0
+        longest = self.longest
+        workspace = 0
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
             passes = self.build_passes([1] * len(self.windows), sizing.pages_for(longest))
             widths = self.widths if self.captures else ()
@@ -290,8 +293,11 @@ class Builder:
         return PageCache(space.num_pages[0], size, groups)
 
     def build_passes(self, num_pages: list[int], pages_per_slot: int) -> Runner:
-        config, device, size = self.config, self.device, self.config.page_size
-        vocab_size, num_groups = self.model.vocab_size, len(self.windows)
+        config = self.config
+        device = self.device
+        size = self.config.page_size
+        vocab_size = self.model.vocab_size
+        num_groups = len(self.windows)
         state = RequestState(config.max_running, pages_per_slot, size, self.most_nodes, device, vocab_size, num_groups)
         sizes = self.windows, num_pages, size, self.dtype, device
         kv = [
@@ -351,7 +357,8 @@ class Builder:
         return tables
 
     def cost_key(self) -> CostKey:
-        config, draft = self.config, self.config.draft
+        config = self.config
+        draft = self.config.draft
         own = resolve(draft) / "config.json" if is_checkpoint(draft) else None
         names = (
             "attention",

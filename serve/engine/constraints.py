@@ -85,8 +85,10 @@ class Constraints(HostStage):
     def __init__(
         self, end_ids: Collection[int], vocab_size: int, grammars: Grammars | None = None, nodes: int = 1
     ) -> None:
-        self.grammars, self.widths = grammars, (1, nodes)
-        self._end_ids, self._num_words = frozenset(end_ids), -(-vocab_size // WORD_BITS)
+        self.grammars = grammars
+        self.widths = (1, nodes)
+        self._end_ids = frozenset(end_ids)
+        self._num_words = -(-vocab_size // WORD_BITS)
         self._held: dict[int, Constrained] = {}  # by slot
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
@@ -109,11 +111,15 @@ class Constraints(HostStage):
 
     def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(given, Proposed)
-        errors, forced = dict[int, str](), dict[int, list[int]]()  # by slot: the root, and what a grammar forces then
-        held, width = self._grown(given, errors), min(width, *self.widths[1:])
+        # by slot: the root, and what a grammar forces then
+        errors = dict[int, str]()
+        forced = dict[int, list[int]]()
+        held = self._grown(given, errors)
+        width = min(width, *self.widths[1:])
         masks = self._masks(held, given)
         for slot, index in held.items():
-            own, found = self._held[slot], masks.get(slot)
+            own = self._held[slot]
+            found = masks.get(slot)
             if own.matcher is not None and found is not None:
                 if not found.allowed[0].any():
                     errors[slot] = NOTHING
@@ -144,10 +150,14 @@ class Constraints(HostStage):
 
     def _masks(self, held: dict[int, int], given: Proposed) -> dict[int, NodeMasks]:
         """Of slots, by their index in `given`, that something is forbidden to."""
-        found, slots, used, matchers = dict[int, NodeMasks](), list[int](), list[list[int]](), list[Any]()
+        found = dict[int, NodeMasks]()
+        slots = list[int]()
+        used = list[list[int]]()
+        matchers = list[Any]()
         trees = list[tuple[list[int], list[int]]]()
         for slot, index in held.items():
-            nodes, matcher = given.nodes[:, index], self._held[slot].matcher
+            nodes = given.nodes[:, index]
+            matcher = self._held[slot].matcher
             if matcher is None:
                 own = self._masks_of_words(slot, self._held[slot], nodes)
                 found |= {slot: own} if own is not None else {}
@@ -213,7 +223,8 @@ def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:
 
 def allowed_depth(nodes: NDArray[np.int32], masks: NodeMasks) -> int:
     """Length of the longest path of a tree, nodes (2, N) as in Proposed, that its masks allow."""
-    depths, allowed = {0: 0}, dict(zip(masks.nodes, masks.allowed, strict=True))
+    depths = {0: 0}
+    allowed = dict(zip(masks.nodes, masks.allowed, strict=True))
     for node, (token, parent) in enumerate(nodes.T.tolist()):
         is_known = node > 0 and token >= 0 and parent in depths and parent in allowed
         if is_known and int(allowed[parent][token // WORD_BITS]) >> token % WORD_BITS & 1:

@@ -57,9 +57,15 @@ class Engine:
         *,
         overlap: bool,
     ) -> None:
-        self.config, self.info, self.planner, self.runner = config, info, planner, runner
-        self.scheduler, self.stages, self.overlap = planner.scheduler, stages, overlap
-        self.scheduler.on_admit, self.scheduler.on_release = self._admit, self._release
+        self.config = config
+        self.info = info
+        self.planner = planner
+        self.runner = runner
+        self.scheduler = planner.scheduler
+        self.stages = stages
+        self.overlap = overlap
+        self.scheduler.on_admit = self._admit
+        self.scheduler.on_release = self._release
         self.trace: Trace | None = None
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
@@ -189,7 +195,8 @@ class Engine:
     @property
     def waits_for_host(self) -> bool:
         """Whether the next step begins after a stage has seen what is in flight: one that drafts, while that pays."""
-        slots, drafting = self._slots_in_flight, (stage for stage in self.stages if max(stage.widths) > 1)
+        slots = self._slots_in_flight
+        drafting = (stage for stage in self.stages if max(stage.widths) > 1)
         return self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting)
 
     @property
@@ -251,7 +258,8 @@ class Engine:
         If the step was not the last, the next one runs already; the planner then learns whether waiting for proposals
         would have paid.
         """
-        plan, output = arrived.flight.plan, arrived.output
+        plan = arrived.flight.plan
+        output = arrived.output
         for stage in self.stages:
             given: Emitted | Proposed
             if stage.reads == "emitted":

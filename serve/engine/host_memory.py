@@ -47,7 +47,8 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, hierarchy: Hierarchy) -> Iterator[int]:
-    limit, usage = folder / hierarchy.limit, folder / hierarchy.usage
+    limit = folder / hierarchy.limit
+    usage = folder / hierarchy.usage
     if not limit.exists() or not usage.exists() or limit.read_text().strip() == "max":
         return
     lines = (folder / "memory.stat").read_text().splitlines()

@@ -45,7 +45,8 @@ class Proposed:
 
     def after(self, proposals: Sequence[HostProposal]) -> "Proposed":
         """With those that a host stage replaces."""
-        nodes, place = self.nodes.copy(), {slot: index for index, slot in enumerate(self.slots)}
+        nodes = self.nodes.copy()
+        place = {slot: index for index, slot in enumerate(self.slots)}
         for proposal in proposals:
             for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
                 if count and slot in place:

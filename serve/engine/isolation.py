@@ -21,7 +21,8 @@ class IsolatedStages:
     """`fail` is told, once for a request, its slot and what a stage raised; from then on stages see nothing of it."""
 
     def __init__(self, stages: list[HostStage], fail: Callable[[int, str], None]) -> None:
-        self.stages, self._fail = stages, fail
+        self.stages = stages
+        self._fail = fail
         self._running: dict[int, Sequence] = {}  # by slot
         self._failed = set[int]()  # slots
         self._held = set[tuple[HostStage, int]]()  # that may hold a slot
@@ -36,7 +37,8 @@ class IsolatedStages:
 
     def release(self, sequence: Sequence) -> None:
         """The request ends or is preempted in any case."""
-        slot, request = sequence.slot, sequence.request
+        slot = sequence.slot
+        request = sequence.request
         for stage in self.stages:
             try:
                 stage.release(slot, sequence.tokens)
@@ -53,7 +55,8 @@ class IsolatedStages:
         try:
             return stage.wants(slots)
         except Exception as error:
-            cause, num_failed = error, len(self._failed)
+            cause = error
+            num_failed = len(self._failed)
         wanting = [slot for slot in slots if slot in self._running and self._wants_one(stage, slot)]
         self._tell_if_none(stage, cause, num_failed)
         return bool(wanting)
@@ -66,7 +69,8 @@ class IsolatedStages:
         try:
             return stage.run(given, width, late=late)
         except Exception as error:
-            cause, num_failed = error, len(self._failed)
+            cause = error
+            num_failed = len(self._failed)
         edits = Edits()
         for index in range(len(given.slots)):
             edits += self._run_one(stage, given.at([index]), width, late=late)
@@ -111,6 +115,7 @@ class IsolatedStages:
         if slot in self._failed:
             return
         self._failed.add(slot)
-        name, request = type(stage).__name__, self._running[slot].request
+        name = type(stage).__name__
+        request = self._running[slot].request
         logger.error("%s failed on request %s", name, request.id, exc_info=error)
         self._fail(slot, f"{name} failed on this request with {type(error).__name__}; its traceback is in the log")

@@ -62,7 +62,8 @@ class PageCache:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         assert all(window.page_size == page_size for window in windows), "all groups have one page size"
-        self.page_size, self.windows = page_size, tuple(windows)
+        self.page_size = page_size
+        self.windows = tuple(windows)
         self.total_pages = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first

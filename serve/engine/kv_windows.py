@@ -59,7 +59,9 @@ class WindowPages:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
-        self.page_size, self.window, self.reserve = page_size, window, reserve
+        self.page_size = page_size
+        self.window = window
+        self.reserve = reserve
         self.total_pages = num_pages - 1
         self._claimed = 0  # by all tables
         self._free = list(range(num_pages - 1, 0, -1))

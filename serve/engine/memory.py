@@ -62,7 +62,8 @@ class Sizing:
     def _pools(self, pages: int, copies: int) -> list[int]:
         """By group, if the first has so many: of windows those of all running requests, `copies` times, so that ended
         ones stay cached, and those of the chunks of a prefill."""
-        config, pools = self.config, [pages]
+        config = self.config
+        pools = [pages]
         chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
         for window in filter(None, self.windows):
             each = pages_of_window(window, self.reserve, config.page_size)
@@ -141,7 +142,8 @@ def _largest(keys: Sequence[StepKey]) -> StepKey:
 
 
 def _prefill_padding(runner: Runner, num_tokens: int) -> None:
-    state, chunks = runner.state, padding_prompts(runner.state, [0] * num_tokens)
+    state = runner.state
+    chunks = padding_prompts(runner.state, [0] * num_tokens)
     packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
     inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
     runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks)))

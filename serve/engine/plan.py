@@ -99,7 +99,8 @@ class Edits:
         case: they are kept on the device, while masks hold for one pass."""
         if not self.masks and not self.errors:
             return self, Edits()
-        masks, errors = self.masks, self.errors.items()
+        masks = self.masks
+        errors = self.errors.items()
         now = Edits(
             self.proposals,
             tuple(mask for mask in masks if mask.slot in slots),
@@ -194,6 +195,8 @@ class StepOutput(NamedTuple):
 
 def read_logprobs(packed: NDArray[np.int32], k: int) -> Logprobs:
     """Of packed (2 + 2 * K, N), K >= k: bits of log-probabilities, ranks, then bits and ids of the K likeliest."""
-    values, ranks = packed.view(np.float32), packed[1]
-    top, ids = values[2 : 2 + 2 * k : 2], packed[3 : 3 + 2 * k : 2]
+    values = packed.view(np.float32)
+    ranks = packed[1]
+    top = values[2 : 2 + 2 * k : 2]
+    ids = packed[3 : 3 + 2 * k : 2]
     return Logprobs(values[0].tolist(), ranks.tolist(), top.T.tolist(), ids.T.tolist())

@@ -70,9 +70,13 @@ class Planner:
         host_drafts: bool = False,
         fixed_tokens: Collection[int] | None = None,
     ) -> None:
-        self.scheduler, self.policy, self.limits, self.host_drafts = scheduler, policy, limits, host_drafts
+        self.scheduler = scheduler
+        self.policy = policy
+        self.limits = limits
+        self.host_drafts = host_drafts
         self.counts = EngineCounts()
-        self._tracer, self._drafter = Tracer(drafter, fixed_tokens), drafter
+        self._tracer = Tracer(drafter, fixed_tokens)
+        self._drafter = drafter
         self._number = 0
         self._sent_version = -1  # of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
@@ -179,7 +183,8 @@ class Planner:
 
     def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
         """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
-        launched, count = self._launched[plan.number], len(plan.slots)
+        launched = self._launched[plan.number]
+        count = len(plan.slots)
         errors = {**output.errors, **plan.edits.errors}  # a stage knows more of its reasons
         each = zip(launched.everyone, slots_of(plan), strict=True)
         failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in each if slot in errors]
@@ -203,7 +208,8 @@ class Planner:
 
     def _count(self, plan: StepPlan, output: StepOutput, launched: Launched, emitted: list[Output], ms: float) -> None:
         """For /metrics. `emitted`: what requests gained; those that had ended or were preempted have none."""
-        counts, kept = self.counts, {one.request_id: len(one.tokens) for one in emitted}
+        counts = self.counts
+        kept = {one.request_id: len(one.tokens) for one in emitted}
         counts.add_step(
             budget=plan.nodes if plan.slots else 0,
             node_rows=int(output.num_verified[: len(plan.slots)].sum()),
@@ -230,7 +236,8 @@ class Planner:
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts what was accepted, and the step's time. Requests without drafts do not count; nor do those that change
         their logits beside others, whose drafts may be accepted more often, but for what their grammars forced."""
-        count, sequences = len(plan.slots), self._launched[plan.number].sequences
+        count = len(plan.slots)
+        sequences = self._launched[plan.number].sequences
         drafted = [i for i, sequence in enumerate(sequences) if sequence.request.params.wants_drafts]
         if drafted and self.limits.most_nodes > 1:
             free = {i for i in drafted if not sequences[i].request.params.changes_logits}
@@ -276,12 +283,15 @@ class Planner:
         """The pages that the sequences have gained."""
         changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            slot, table, sent = sequence.slot, sequence.table, self._num_sent[sequence.slot]
+            slot = sequence.slot
+            table = sequence.table
+            sent = self._num_sent[sequence.slot]
             if sent[0] != len(table.pages):
                 changes += [(0, slot, index, table.pages[index]) for index in range(sent[0], len(table.pages))]
                 sent[0] = len(table.pages)
             for group, own in enumerate(table.windows, 1):
-                start, end = max(sent[group], own.first), own.first + len(own.pages)
+                start = max(sent[group], own.first)
+                end = own.first + len(own.pages)
                 changes += [(group, slot, index, own.pages[index - own.first]) for index in range(start, end)]
                 sent[group] = max(sent[group], end)
         return tuple(changes)
@@ -290,7 +300,8 @@ class Planner:
 def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, launched: Launched) -> list[Output]:
     """The Outputs of a step with what their requests want of it. Those of prompts are kept until the last chunk."""
     own = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
-    prompts, start = dict[int, Logprobs](), 0
+    prompts = dict[int, Logprobs]()
+    start = 0
     for index, (chunk, planned) in enumerate(zip(launched.chunks, plan.chunks, strict=True), len(plan.slots)):
         if planned.num_scored and output.prompt_logprobs is not None:
             rows = output.prompt_logprobs[:, start : start + planned.num_scored]
@@ -302,7 +313,8 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
         return outputs
     found = []
     for one in outputs:
-        index, logprobs = own[one.request_id], None
+        index = own[one.request_id]
+        logprobs = None
         k = launched.everyone[index].request.params.logprobs
         if k is not None and output.logprobs is not None:
             logprobs = read_logprobs(output.logprobs[:, index, : len(one.tokens)], k)
@@ -326,7 +338,9 @@ def accepted_nodes(output: StepOutput, count: int) -> NDArray[np.bool_]:
 
 
 def prompt_chunk(chunk: Chunk) -> PromptChunk:
-    tokens, start, end = chunk.sequence.tokens, chunk.start, chunk.end
+    tokens = chunk.sequence.tokens
+    start = chunk.start
+    end = chunk.end
     following = tokens[end] if end < len(tokens) else None
     logprobs = chunk.sequence.request.params.prompt_logprobs if chunk.sequence.scores_prompt else None
     return PromptChunk(chunk.sequence.slot, start, tokens[start:end], following, chunk.is_last, logprobs)

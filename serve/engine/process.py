@@ -95,7 +95,8 @@ class Pipe:
     """The engine's end of the pipe. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._file = end, end.makefile("rb")
+        self._socket = end
+        self._file = end.makefile("rb")
 
     def send(self, message: object) -> None:
         """Raises ConnectionError if the server has closed the pipe."""

@@ -200,11 +200,14 @@ class Scheduler:
             return chunks
         least = 0 if enough is None else max(num_tokens - enough, 0)
         for sequence in self._prefilling():
-            start, length = sequence.num_computed, len(sequence.tokens)
+            start = sequence.num_computed
+            length = len(sequence.tokens)
             end = min(length, start + num_tokens)
-            is_last, reach = end == length, self.cache.reach(sequence.table, length + self.max_reserve)
+            is_last = end == length
+            reach = self.cache.reach(sequence.table, length + self.max_reserve)
             if end + self.max_reserve * is_last > reach:  # pages of windows are few: a shorter chunk
-                end, is_last = min(end, reach, length - 1), False
+                end = min(end, reach, length - 1)
+                is_last = False
             self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
             chunks.append(Chunk(sequence, start, end, is_last))
             num_tokens -= end - start
@@ -282,7 +285,8 @@ class Scheduler:
             )
             assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
             for window, pages in zip(self.cache.windows, sequence.table.windows, strict=True):
-                first, end = window.first_read(sequence.num_computed), self.cache.pages_for(sequence.num_computed)
+                first = window.first_read(sequence.num_computed)
+                end = self.cache.pages_for(sequence.num_computed)
                 assert pages.first <= first, "a page that the next pass reads was given back"
                 assert pages.end >= end, "tokens of a window without a page"
         for sequence in self._waiting:
@@ -292,7 +296,8 @@ class Scheduler:
 
     def validate(self, request: Request, open_ids: Collection[str] = ()) -> None:
         """Raises ValueError if the request can never run. `open_ids`: of requests that were not added yet."""
-        prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
+        prompt_len = len(request.prompt)
+        max_tokens = request.params.max_tokens
         if request.id in self._sequences or request.id in open_ids:
             raise ValueError(f"id {request.id!r} belongs to a request that has not ended; give each request its own")
         if prompt_len == 0:
@@ -300,7 +305,8 @@ class Scheduler:
         asked = f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {prompt_len + max_tokens}"
         if prompt_len + max_tokens > self.max_model_len:
             raise ValueError(f"{asked}: more than max_model_len {self.max_model_len}; shorten one of them")
-        limit, page_size = self._limit(request), self.cache.page_size
+        limit = self._limit(request)
+        page_size = self.cache.page_size
         fits = f"{asked}: with {self.max_reserve} kept for drafting this never fits"
         remedy = "; shorten one of them or raise kv_cache_tokens"
         if self.cache.pages_for(limit) > self.cache.total_pages:
@@ -379,4 +385,6 @@ class Scheduler:
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._refused = None
-        sequence.slot, sequence.num_computed, sequence.decoding = -1, 0, False
+        sequence.slot = -1
+        sequence.num_computed = 0
+        sequence.decoding = False

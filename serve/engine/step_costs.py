@@ -25,7 +25,9 @@ MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and a
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
 # Of tables, in logarithms: how far the factor and the deviation of an entry are expected to be from 1 before any step
 # was measured, and a step from its expected time. The last one is large, since steps that are slow come in groups.
-FACTOR, DEVIATION, NOISE = 0.7, 0.15, 0.2
+FACTOR = 0.7
+DEVIATION = 0.15
+NOISE = 0.2
 MOST_LOG = 0.4  # of a deviation
 AGE_EACH = 16  # steps after which what was measured counts less
 KEEP_LOG = 0.999  # of a deviation, then
@@ -59,7 +61,8 @@ class CostTables:
     def without_slow(self) -> "CostTables":
         """Leaves out target passes that take longer than some with more rows, as libraries compute some numbers of rows
         slowly."""
-        table, kept = self.target["plain"], list[int]()
+        table = self.target["plain"]
+        kept = list[int]()
         for rows in sorted(table, reverse=True):
             if not kept or table[rows] < SLOWER * min(table[size] for size in kept):
                 kept.append(rows)
@@ -100,7 +103,8 @@ class Costs(ABC):
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)  # measured over predicted
-        self._p95, self._p95_age = 1.0, 0
+        self._p95 = 1.0
+        self._p95_age = 0
 
     @abstractmethod
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
@@ -194,7 +198,9 @@ class StepCosts(Costs):
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows > self.most_rows or ms <= 0:
             return
-        mode, index, key = MODES[filtered], bisect_left(self._sizes, rows), self._draft_key(requests, width)
+        mode = MODES[filtered]
+        index = bisect_left(self._sizes, rows)
+        key = self._draft_key(requests, width)
         places = [0, self._target_at[mode].start + index]
         parts = [self.slower * self._target[mode][index] * exp(self._logs[places[1]])]
         if requests and (mode, *key) in self._draft_at:
@@ -248,14 +254,19 @@ class FittedCosts(Costs):
 
     def __init__(self, most_rows: int) -> None:
         super().__init__()
-        self.sizes, self.most_rows = None, most_rows
+        self.sizes = None
+        self.most_rows = most_rows
         self.coefficients = np.array(ROUGH)  # (6,) a to f
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
-        self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
+        # normal equations
+        self._matrix = np.eye(len(ROUGH))
+        self._vector = np.zeros(len(ROUGH))
         self._num_fitted = 0
         self._filtered = 1.0  # time of a filtered step over that of a plain one
         num_sizes = int(_size(np.array(most_rows))) + 2
-        self._off, self._seen = np.ones(num_sizes), np.zeros(num_sizes)  # by `_size`; steps that were measured
+        # by `_size`; steps that were measured
+        self._off = np.ones(num_sizes)
+        self._seen = np.zeros(num_sizes)
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         factor = self._filtered if filtered else 1.0
@@ -272,7 +283,8 @@ class FittedCosts(Costs):
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows == 0 or ms <= 0:
             return
-        features, predicted = _features(rows, requests, width), self.time(rows, requests, width, filtered=filtered)
+        features = _features(rows, requests, width)
+        predicted = self.time(rows, requests, width, filtered=filtered)
         if len(self._first) < FIRST:
             self._first.append((features, ms))
             self._start()

@@ -33,7 +33,8 @@ class Tracer:
     the step, by id."""
 
     def __init__(self, drafter: str, fixed_tokens: Collection[int] | None = None) -> None:
-        self._drafter, self._fixed_tokens = drafter, None if fixed_tokens is None else sorted(fixed_tokens)
+        self._drafter = drafter
+        self._fixed_tokens = None if fixed_tokens is None else sorted(fixed_tokens)
         self._stored: dict[int, Drafted] = {}  # by slot: what the last step that was read has proposed
         self._replaced: dict[int, dict[int, Drafted]] = {}  # by number of the plan and slot: what its edits bring
 
@@ -56,7 +57,9 @@ class Tracer:
         rounds: Mapping[str, int],
     ) -> list[Output]:
         """The Outputs of a step, with the traces of those that want one. `rounds`: how many each has had, by id."""
-        slots, replaced, rows = slots_of(plan), self._replaced.pop(plan.number, {}), num_rows(plan, output)
+        slots = slots_of(plan)
+        replaced = self._replaced.pop(plan.number, {})
+        rows = num_rows(plan, output)
         found = list[Output]()
         for one in outputs:
             place = traced.get(one.request_id)
@@ -89,7 +92,8 @@ def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int, r
     Refused at a token's place are the children of the node before it that were verified, but the accepted one. Those
     that come from other requests' texts are counted, and not named.
     """
-    emitted, num_verified = output.emitted(place), int(output.num_verified[place])
+    emitted = output.emitted(place)
+    num_verified = int(output.num_verified[place])
     path: Sequence[int] = range(len(emitted)) if output.accepted is None else output.accepted[place].tolist()
     children: dict[int, list[tuple[int, bool]]] = {}
     foreign = np.zeros(num_verified, dtype=np.bool_) if drafted.foreign is None else drafted.foreign

@@ -167,7 +167,9 @@ class Grammars:
         end_ids: Collection[int],
         json_whitespace: int = JSON_WHITESPACE,
     ) -> None:
-        self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = sorted(end_ids)
         self._json_whitespace = json_whitespace
         self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()  # by digest
@@ -267,7 +269,10 @@ class Matcher:
     def __init__(
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
     ) -> None:
-        self.library, self._ends, self._spelling, self._size = matcher, frozenset(ends), spelling, size
+        self.library = matcher
+        self._ends = frozenset(ends)
+        self._spelling = spelling
+        self._size = size
         self._num_words, self.own_words = (-(-count // WORD_BITS) for count in (vocab_size, size))
 
     @property
@@ -326,7 +331,8 @@ class Matcher:
         """Of a forced text up to `most` tokens, each the longest that may come next."""
         import torch
 
-        found, mask = list[int](), torch.empty((1, self.own_words), dtype=torch.int32)
+        found = list[int]()
+        mask = torch.empty((1, self.own_words), dtype=torch.int32)
         row = mask.numpy().view(np.uint32)[0]
         while len(found) < most and not self.is_over:
             mask.fill_(-1)
@@ -352,7 +358,8 @@ class Matcher:
     def _is_sure(self, mask: NDArray[np.uint32], following: Sequence[int]) -> bool:
         """Whether all that may come next are beginnings of the `following` tokens' text."""
         assert self._spelling is not None
-        tokens, vocabulary = tokens_in(mask, MOST_PREFIXES), self._spelling.vocabulary
+        tokens = tokens_in(mask, MOST_PREFIXES)
+        vocabulary = self._spelling.vocabulary
         if tokens == [following[0]]:
             return True
         text = self._spelling.bytes_of(following)
@@ -363,8 +370,11 @@ class Walk:
     """Leads a matcher to one node after another of a tree, whose root it has taken, and back."""
 
     def __init__(self, matcher: Matcher, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        self.matcher, self._tokens, self._parents = matcher, tokens, parents
-        self._path, self._reached = [0], {0}
+        self.matcher = matcher
+        self._tokens = tokens
+        self._parents = parents
+        self._path = [0]
+        self._reached = {0}
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -373,7 +383,8 @@ class Walk:
         """Whether the grammar takes the path to the node; those before it have been asked for."""
         if node == 0:
             return True
-        parent, token = self._parents[node], self._tokens[node]
+        parent = self._parents[node]
+        token = self._tokens[node]
         if parent not in self._reached or not self.matcher.may_follow(token):
             return False
         path = self._path_to(parent)
@@ -435,7 +446,8 @@ class Filler:
         """masks (N, words) int32; asked: matchers of the library, and their rows."""
         if not asked:
             return
-        start, is_shared = time.perf_counter(), len(asked) > 1 and self._seconds * len(asked) > WORTH_SHARING_S
+        start = time.perf_counter()
+        is_shared = len(asked) > 1 and self._seconds * len(asked) > WORTH_SHARING_S
         if is_shared:
             handles, rows = zip(*asked, strict=True)
             _batch().batch_fill_next_token_bitmask(list(handles), masks, list(rows))

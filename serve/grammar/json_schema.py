@@ -36,7 +36,9 @@ MOST_DEPTH = 64
 MOST_VARIANTS = 64  # that two schemas make together
 MOST_FACTOR = 1_000
 MOST_COUNT = 10_000  # of items or characters that a bound may name
-LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**63 - 1  # the library would round others
+# the library would round others
+LEAST_INTEGER = -(2**63)
+MOST_INTEGER = 2**63 - 1
 MOST_DOUBLE = 2**63 - 2**10  # of these
 STEPS_OF_SCHEMA = 8  # reading a schema takes as long as comparing some values
 CHARS_OF_STEP = 32
@@ -55,7 +57,8 @@ def rewrite(schema: Any, work: Work | None = None) -> Any:
 
 class _Rewriter:
     def __init__(self, root: Any, work: Work) -> None:
-        self.root, self.work = root, work
+        self.root = root
+        self.work = work
         self.names: dict[str, str] = {}  # by pointer: names of definitions in the result
         self.definitions: dict[str, Any] = {}
         self.num_joining = 0  # schemas that are intersected just now, one within another
@@ -155,7 +158,9 @@ class _Rewriter:
         """Whether it is clear that no value holds for two rewritten schemas: by types, values, or the values of a
         property that both require."""
         listed = dict[str, tuple[int, Any]]()  # by canonical text: a branch and its value
-        objects, kinds = list[tuple[int, dict[str, Any]]](), list[tuple[int, dict[str, Any]]]()  # the others
+        # the others
+        objects = list[tuple[int, dict[str, Any]]]()
+        kinds = list[tuple[int, dict[str, Any]]]()
         for index, branch in enumerate(branches):
             for variant in self.variants_of(branch, place):
                 if not variant or "anyOf" in variant:
@@ -286,7 +291,8 @@ class _Rewriter:
             return self.enum(kept) if kept else None
         kinds = {left["type"], right["type"]}
         if kinds == {"number", "integer"}:
-            left, right = {**left, "type": "integer"}, {**right, "type": "integer"}
+            left = {**left, "type": "integer"}
+            right = {**right, "type": "integer"}
         elif len(kinds) > 1:
             return None
         if left["type"] == "object":
@@ -296,7 +302,8 @@ class _Rewriter:
         return _pair_bounds(left, right, place, name)
 
     def pair_values(self, left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any] | None:
-        texts, others = self.values_of(left), self.values_of(right)
+        texts = self.values_of(left)
+        others = self.values_of(right)
         self.work.charge(place, len(texts))
         kept = {text: value for text, value in texts.items() if text in others}
         return self.enum(kept) if kept else None
@@ -398,7 +405,8 @@ class _Rewriter:
             return fits and _in_bounds(len(value), schema, "minProperties", "maxProperties")
         if schema["type"] == "array":
             self.work.charge(place, len(value))
-            prefix, rest = schema.get("prefixItems", []), schema.get("items", {})
+            prefix = schema.get("prefixItems", [])
+            rest = schema.get("items", {})
             each = [prefix[index] if index < len(prefix) else rest for index in range(len(value))]
             fits = all(
                 own is not False and self.holds(one, own, place, name, depth + 1)
@@ -444,7 +452,8 @@ class _Rewriter:
         return {"type": kind, **check(found, place, depth)}
 
     def object(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        properties, required = own.get("properties", {}), own.get("required", [])
+        properties = own.get("properties", {})
+        required = own.get("required", [])
         if not isinstance(properties, Mapping):
             raise Unsupported(place, "properties", "must be an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -493,7 +502,8 @@ class _Rewriter:
         for name in ("minItems", "maxItems"):
             if name in own:
                 found[name] = _count(own[name], place, name)
-        prefix, items = own.get("prefixItems", []), own.get("items", True)
+        prefix = own.get("prefixItems", [])
+        items = own.get("items", True)
         if not isinstance(prefix, list):
             raise Unsupported(place, "prefixItems", "must be a list of schemas")
         if prefix:
@@ -687,7 +697,10 @@ def whole(pattern: Any, place: str = "") -> str:
     if not isinstance(pattern, str):
         raise Unsupported(place, "pattern", "must be a text")
     check_text(pattern, place, "pattern")
-    starts, ends, depth, has_bar = False, False, 0, False
+    starts = False
+    ends = False
+    depth = 0
+    has_bar = False
     for index, part in _syntax(pattern):
         starts |= part == "^" and index == 0
         ends |= part == "$" and index == len(pattern) - 1

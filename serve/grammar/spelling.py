@@ -27,7 +27,8 @@ class Spelling:
     def respell(self, last: int, tokens: Sequence[int]) -> list[int]:
         """The text of these tokens as the tokenizer writes it after the token `last`: what lies between added tokens is
         spelled anew, and kept where the tokenizer has no other spelling of it."""
-        found, text = list[int](), list[int]()
+        found = list[int]()
+        text = list[int]()
         for token in (*tokens, None):
             if token is not None and token not in self.added:
                 text.append(token)

@@ -100,7 +100,8 @@ class TrialProcess:
 
     async def _answer(self, reader: asyncio.StreamReader, seconds: float, abandoned: asyncio.Event) -> bytes | None:
         """What a trial says, nothing if it was killed; None: it goes on."""
-        reading, waiting = asyncio.create_task(reader.read()), asyncio.create_task(abandoned.wait())
+        reading = asyncio.create_task(reader.read())
+        waiting = asyncio.create_task(abandoned.wait())
         await asyncio.wait((reading, waiting), timeout=WALL_FACTOR * seconds, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if not reading.done():

@@ -25,7 +25,9 @@ from slipstream.serve.grammar.grammars import compile_with, make_compiler, read_
 
 NUMBER = struct.Struct("!i")
 FORK = b"fork"
-COMPILED, REFUSED = b"+", b"-"  # how a trial's answer begins, before the grammar's translation or a sentence
+# how a trial's answer begins, before the grammar's translation or a sentence
+COMPILED = b"+"
+REFUSED = b"-"
 MOST_MESSAGE = 64 * 2**10
 MOST_BYTES = 4 * 2**30  # of a trial's data
 

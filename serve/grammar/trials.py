@@ -58,7 +58,8 @@ class Lane:
     """Jobs that wait for a try of so many seconds. One process works on them."""
 
     def __init__(self, seconds: float, most: int) -> None:
-        self.seconds, self.most = seconds, most
+        self.seconds = seconds
+        self.most = most
         self._jobs = deque[Job]()
         self._has_jobs = asyncio.Event()
 
@@ -110,7 +111,8 @@ class Trials:
     """`seconds`: CPU time that compiling a grammar may take. All methods belong to one event loop."""
 
     def __init__(self, compiler: Compiler, seconds: float) -> None:
-        self._compiler, self._seconds = compiler, seconds
+        self._compiler = compiler
+        self._seconds = seconds
         self._short = Lane(min(SHORT_SECONDS, seconds), MOST_SHORT)
         self._long = Lane(seconds, MOST_LONG)
         self._jobs: dict[bytes, Job] = {}  # those not yet decided

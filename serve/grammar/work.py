@@ -15,7 +15,8 @@ class Unsupported(ValueError):
     def __init__(self, place: str, keyword: str, reason: str = "is not supported; leave it out") -> None:
         name = shorten(keyword) if " " in keyword else f'"{shorten(keyword)}"'
         super().__init__(f"{name} at {shorten(place, PLACE_CHARS) or 'the root'} {reason}")
-        self.place, self.keyword = place, keyword
+        self.place = place
+        self.keyword = keyword
 
 
 class Work:

@@ -71,14 +71,18 @@ class Api:
     def __init__(
         self, config: ServeConfig, frontend: Frontend, engine: EngineClient, guard: Guard, trials: Trials
     ) -> None:
-        self.frontend, self.engine, self.metrics = frontend, engine, Metrics()
+        self.frontend = frontend
+        self.engine = engine
+        self.metrics = Metrics()
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
-        self.guard, self.cors_origins = guard, config.cors_origins
+        self.guard = guard
+        self.cors_origins = config.cors_origins
         self.started = int(time.time())
         self.trials = trials
         self.pages = playground.routes() if config.playground else []
-        self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
+        self._health_timeout = config.health_timeout
+        self._request_timeout = config.request_timeout
         self._ignore_unknown = config.ignore_unknown_fields
         self.bodies = BodyReader(frontend.limits.body_bytes)
         num_cores = os.cpu_count() or 1
@@ -392,7 +396,8 @@ def create_app(api: Api) -> Starlette:
             message = f"{asked} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    origins, every = api.cors_origins, ["*"]
+    origins = api.cors_origins
+    every = ["*"]
     browsers = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=[HEADER]
     )

@@ -94,10 +94,13 @@ class Choice:
         completion: "Completion",
         echo: Echo | None = None,
     ) -> None:
-        self.request, self.parser = request, parser
+        self.request = request
+        self.parser = parser
         self.prompt_logprobs: Logprobs | None = None
         self.stats: RequestStats | None = None  # set by the last output
-        self._index, self._text, self._completion = index, text, completion
+        self._index = index
+        self._text = text
+        self._completion = completion
         self._asked = self._arrival = time.perf_counter()
         self._notes = NOTES.get()  # of the HTTP request, which outputs of the engine do not know
         self._has_tokens = False
@@ -115,12 +118,14 @@ class Choice:
         self._tokens += output.tokens
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
-        reason, scored = output.finish_reason, list[Scored]()
+        reason = output.finish_reason
+        scored = list[Scored]()
         pieces = self._pieces(text, is_last=reason is not None)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None:
-            pieces, scored = [TextPiece("content", self._echo.text, 0, 0), *pieces], self._echoed(self._echo)
+            pieces = [TextPiece("content", self._echo.text, 0, 0), *pieces]
+            scored = self._echoed(self._echo)
             self._echo = None
         self._keep(output)
         if self._text.stopped and not was_stopped and reason is None:
@@ -181,7 +186,8 @@ class Choice:
             return []
         num_told = self._text.num_tokens if is_last else self._num_settled(is_last=False)
         count = max(num_told - self._num_traced, 0)
-        told, self._untold = self._untold[:count], self._untold[count:]
+        told = self._untold[:count]
+        self._untold = self._untold[count:]
         self._num_traced += count
         return told
 
@@ -191,7 +197,8 @@ class Choice:
             return []
         num_settled = max(self._num_settled(is_last=output.finish_reason is not None), self._num_scored)
         num_new = num_settled - self._num_scored
-        settled, self._waiting = self._waiting[:num_new], self._waiting[num_new:]
+        settled = self._waiting[:num_new]
+        self._waiting = self._waiting[num_new:]
         self._num_scored = num_settled
         is_ended = output.finish_reason == "stop" and not self._text.stopped
         if is_ended and output.logprobs is not None:
@@ -215,7 +222,8 @@ class Choice:
             return
         now = time.perf_counter()
         self._completion.metrics.count_tokens(num_tokens, now - self._arrival, is_first=not self._has_tokens)
-        self._arrival, self._has_tokens = now, True
+        self._arrival = now
+        self._has_tokens = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +261,9 @@ class Completion:
         deadline: Deadline = Deadline(),
     ) -> None:
         """`watched`: the client wants text as it comes (streaming), not at the end."""
-        self.engine, self.metrics, self._deadline = engine, metrics, deadline
+        self.engine = engine
+        self.metrics = metrics
+        self._deadline = deadline
         self.choices: list[Choice] = []
         self._watched = watched
         self._news: deque[Delta | Exception] = deque()
@@ -263,7 +273,8 @@ class Completion:
         self, requests: Sequence[Request], stop: Sequence[str], answers: AnswerFormat, echoes: Sequence[Echo] = ()
     ) -> None:
         """`echoes`: what each choice repeats, if they do. Raises EngineError if there is no engine."""
-        stop, is_counted = answers.stops(stop), self._watched or answers.has_reasoning
+        stop = answers.stops(stop)
+        is_counted = self._watched or answers.has_reasoning
         for index, request in enumerate(requests):
             params = request.params
             watched = is_counted or params.logprobs is not None  # tokens have their places in the text
@@ -328,7 +339,8 @@ class Completion:
 
     def usage(self, num_choices: int) -> dict[str, Any]:
         """OpenAI's. Each prompt has `num_choices` choices and is counted once."""
-        total, prompts = self.stats(), self.stats(every=num_choices)
+        total = self.stats()
+        prompts = self.stats(every=num_choices)
         return {
             "prompt_tokens": prompts.prompt_tokens,
             "completion_tokens": total.completion_tokens,
@@ -414,7 +426,9 @@ class Call(NamedTuple):
         an event of its own after calls; the last one with text has the log-probabilities and traces."""
         if not self.is_chat:
             return [self._event([self._choice(delta)], delta.num_tokens)]
-        parts, text, calls = list[dict[str, Any]](), delta.text, delta.calls
+        parts = list[dict[str, Any]]()
+        text = delta.text
+        calls = delta.calls
         if self.shows_reasoning and delta.reasoning:
             parts.append(self._reasoning(delta))
         parts += [{"content": text}] if text else []

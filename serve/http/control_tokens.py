@@ -47,10 +47,12 @@ class PlainTextTokenizer:
         special = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.special and token.content}
         self._aliases = {token.content: random_word() for token in special.values()}
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._aliases, key=len, reverse=True))) or "(?!)")
-        self._opening, self._closing = random_word(), random_word()
+        self._opening = random_word()
+        self._closing = random_word()
         parts = [token.partition(role) for token in self._aliases for role in ROLES if role in token]
         parts = [part for part in parts if part[0] and part[2]]
-        self._before, self._after = tuple({part[0] for part in parts}), tuple({part[2] for part in parts})
+        self._before = tuple({part[0] for part in parts})
+        self._after = tuple({part[2] for part in parts})
         joined = (f"{re.escape(p)}{self._opening}{r}{self._closing}{re.escape(q)}" for p, r, q in parts)
         self._joined = re.compile("|".join(joined) or "(?!)")
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -70,7 +72,8 @@ class PlainTextTokenizer:
 
     def template(self, tokenizer: PreTrainedTokenizerBase, *, date: str) -> PromptTemplate:
         """The chat template of `tokenizer`, which writes aliases."""
-        source, aliased = tokenizer.chat_template, copy.copy(tokenizer)
+        source = tokenizer.chat_template
+        aliased = copy.copy(tokenizer)
         if isinstance(source, str):
             aliased.chat_template = self._aliased(source)
         else:

@@ -160,7 +160,8 @@ class EngineClient:
             self._asked_at = time.monotonic()
 
     def _flush(self) -> None:
-        messages, self._outbox = self._outbox, []
+        messages = self._outbox
+        self._outbox = []
         if messages and self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(messages))
 
@@ -242,7 +243,8 @@ class EngineClient:
             self._writer.close()
         if not self._info.done():
             self._info.set_exception(error)
-        receivers, self._receivers = self._receivers, {}
+        receivers = self._receivers
+        self._receivers = {}
         self.num_failed = len(receivers)
         for receiver in receivers.values():
             self._fail(receiver, error)

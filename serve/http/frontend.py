@@ -89,11 +89,14 @@ class Frontend:
             self.template = self.plain_text.template(self.tokenizer, date=config.date)
         elif has_template:
             self.template = PromptTemplate(self.tokenizer, date=config.date, variables={})
-        self.decoder, self.texts = Decoder(self.tokenizer), TokenTexts(self.tokenizer)
+        self.decoder = Decoder(self.tokenizer)
+        self.texts = TokenTexts(self.tokenizer)
         self.chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
         self._ignore_unknown = config.ignore_unknown_fields
-        self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
-        self.inexact, self.fingerprint = info.inexact, info.fingerprint
+        self.max_model_len = info.max_model_len
+        self.vocab_size = info.vocab_size
+        self.inexact = info.inexact
+        self.fingerprint = info.fingerprint
         self.draft_fingerprint = info.draft_fingerprint
         self.num_spec_tokens = info.num_spec_tokens
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)

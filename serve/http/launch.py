@@ -58,7 +58,9 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
         super().__init__(options)
-        self.api, self.listener, self.url = api, listener, address(listener)
+        self.api = api
+        self.listener = listener
+        self.url = address(listener)
         self.banner = banner(config, api.frontend, self.url, needs_key=not api.guard.is_open)
         self.warning = warning(config, api.guard)
         self._logs_json = config.log_format == "json"
@@ -144,9 +146,11 @@ async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClie
 
 
 def banner(config: ServeConfig, frontend: Frontend, url: str, *, needs_key: bool) -> str:
-    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
+    path = "completions"
+    body = '{"prompt": "Once upon a time", "max_tokens": 64}'
     if frontend.tokenizer.chat_template:
-        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 12 * 7?"}]}'
+        path = "chat/completions"
+        body = '{"messages": [{"role": "user", "content": "What is 12 * 7?"}]}'
     dated = frontend.template is not None and frontend.template.inserts_date
     date = f"the chat template is told that today is {config.date}; change it with --date\n" if dated else ""
     key = "-H 'Authorization: Bearer KEY' " if needs_key else ""

@@ -62,8 +62,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
-        self.message, self.param = shortened(message), param and shortened(param)
+        self.status = status
+        self.code = code
+        self.message = shortened(message)
+        self.param = param and shortened(param)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -280,6 +282,7 @@ def normalizer_shrinkage(part: dict[str, Any]) -> int | None:
     if kind in ("NFC", "NFKC"):
         return 4  # the longest canonical decomposition (Unicode Standard Annex 15)
     if kind == "Replace":
-        pattern, content = part["pattern"].get("String"), part["content"]
+        pattern = part["pattern"].get("String")
+        content = part["content"]
         return -(-len(pattern) // len(content)) if pattern and content else None
     return 1 if kind in ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel") else None

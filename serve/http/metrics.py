@@ -137,8 +137,11 @@ class EngineView:
     def __init__(
         self, gauges: Mapping[str, float], counts: EngineCounts, *, num_open: int, is_up: bool, is_ready: bool
     ) -> None:
-        self.gauges, self.counts = gauges, counts
-        self.num_open, self.is_up, self.is_ready = num_open, is_up, is_ready
+        self.gauges = gauges
+        self.counts = counts
+        self.num_open = num_open
+        self.is_up = is_up
+        self.is_ready = is_ready
 
 
 class EngineCollector(Collector):
@@ -148,7 +151,8 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        engine, counts = self._engine, self._engine.counts
+        engine = self._engine
+        counts = self._engine.counts
         yield gauge("open_requests", "Sequences that have not ended.", engine.num_open)
         yield gauge("engine_up", "1 while the engine's process answers.", float(engine.is_up))
         yield gauge("ready", "1 while new requests are taken, as /ready says.", float(engine.is_ready))

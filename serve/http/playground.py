@@ -33,7 +33,8 @@ def routes() -> list[Route]:
 
 
 def endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    content, media_type = file.read_bytes(), TYPES[file.suffix]
+    content = file.read_bytes()
+    media_type = TYPES[file.suffix]
 
     async def answer(_: Request) -> Response:
         return Response(content, headers=HEADERS, media_type=media_type)

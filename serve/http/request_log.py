@@ -81,7 +81,8 @@ class RequestLog:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self._refusals = app, Refusals()
+        self._app = app
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +93,8 @@ class RequestLog:
         notes: dict[str, Any] = {}
         REQUEST_ID.set(name)
         NOTES.set(notes)
-        began, status = time.perf_counter(), None
+        began = time.perf_counter()
+        status = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

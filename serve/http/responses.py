@@ -25,7 +25,8 @@ from slipstream.serve.request import Request
 Event = dict[str, Any]
 Kind = Literal["reasoning", "content", "call"]
 TOLD = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}  # names in events
-PROMPT_DETAILS, DETAILS = "prompt_tokens_details", "completion_tokens_details"
+PROMPT_DETAILS = "prompt_tokens_details"
+DETAILS = "completion_tokens_details"
 
 
 @dataclass(slots=True)
@@ -164,7 +165,8 @@ class ItemWriter:
         """`logprobs`: likeliest tokens wanted beside each token of the text; None: no log-probabilities."""
         self.items: list[dict[str, Any]] = []  # those that are done
         self.is_cut = False  # the answer ended at max_output_tokens
-        self._logprobs, self._texts = logprobs, texts
+        self._logprobs = logprobs
+        self._texts = texts
         self._num_events = 0
         self._open: OpenItem | None = None
         self._scored: list[Scored] = []  # all tokens so far
@@ -199,7 +201,8 @@ class ItemWriter:
         """Ends the open item, if there is one."""
         if self._open is None:
             return []
-        one, place = self._open, self._place
+        one = self._open
+        place = self._place
         item = one.item(status, [one.part])
         self._open = None
         self.items.append(item)
@@ -210,7 +213,8 @@ class ItemWriter:
 
     def _begin(self, piece: Piece) -> list[Event]:
         one = self._open = OpenItem.of(piece)
-        item, place = one.item("in_progress", []), self._place
+        item = one.item("in_progress", [])
+        place = self._place
         events = [self.event("output_item.added", output_index=place["output_index"], item=item)]
         if one.kind != "call":
             events.append(self.event("content_part.added", **place, part=one.part))

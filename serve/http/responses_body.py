@@ -272,7 +272,8 @@ class ResponsesBody(SamplingBody):
         return self.top_logprobs if LOGPROBS in self.include else None
 
     def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
-        form, where = self.text.format or {"type": "text"}, "text.format"
+        form = self.text.format or {"type": "text"}
+        where = "text.format"
         kind = form.get("type")
         if kind in ("text", "json_object"):
             known(form, {"type"}, {}, f"{where}.")

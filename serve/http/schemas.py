@@ -151,7 +151,8 @@ def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
     `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     understood = MESSAGE_FIELDS | (FIELDS_OF_ROLE.get(role, set()) if isinstance(role, str) else set())
     understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
     for index, part in enumerate(content if isinstance(content, list) else []):
@@ -167,7 +168,8 @@ def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dic
         raise ApiError(400, f"{where}.tool_call_id must be a string", f"{where}.tool_call_id")
     if message.get("tool_calls"):
         try:
-            calls, place = message["tool_calls"], f"{where}.tool_calls"
+            calls = message["tool_calls"]
+            place = f"{where}.tool_calls"
             message["tool_calls"] = read_calls(calls, place, ignore_unknown=ignore_unknown)
         except ToolError as error:
             raise ApiError(400, str(error), error.field) from error
@@ -449,7 +451,8 @@ def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Gra
 
 
 def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
-    kind, where = value.get("type"), "response_format"
+    kind = value.get("type")
+    where = "response_format"
     if kind in ("text", "json_object"):
         known(value, {"type"}, {}, f"{where}.")
         return [(Grammar("json_object"), where)] if kind == "json_object" else []
@@ -505,7 +508,8 @@ def triggered_tags(structures: Any, triggers: Any, where: str, known: Understood
 
 def _structured_outputs(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
     """vLLM's."""
-    where, found = "structured_outputs", list[tuple[Grammar, str]]()
+    where = "structured_outputs"
+    found = list[tuple[Grammar, str]]()
     neutral: Neutral = {"whitespace_pattern": (), "disable_any_whitespace": (False,)}
     neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
     understood = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}

@@ -26,7 +26,9 @@ class UnreadBodies:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        more_body, status, is_endless = True, 0, int(headers.get("content-length", 0)) > MAX_BYTES
+        more_body = True
+        status = 0
+        is_endless = int(headers.get("content-length", 0)) > MAX_BYTES
 
         async def receive_and_see() -> Message:
             nonlocal more_body

@@ -152,7 +152,8 @@ class Record:
     """The answers of a run: those of an earlier one, and new ones as they come."""
 
     def __init__(self, journal: Journal, questions: Sequence[Question], bar: "tqdm[Any]") -> None:
-        self.journal, self.bar = journal, bar
+        self.journal = journal
+        self.bar = bar
         self.questions = questions
         self.failures = Counter[str]()
         self._texts = {key_of(row): row["answer"] for row in journal.results if "question" in row}
@@ -174,7 +175,8 @@ class Record:
     def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
         """Conversations that have not ended, each at the turn that it has reached."""
         for question in self.questions:
-            conversation, more = Conversation(question), True
+            conversation = Conversation(question)
+            more = True
             while more:
                 text = self._texts.get((question.id, conversation.turn, drafted, *setting_key(setting)))
                 if text is None:
@@ -231,7 +233,8 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def accept(config: AcceptConfig) -> None:
     """Measures, or goes on measuring, and writes the report. Raises ValueError if requests failed, or if an accept
     length is below `fail_below`."""
-    questions, output = read_questions(config.questions, config.num_questions), Path(config.output)
+    questions = read_questions(config.questions, config.num_questions)
+    output = Path(config.output)
     inputs = {"questions": config.questions, "draft": [config.draft], "target": [config.target]}
     check_working_folder(config.output, inputs)
     journal = Journal(
@@ -295,7 +298,8 @@ async def measure_some(
     *,
     drafted: bool,
 ) -> None:
-    before, num_before = await responder.count() if drafted else None, len(record.journal.results)
+    before = await responder.count() if drafted else None
+    num_before = len(record.journal.results)
     await ask_server(responder, conversations, setting, request_options, partial(record.add, setting, drafted=drafted))
     after = await responder.count() if before is not None else None
     if before is not None and after is not None:

@@ -17,7 +17,8 @@ from slipstream.serve.measure.tables import table
 Row = Mapping[str, Any]
 ALL = "all"
 ESTIMATED = "estimated, a round for each streamed piece"
-BLUE, GREY = "#1f6feb", "#57606a"
+BLUE = "#1f6feb"
+GREY = "#57606a"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

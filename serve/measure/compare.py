@@ -117,7 +117,8 @@ class Side:
     """One of the servers. `salts`: it can be told which prompts share cached text."""
 
     def __init__(self, client: Client, *, salts: bool) -> None:
-        self.client, self._salts = client, salts
+        self.client = client
+        self._salts = salts
 
     async def answer(self, tasks: Sequence[tuple[Prompt, dict[str, Any]]], level: int, salt: str) -> LoadResult:
         """Raises ValueError if a request fails."""
@@ -179,7 +180,8 @@ async def measure_level(
     """Passes until the level's time is up. Each server warms up first."""
     done = [one for one in journal.results if one["concurrency"] == level]
     blocks = blocks_of(config, prompts, level, first=2 * len(done))
-    salt, warm = secrets.token_hex(4), False
+    salt = secrets.token_hex(4)
+    warm = False
     with tqdm(
         total=config.seconds, desc=f"{level} at once", unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s"
     ) as bar:
@@ -204,7 +206,8 @@ def blocks_of(
 ) -> Iterator[list[tuple[Prompt, dict[str, Any]]]]:
     """Questions of one turn after another, from turn `first` on, with their fields; they are asked again when all have
     been asked."""
-    size, turn = config.block_len(level), first
+    size = config.block_len(level)
+    turn = first
     while True:
         places = [place % len(prompts) for place in range(turn * size, (turn + 1) * size)]
         yield [(prompts[at], {**config.request_fields(prompts[at]), "seed": config.seed + at}) for at in places]
@@ -241,7 +244,8 @@ def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
 
 def time_per_token(answer: Answer) -> float | None:
     """Seconds for each token after the first piece; None for an answer of one piece."""
-    times, tokens = answer.arrivals_s, answer.num_tokens
+    times = answer.arrivals_s
+    tokens = answer.num_tokens
     return (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
 
 

@@ -137,7 +137,8 @@ def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greed
 
 def verdict(one: Comparison) -> str:
     """Says in words whether the server is faster or slower than the first."""
-    ratio, name = one.speed, letter(one.server)
+    ratio = one.speed
+    name = letter(one.server)
     assert ratio is not None
     where = f"{one.concurrency} at once, {one.passes} passes"
     if ratio.low is None or ratio.high is None:
@@ -187,6 +188,7 @@ def draw_ratios(axes: Any, ratios: Sequence[Ratio | None], color: Any, shift: fl
     for place, ratio in enumerate(ratios):
         if ratio is None:
             continue
-        low, high = ratio.low or ratio.value, ratio.high or ratio.value
+        low = ratio.low or ratio.value
+        high = ratio.high or ratio.value
         errors = [[ratio.value - low], [high - ratio.value]]
         axes.errorbar([place + shift], [ratio.value], yerr=errors, fmt="o", markersize=4, capsize=3, color=color)

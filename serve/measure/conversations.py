@@ -96,7 +96,8 @@ class ServerResponder:
     """
 
     def __init__(self, client: Client, kind: Kind, *, speculates: bool, salt: str) -> None:
-        self.client, self.kind = client, kind
+        self.client = client
+        self.kind = kind
         self._own: dict[str, Any] = {"stream": True}
         self._speculates = speculates
         if kind == "slipstream" and not speculates:
@@ -149,7 +150,8 @@ class ServerResponder:
         after = await self.count() if before is not None else None
         if before is not None and after is not None and after.rounds > before.rounds:
             counted = after.since(before)
-            answer.rounds, answer.decoded_tokens = counted.rounds, counted.decoded_tokens
+            answer.rounds = counted.rounds
+            answer.decoded_tokens = counted.decoded_tokens
             answer.accepted_by_position = list(counted.accepted_by_position)
             return CountedAnswer(answer, "counters")
         pieces = len(answer.arrivals_s)

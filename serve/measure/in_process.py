@@ -30,7 +30,8 @@ class OpenAnswer:
     """A request of the engine: the conversation that waits for it, and when its tokens came."""
 
     def __init__(self, conversation: Conversation, answer: llm.Answer) -> None:
-        self.conversation, self.answer = conversation, answer
+        self.conversation = conversation
+        self.answer = answer
         self.start = time.perf_counter()
         self.arrivals_s: list[float] = []
 
@@ -46,13 +47,16 @@ class OpenAnswer:
             return None
         generation = self.answer.generation(output)
         answer = Answer(text=generation.text, reasoning=generation.reasoning, finish_reason=generation.finish_reason)
-        answer.latency_s, answer.arrivals_s, answer.error = now, self.arrivals_s, generation.error or None
+        answer.latency_s = now
+        answer.arrivals_s = self.arrivals_s
+        answer.error = generation.error or None
         count(answer, generation.stats)
         return CountedAnswer(answer, "server" if answer.rounds else "none")
 
 
 def count(answer: Answer, stats: RequestStats) -> None:
-    answer.completion_tokens, answer.rounds = stats.completion_tokens, stats.rounds
+    answer.completion_tokens = stats.completion_tokens
+    answer.rounds = stats.rounds
     answer.decoded_tokens = stats.decoded_tokens
     answer.drafted_tokens = stats.drafted_tokens
     answer.accepted_by_position = list(stats.accepted_by_position)
@@ -88,7 +92,8 @@ class EngineResponder:
     ) -> None:
         """Keeps `setting.concurrency` conversations open until all have ended. Raises ValueError for a prompt that
         cannot be served."""
-        waiting, engine = iter(conversations), self._model.engine
+        waiting = iter(conversations)
+        engine = self._model.engine
         running: dict[str, OpenAnswer] = {}
         try:
             while True:
@@ -130,7 +135,8 @@ def engine_responder(options: dict[str, Any], thinking: Sequence[str]) -> Iterat
         for one in thinking:
             check_thinking(model, one)
         responder = EngineResponder(model)
-        probe, request_options = Conversation(Question("probe", "", PROBE)), RequestOptions(max_tokens=48)
+        probe = Conversation(Question("probe", "", PROBE))
+        request_options = RequestOptions(max_tokens=48)
         responder.ask([probe], Setting(0.0, "default", 1), request_options, lambda _, __: None)
         yield responder
         del responder

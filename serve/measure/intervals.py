@@ -49,7 +49,8 @@ def critical_rank_sum(pairs: int, confidence: float = CONFIDENCE) -> int:
     shares = [1.0] + [0.0] * (most // 2)
     for rank in range(1, pairs + 1):
         shares = [(share + (shares[total - rank] if total >= rank else 0.0)) / 2 for total, share in enumerate(shares)]
-    below, total = 0.0, -1
+    below = 0.0
+    total = -1
     while below + shares[total + 1] <= limit:
         total += 1
         below += shares[total]

@@ -51,12 +51,16 @@ def kind_of(metrics: str | None) -> Kind:
 
 def read_counts(metrics: str | None) -> RoundCounts | None:
     """The counts of a text of /metrics, summed over engines; None if it has no counters of speculation."""
-    kind, totals, positions = kind_of(metrics), defaultdict[str, float](float), defaultdict[int, float](float)
+    kind = kind_of(metrics)
+    totals = defaultdict[str, float](float)
+    positions = defaultdict[int, float](float)
     for line in (metrics or "").splitlines():
         match = SAMPLE.fullmatch(line)
         if match is None or match[3] == "NaN":
             continue
-        name, labels, value = match[1], match[2] or "", float(match[3])
+        name = match[1]
+        labels = match[2] or ""
+        value = float(match[3])
         totals[name] += value
         position = POSITION.search(labels)
         if position is not None and name in BY_POSITION:

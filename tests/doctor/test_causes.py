@@ -25,9 +25,13 @@ from slipstream.train.batches import Batch, collate
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent.parent
-TARGET, ASSETS = ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets"
-PROMPT, ANSWER, TEXTS = 8, 64, 24
-DEPTH, TRAINED_DEPTH = 3, 8
+TARGET = ROOT / "assets" / "tiny-target"
+ASSETS = ROOT / "tests" / "assets"
+PROMPT = 8
+ANSWER = 64
+TEXTS = 24
+DEPTH = 3
+TRAINED_DEPTH = 8
 Answers = tuple[Path, Target, list[Batch], list[list[int]]]
 
 
@@ -53,7 +57,8 @@ def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """A healthy draft of a family, with fields of its config."""
 
     def make(family: str, **fields: Any) -> Subject:
-        folder, path = answers[0], tmp_path_factory.mktemp("draft") / "draft"
+        folder = answers[0]
+        path = tmp_path_factory.mktemp("draft") / "draft"
         if family == "eagle3":
             module: DraftNetwork = random_draft(folder, **{"draft_vocab_size": 100} | fields)
             path.mkdir()
@@ -124,7 +129,8 @@ def denied(subject: Subject, flag: str) -> Subject:
 
 
 def interleaved(subject: Subject) -> Subject:
-    size, changed = subject.files.values["head_dim"], {}
+    size = subject.files.values["head_dim"]
+    changed = {}
     order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2))).argsort()
     for name, tensor in subject.files.tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -201,7 +207,8 @@ def test_a_norm_that_servers_overlook(draft: str, flag: str, is_nested: bool, bu
 def turned(subject: Subject) -> Subject:
     """The same draft, whose final norm turns every other dim around, and whose next step, if it reads the state after
     that norm, turns it back: so it matters much which of both states is read."""
-    values, tensors = subject.files.values, subject.files.tensors
+    values = subject.files.values
+    tensors = subject.files.tensors
     signs = 1 - 2 * (torch.arange(values["hidden_size"]) % 2).to(tensors[HEAD].dtype)
     changed = {name: tensors[name] * signs for name in ("norm.weight", HEAD)}
     if values.get("norm_output"):
@@ -213,7 +220,8 @@ def turned(subject: Subject) -> Subject:
 
 def check_norm_output(bad: Subject, good: Subject, answers: Answers) -> Diagnosis:
     """That the state which `good` passes on is named as the only cause, and mends the draft."""
-    found, value = examine(bad, answers), bool(good.files.values.get("norm_output"))
+    found = examine(bad, answers)
+    value = bool(good.files.values.get("norm_output"))
     (cause,) = found.findings
     assert (cause.kind, cause.stage, cause.name) == ("cause", "later steps", f"norm_output {str(value).lower()}")
     assert f"norm_output {str(value).lower()}" in cause.remedy

@@ -16,7 +16,8 @@ from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
 
-DEPTH, TOKENS = 5, 40
+DEPTH = 5
+TOKENS = 40
 PROMPTS = [random_prompt(length, length) for length in (3, 9, 17, 30)]
 SCORER = LiLiCorrConfig(candidate_topk=4, hidden_size=32, num_layers=1, num_heads=2, factor_dim=16)
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +42,8 @@ def test_the_replay_accepts_what_the_engine_accepts(
     name: str, make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
     family, fields = DRAFTS[name]
-    folder, draft = make_target("qwen3"), tmp_path / "draft"
+    folder = make_target("qwen3")
+    draft = tmp_path / "draft"
     texts = {} if family == "eagle3" else {"texts": known_texts(folder)}
     SAVE[family](folder, draft, **texts, **fields)  # type: ignore[operator]
     options = {"width": block_of(draft)} if family == "dflash" else {"width": 6, "drafter": {"depth": DEPTH}}

@@ -24,7 +24,9 @@ from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
 from slipstream.tests.test_packaging import ROOT
 
-TEXTS, TOKENS, PROMPT = 16, 24, 6
+TEXTS = 16
+TOKENS = 24
+PROMPT = 6
 TEMPLATE = (
     "{% if enable_thinking %}w90 w91 w92 {% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}w5 {% generation %}{{ m.content }}{% endgeneration %}"
@@ -119,7 +121,8 @@ def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> 
 
 
 def test_loops() -> None:
-    looping, other = ([1, 2, 3] * 20, list(range(60)))
+    looping = [1, 2, 3] * 20
+    other = list(range(60))
     conversation = Conversation(())
     answered = [Answered([0], looping, conversation), Answered([0], other, conversation)]
     assert answered[0].repeats == pytest.approx(1 - 3 / 53)  # 53 pieces of 8 tokens, of which 3 differ
@@ -131,7 +134,8 @@ def test_loops() -> None:
 @pytest.mark.slow
 def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
     """Digits, of which the bundled target makes nothing."""
-    rng, data = random.Random(0), tmp_path / "data.jsonl"
+    rng = random.Random(0)
+    data = tmp_path / "data.jsonl"
     texts = [" ".join(str(rng.randrange(10)) for _ in range(20)) for _ in range(6)]
     data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts))
     config = config_of(ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3-flags", data)

@@ -140,7 +140,8 @@ class Scene:
     pads it."""
 
     def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
-        self.case, B = case, len(case.lengths)
+        self.case = case
+        B = len(case.lengths)
         generator = torch.Generator(device).manual_seed(2)
         options = {"generator": generator, "device": device}
         capacity = -(-(max(case.lengths) + case.N) // case.page_size) + 1
@@ -224,7 +225,8 @@ class Scene:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The same in fp64."""
-        case, B = self.case, len(self.lengths) // 2
+        case = self.case
+        B = len(self.lengths) // 2
         out = torch.empty(B, case.N, case.Q, case.D, dtype=torch.float64, device=self.q.device)
         lse = torch.empty(B, case.N, case.Q, dtype=torch.float64, device=self.q.device)
         for request in range(0, 2 * B, 2):

@@ -23,7 +23,8 @@ NUMBERS = {"scale": "fp32", "N": "i32", "first_node": "i32", "table_width": "i32
 
 
 def compile_attention(capability: int, blocks: Blocks, head_dim: int, window: int | None, has_codes: bool) -> Any:
-    block_dim, parts = triton.next_power_of_2(head_dim), Parts(8)
+    block_dim = triton.next_power_of_2(head_dim)
+    parts = Parts(8)
     constants = {
         "G": 8, "D": head_dim, "BLOCK_D": block_dim, "GROUP": 4, "PAGE": 16, "ROWS": blocks.rows,
         "TOKENS": blocks.tokens, **choose_shares(blocks, parts, block_dim), "WAIT": True, "MASK": "tree",

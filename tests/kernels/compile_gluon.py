@@ -34,7 +34,9 @@ def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def rotation() -> Rotation:
     """Of heads of 128 dims, 4 of keys."""
-    angles, indices, cache = zeros(16, 128).float(), zeros(ROWS, dtype=torch.int64), zeros(16, 4, 128)
+    angles = zeros(16, 128).float()
+    indices = zeros(ROWS, dtype=torch.int64)
+    cache = zeros(16, 4, 128)
     return Rotation(angles, angles, indices, indices, cache, cache)
 
 
@@ -49,12 +51,14 @@ def matrix_of_4_bits(outputs: int, inputs: int, has_zeros: bool) -> Int4Weight:
 
 
 def linear_16_bits() -> None:
-    x, weight = zeros(ROWS, 1024), zeros(1024, 1024)
+    x = zeros(ROWS, 1024)
+    weight = zeros(1024, 1024)
     streamed_linear.streamed_linear(x, weight, None, choose_tiling(1024, 1024), x.dtype)
 
 
 def heads_fp8() -> None:
-    x, weight = matrix_of_8_bits(ROWS, 4096), matrix_of_8_bits(2048, 4096)
+    x = matrix_of_8_bits(ROWS, 4096)
+    weight = matrix_of_8_bits(2048, 4096)
     tiling = choose_fp8_tiling(2048, 4096, False, ROWS)
     scales = x.scales, weight.scales
     streamed_linear.streamed_linear(x.codes, weight.codes, None, tiling, torch.bfloat16, scales, rotation())
@@ -66,28 +70,33 @@ def mlp_fp8() -> None:
 
 
 def linear_4_bits() -> None:
-    x, weight = zeros(ROWS, 4096), matrix_of_4_bits(512, 4096, False)
+    x = zeros(ROWS, 4096)
+    weight = matrix_of_4_bits(512, 4096, False)
     streamed_int4.streamed_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096))
 
 
 def heads_4_bits_ring() -> None:
-    x, weight = zeros(ROWS, 4096), matrix_of_4_bits(2048, 4096, True)
+    x = zeros(ROWS, 4096)
+    weight = matrix_of_4_bits(2048, 4096, True)
     tiling = int4.choose_int4_tiling(2048, 4096)
     pipelined_int4.pipelined_int4_linear(x, weight, None, tiling, rotation=rotation())
 
 
 def gated_4_bits_ring() -> None:
-    x, weight = zeros(ROWS, 1024), matrix_of_4_bits(512, 1024, False)
+    x = zeros(ROWS, 1024)
+    weight = matrix_of_4_bits(512, 1024, False)
     pipelined_int4.pipelined_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), gated=True)
 
 
 def linear_4_bits_wide() -> None:
-    x, weight = zeros(128, 4096), matrix_of_4_bits(512, 4096, True)
+    x = zeros(128, 4096)
+    weight = matrix_of_4_bits(512, 4096, True)
     wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 4096), False, wide.Wide(128, 1))
 
 
 def gated_4_bits_wide() -> None:
-    x, weight = zeros(128, 1024), matrix_of_4_bits(512, 1024, False)
+    x = zeros(128, 1024)
+    weight = matrix_of_4_bits(512, 1024, False)
     wide.wide_int4_linear(x, weight, None, int4.choose_int4_tiling(512, 1024, True), True, wide.Wide(128, 2))
 
 
@@ -103,7 +112,8 @@ def main() -> None:
         for name, replacement in REPLACED.items():
             if hasattr(module, name):
                 setattr(module, name, replacement)
-    run, compiled = JITFunction.run, list[Any]()
+    run = JITFunction.run
+    compiled = list[Any]()
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))

@@ -102,7 +102,8 @@ def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
-    gate_up, kept = random(3, 40, torch.bfloat16, device), []
+    gate_up = random(3, 40, torch.bfloat16, device)
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         frozen = silu_mul.triton(gate_up)
         assert not frozen.requires_grad

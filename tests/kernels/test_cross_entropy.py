@@ -32,7 +32,8 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 
 def expected(student: Tensor, teacher: Tensor, weights: Tensor, kind: str) -> Tensor:
-    log_q, p = student.double().log_softmax(-1), teacher.double().softmax(-1)
+    log_q = student.double().log_softmax(-1)
+    p = teacher.double().softmax(-1)
     if kind == "soft_ce":
         rows = F.cross_entropy(student.double(), p, reduction="none")
     elif kind == "forward_kl":
@@ -76,7 +77,8 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
         distance = (student.double().log_softmax(-1) - teacher.double().log_softmax(-1)).abs()
         compared = ((distance > 2e-5) | (distance == 0)).all(-1)
         assert compared.double().mean() > 0.6
-    found_gradient, gradient = found_gradient[compared].double(), gradient[compared]
+    found_gradient = found_gradient[compared].double()
+    gradient = gradient[compared]
     precision = 1e-4 if student.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(found_gradient, gradient, rtol=precision, atol=atol)
     assert ((found_gradient - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + atol).all()
@@ -89,7 +91,8 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
 def test_values_and_gradients(
     run: Run, kind: str, shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
-    student, teacher = random(shape, dtypes[0], device, 0), random(shape, dtypes[1], device, 1)
+    student = random(shape, dtypes[0], device, 0)
+    teacher = random(shape, dtypes[1], device, 1)
     weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(2)).to(device)
     check(run, student, teacher, weights, kind)
 
@@ -120,10 +123,12 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
 @pytest.mark.parametrize("run", RUNS)
 def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) -> None:
     """-inf is probability 0: the same as a teacher of a very low logit there; whole tiles, too."""
-    student, teacher = random((4, 300), torch.float32, device, 0), random((4, 300), torch.float32, device, 1)
+    student = random((4, 300), torch.float32, device, 0)
+    teacher = random((4, 300), torch.float32, device, 1)
     teacher[0, :130], teacher[1, 200:], teacher[2, ::2], teacher[3, :299] = (-torch.inf,) * 4
     floor = teacher.clamp(min=-1e4)
-    weights, upstream = torch.ones(4, device=device), torch.ones(4, device=device)
+    weights = torch.ones(4, device=device)
+    upstream = torch.ones(4, device=device)
     for logits in (student, student.masked_fill(teacher == -torch.inf, -torch.inf)):  # the student does so as well
         low = logits.clamp(min=-1e4).double()
         losses, gradient = with_gradient(lambda x: expected(x, floor, weights, kind), low, upstream)
@@ -136,7 +141,8 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
 @pytest.mark.parametrize("run", RUNS)
 def test_limits_of_the_losses(run: Run, device: str) -> None:
     student = random((3, 200), torch.float32, device, 0)
-    weights, ones = torch.ones(3, device=device), torch.ones(3, device=device)
+    weights = torch.ones(3, device=device)
+    ones = torch.ones(3, device=device)
     for kind in ("forward_kl", "reverse_kl", "tv", "lk"):  # a perfect draft: nothing lost, nothing to learn
         losses, gradient = with_gradient(lambda x, kind=kind: run(x, student, weights, kind)[0], student, ones)
         torch.testing.assert_close(losses, torch.zeros_like(losses), atol=1e-6, rtol=0)
@@ -154,7 +160,8 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
-    student, teacher = random((4, 200), torch.float32, device, 0), random((4, 200), torch.float32, device, 1)
+    student = random((4, 200), torch.float32, device, 0)
+    teacher = random((4, 200), torch.float32, device, 1)
     student[1], teacher[1], teacher[3] = torch.nan, torch.inf, -torch.inf
     weights = torch.tensor([1.0, 0.0, 2.0, 0.0], device=device)
     upstream = torch.ones(4, device=device)
@@ -186,8 +193,10 @@ def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
-    leaf, teacher = random((3, 300), torch.bfloat16, device, 0), random((3, 300), torch.bfloat16, device, 1)
-    weights, scale = torch.tensor([1.0, 0.0, 0.5], device=device), torch.tensor(2.0, device=device, requires_grad=True)
+    leaf = random((3, 300), torch.bfloat16, device, 0)
+    teacher = random((3, 300), torch.bfloat16, device, 1)
+    weights = torch.tensor([1.0, 0.0, 0.5], device=device)
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
 
     def gradients(in_place: bool) -> tuple[Tensor, Tensor, Any]:
         x = leaf.detach().clone().requires_grad_()
@@ -211,7 +220,8 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
-    student, teacher = torch.randn(4, 50, device=device), torch.randn(4, 50, device=device, requires_grad=True)
+    student = torch.randn(4, 50, device=device)
+    teacher = torch.randn(4, 50, device=device, requires_grad=True)
     losses, best = run(student[:0], teacher[:0], torch.ones(0, device=device))
     assert losses.shape == best.shape == (0,)
     losses, _ = run(student.requires_grad_(), teacher, torch.ones(4, device=device))
@@ -238,7 +248,8 @@ def labelled(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[T
 
 def label_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and gradient in fp64, a few rows at a time."""
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for part, of_part in zip(logits.split(256), labels.split(256), strict=True):
         leaf = part.double().requires_grad_()
         losses.append(F.cross_entropy(leaf, of_part, reduction="none"))
@@ -249,7 +260,8 @@ def label_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
     """Each loss within 1e-5 of itself, the gradient within the rounding of its type, as a vector and by entry."""
     losses, gradient = label_expected(logits, labels)
-    best, before = logits.float().argmax(dim=-1), logits.clone()
+    best = logits.float().argmax(dim=-1)
+    before = logits.clone()
     with poisoned():
         found, found_best = run(logits, labels, with_gradient=False)
     assert (found.dtype, found_best.dtype) == (torch.float32, torch.int64)
@@ -326,7 +338,8 @@ def test_labels_no_rows(with_gradient: bool, run: Run, device: str) -> None:
 
 def test_labels_float64_is_computed_in_float64_on_the_cpu() -> None:
     logits = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    labels, leaf = torch.tensor([3, 0, 29, 5]), logits.clone().requires_grad_()
+    labels = torch.tensor([3, 0, 29, 5])
+    leaf = logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(F.cross_entropy(leaf, labels, reduction="sum"), leaf)
     label_cross_entropy(logits, labels, with_gradient=True)
     torch.testing.assert_close(logits, gradient, rtol=1e-12, atol=1e-14)
@@ -345,7 +358,8 @@ MIXES = [
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("run", [mixed_cross_entropy.reference, mixed_cross_entropy.triton])
 def test_mixtures_are_the_sums_of_their_losses(run: Any, mix: Mix, dtype: torch.dtype, device: str) -> None:
-    student, teacher = random((5, 300), dtype, device, 0, scale=1.5), random((5, 300), dtype, device, 1, scale=1.5)
+    student = random((5, 300), dtype, device, 0, scale=1.5)
+    teacher = random((5, 300), dtype, device, 1, scale=1.5)
     labels = torch.tensor([0, 299, 7, 130, 255], device=device)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.25], device=device)
     leaf = student.double().requires_grad_()

@@ -36,7 +36,9 @@ def children_of(path: tuple[int, ...], request: int, k: int, kind: str) -> tuple
 
 def loop_tree(request: int, shape: TreeShape, kind: str) -> tuple[list[Node], list[list[int]]]:
     """All candidates in order, and the candidates of each level's frontier."""
-    nodes, frontiers, frontier = [], [], [-1]
+    nodes = []
+    frontiers = []
+    frontier = [-1]
     for _ in range(shape.depth):
         level: list[int] = []
         for parent in frontier:
@@ -57,7 +59,8 @@ def make_place(B: int, page_size: int) -> Place:
 
 def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Tensor | None) -> Any:
     """Grows trees by `run` ("reference" or "triton"); returns candidates, frontiers and the hidden rows' paths."""
-    place, candidates = make_place(B, page_size), Candidates.empty(B, shape, torch.device("cpu"))
+    place = make_place(B, page_size)
+    candidates = Candidates.empty(B, shape, torch.device("cpu"))
     candidates.scores.fill_(torch.nan)
     frontier: Frontier | None = None
     paths: list[tuple[int, tuple[int, ...]]] = [(b, ()) for b in range(B)]
@@ -71,7 +74,8 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
         frontier = grow(candidates, frontier, values, columns, ids, place, level, level == shape.depth - 1)
         if frontier is not None:
             frontiers.append(frontier)
-            tokens, sources = frontier.tokens.tolist(), frontier.sources.tolist()
+            tokens = frontier.tokens.tolist()
+            sources = frontier.sources.tolist()
             paths = [(paths[s][0], (*paths[s][1], t)) for s, t in zip(sources, tokens, strict=True)]
     return place, candidates, frontiers
 
@@ -83,7 +87,9 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
 )
 def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) -> None:
     """size: topk, depth and the number of nodes that are kept."""
-    shape, B, count = TreeShape(*size[:2]), 3, size[2]
+    shape = TreeShape(*size[:2])
+    B = 3
+    count = size[2]
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2)) if kind == "plain" else None
     place, candidates, frontiers = build(shape, B, kind, 4, run, ids)
     roots = torch.tensor([7, 8, 9])
@@ -106,7 +112,8 @@ def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) 
 def check_frontiers(
     b: int, shape: TreeShape, nodes: list[Node], expected: list[list[int]], frontiers: list[Frontier], place: Place
 ) -> None:
-    k, length = shape.topk, int(place.lengths[b])
+    k = shape.topk
+    length = int(place.lengths[b])
     numbers: dict[tuple[int, ...], int] = {}  # path -> frontier node
     assert len(frontiers) == shape.depth - 1
     for level, frontier in enumerate(frontiers):
@@ -117,7 +124,8 @@ def check_frontiers(
         assert frontier.positions[own].tolist() == [length + level] * k
         assert frontier.sampled_at[own].tolist() == [length + level + 2] * k
         for rank, index in enumerate(expected[level]):
-            path, number = nodes[index].path, level * k + rank
+            path = nodes[index].path
+            number = level * k + rank
             numbers[path] = number
             seen = {numbers[path[:end]] for end in range(1, len(path) + 1)}
             bits = unpack(frontier.ancestors[b], 64)[rank]
@@ -137,12 +145,16 @@ def check_tree(tokens: Tensor, parents: Tensor) -> None:
 @pytest.mark.parametrize("run", ["reference", "triton"])
 def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
     """Rounding may leave a log-probability just above 0; a child must not overtake its parent."""
-    shape, B = TreeShape(2, 3), 1
-    place, candidates = make_place(B, 4), Candidates.empty(B, shape, torch.device("cpu"))
-    grow, frontier = getattr(draft_tree.grow, run), None
+    shape = TreeShape(2, 3)
+    B = 1
+    place = make_place(B, 4)
+    candidates = Candidates.empty(B, shape, torch.device("cpu"))
+    grow = getattr(draft_tree.grow, run)
+    frontier = None
     for level in range(3):
         n = 2 if level else 1
-        values, columns = torch.tensor([[1e-7, -30.0]] * n), torch.tensor([[3, 4]] * n)
+        values = torch.tensor([[1e-7, -30.0]] * n)
+        columns = torch.tensor([[3, 4]] * n)
         frontier = grow(candidates, frontier, values, columns, None, place, level, level == 2)
     tokens, parents, scores = getattr(draft_tree.choose, run)(candidates, torch.tensor([1]), 4)
     assert tokens.tolist() == [[1, 3, 3, 3]]
@@ -154,7 +166,8 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
 def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
     place, candidates, _ = build(TreeShape(4, 4), 3, "plain", 16, run, None)
     del place
-    roots, choose = torch.tensor([7, 8, 9]), getattr(draft_tree.choose, run)
+    roots = torch.tensor([7, 8, 9])
+    choose = getattr(draft_tree.choose, run)
     whole = choose(candidates, roots, 40)
     for count in (2, 3, 9, 17):
         for cut, full in zip(choose(candidates, roots, count), whole, strict=True):

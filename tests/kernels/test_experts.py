@@ -100,14 +100,13 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
         return (1 + torch.rand(shape, generator=generator, device=device)) * inputs**-0.5
 
     if kind == "mxfp4":
-        blocks, exponents = (
-            codes(experts, outputs, inputs // 32, 16),
-            codes(experts, outputs, inputs // 32, end=4) + 121,
-        )
+        blocks = codes(experts, outputs, inputs // 32, 16)
+        exponents = codes(experts, outputs, inputs // 32, end=4) + 121
         value = dequantize_mxfp4(blocks, exponents).double()
         return MXFP4Weight(*pack_words(blocks, exponents), inputs), value
     if kind.startswith("int4"):
-        numbers, given = codes(experts, outputs, inputs, end=16), scales(experts, outputs, -(-inputs // 32)) / 4
+        numbers = codes(experts, outputs, inputs, end=16)
+        given = scales(experts, outputs, -(-inputs // 32)) / 4
         zeros = codes(*given.shape, end=16) if kind == "int4 zeros" else None
         spread = torch.arange(inputs, device=device) // 32
         value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
@@ -171,7 +170,8 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
         found = route_triton(x, router, None, 2, True, block_rows=block_rows)
         assert not pair_counts(x.device).any()
     assert found.blocks is not None
-    count, pairs = found.blocks.used.item(), found.blocks.pairs.flatten().tolist()
+    count = found.blocks.used.item()
+    pairs = found.blocks.pairs.flatten().tolist()
     seen = []
     for first, size in zip(found.blocks.first[:count].tolist(), found.blocks.sizes[:count].tolist(), strict=True):
         assert 1 <= size <= block_rows
@@ -222,7 +222,11 @@ def test_outputs_are_those_of_a_loop_over_tokens(
 @pytest.mark.parametrize(("is_gpt_oss", "has_shared"), [(True, False), (False, True)])
 def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: bool, device: str) -> None:
     """Experts whose sizes are no multiples of a tile's; full blocks and others."""
-    rows, size, experts, top_k, dtype = 150, 320, 2, 2, torch.float16
+    rows = 150
+    size = 320
+    experts = 2
+    top_k = 2
+    dtype = torch.float16
     router, bias, weights = random_layer((size, 200, experts, top_k), dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
     others = random_rows(rows, size + 1, dtype, device)
@@ -264,7 +268,8 @@ QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
 
 def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
     """Of a product's inputs by a format."""
-    how, static = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s")), torch.tensor(0.02, device=device)
+    how = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s"))
+    static = torch.tensor(0.02, device=device)
 
     def round_inputs(row: Tensor) -> Tensor:
         return rounded(row.float()[None], how, static)[0].double() if kind.startswith("fp8") else row
@@ -302,7 +307,11 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
 @torch.inference_mode()
 def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) -> None:
     """Full blocks and others; inputs that come quantised, and not; a shared expert."""
-    rows, size, experts, top_k, dtype = 150, 384, 2, 2, torch.float16
+    rows = 150
+    size = 384
+    experts = 2
+    top_k = 2
+    dtype = torch.float16
     weights, wide = quantized_experts(kind, (size, 256, experts, top_k), device)
     router, _, _ = random_layer((size, 8, experts, top_k), dtype, device)
     x = random_rows(rows, size, dtype, device)
@@ -341,7 +350,8 @@ def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pyte
 
 def test_mxfp4_words_are_those_of_the_file() -> None:
     """Inputs that do not fill the last chunk are read back, and each code at its place."""
-    blocks, scales = torch.randint(256, (2, 96, 5, 16)).byte(), torch.randint(100, 150, (2, 96, 5)).byte()
+    blocks = torch.randint(256, (2, 96, 5, 16)).byte()
+    scales = torch.randint(100, 150, (2, 96, 5)).byte()
     words, packed = pack_words(blocks, scales)
     assert (words.shape, words.dtype, packed.shape) == ((2, 3, 2, 32, 32), torch.int16, (2, 3, 2, 32))
     assert torch.equal(dequantize_words(MXFP4Weight(words, packed, 160)), dequantize_mxfp4(blocks, scales))
@@ -354,7 +364,8 @@ def decode_kernel(words_ptr, out_ptr, PACKED: tl.constexpr):
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     cells = tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
     words_ptr += tl.program_id(0) * 512
-    words, neighbours = tl.load(words_ptr + cells), None
+    words = tl.load(words_ptr + cells)
+    neighbours = None
     if not PACKED:
         neighbours = tl.load(words_ptr + (cells ^ 1))
     for place in tl.static_range(4):
@@ -404,7 +415,8 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
     weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
     weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
-    x, least = random_rows(ROWS[-1], size, torch.bfloat16, "cuda"), least_rows(format_of(weights.gate_up))
+    x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
+    least = least_rows(format_of(weights.gate_up))
 
     def run(start: int, end: int) -> Tensor:
         routing = route_triton(x[start:end], router, bias, top_k, True, least)

@@ -98,7 +98,8 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
         if temperature[row] == 0:
             assert thresholds[row] == -torch.inf, "greedy rows need none"
             continue
-        kept, wanted = logits[row].float() >= thresholds[row], scaled[row] >= expected[row]
+        kept = logits[row].float() >= thresholds[row]
+        wanted = scaled[row] >= expected[row]
         if torch.equal(kept, wanted):
             continue
         ordered = scaled[row].sort(descending=True).values

@@ -44,8 +44,10 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 33, 70), (4, 5, 513)])
 def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: str) -> None:
-    parts, bias = torch.randn(shape, device=device), torch.randn(shape[2], device=device, dtype=torch.float16)
-    outputs, rows = torch.rand(shape[2], device=device), torch.rand((), device=device).expand(shape[1])
+    parts = torch.randn(shape, device=device)
+    bias = torch.randn(shape[2], device=device, dtype=torch.float16)
+    outputs = torch.rand(shape[2], device=device)
+    rows = torch.rand((), device=device).expand(shape[1])
     with poisoned():
         out = sum_parts_triton(parts, bias, torch.float16)
         scaled = sum_parts_triton(parts, None, torch.float32, (outputs, rows))

@@ -43,7 +43,8 @@ def rows_of(count: int, inputs: int, blocks: bool, device: str) -> QuantizedRows
 
 def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     """Element by element, in fp64."""
-    codes, inputs = x.codes.double(), weight.shape[1]
+    codes = x.codes.double()
+    inputs = weight.shape[1]
     if scales.dim() == 2:
         block = torch.arange(inputs, device=weight.device) // 128
         codes = codes * x.scales.double().t()[:, block]
@@ -62,7 +63,8 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
     rows, outputs, inputs = shape
     weight, scales = layer(outputs, inputs, blocks, device)
     generator = torch.Generator(device).manual_seed(rows)
-    x, bias = rows_of(rows, inputs, blocks, device), torch.randn(outputs, generator=generator, device=device)
+    x = rows_of(rows, inputs, blocks, device)
+    bias = torch.randn(outputs, generator=generator, device=device)
     magnitude = formula(x._replace(codes=x.codes.float().abs()), weight.float().abs(), scales, None, gated=False)
     for gated in (False, outputs % 256 == 0):
         own_bias = None if gated else bias
@@ -184,7 +186,8 @@ def test_inputs_are_quantised_as_on_the_cpu() -> None:
 @torch.inference_mode()
 def test_a_graph_replays_a_chain() -> None:
     """Each kernel starts while the one before it runs, and reads what that one writes."""
-    down, gate_up = layer(4096, 14336, False, "cuda"), layer(28672, 4096, False, "cuda")
+    down = layer(4096, 14336, False, "cuda")
+    gate_up = layer(28672, 4096, False, "cuda")
     x = torch.randn(4, 4096, device="cuda").bfloat16()
 
     def chain(x: Tensor, pause: bool = False) -> Tensor:
@@ -204,7 +207,9 @@ def test_gated_products_round_as_the_two_kernels() -> None:
     weight, scales = layer(256, 128, False, "cpu")
     x = rows_of(5, 128, False, "cpu")._replace(dtype=torch.float16)
     if torch.cuda.is_available():
-        weight, scales, x = weight.cuda(), scales.cuda(), QuantizedRows(x.codes.cuda(), x.scales.cuda(), x.dtype)
+        weight = weight.cuda()
+        scales = scales.cuda()
+        x = QuantizedRows(x.codes.cuda(), x.scales.cuda(), x.dtype)
     apart = silu_mul.triton(fp8_linear.triton(x, weight, scales))
     assert torch.equal(fp8_linear.triton(x, weight, scales, None, True), apart)
 
@@ -214,7 +219,8 @@ def test_gated_products_round_as_the_two_kernels() -> None:
 def test_norms_quantise_their_output(given: tuple[float | None, bool], device: str) -> None:
     """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
     residual, delta = (torch.randn(6, 400, device=device)[:, :272] for _ in range(2))
-    weight, out = 1 + torch.rand(272, device=device), torch.empty(6, 600, device=device)[:, :272]
+    weight = 1 + torch.rand(272, device=device)
+    out = torch.empty(6, 600, device=device)[:, :272]
     scales = InputScales(None if given[0] is None else torch.tensor(given[0], device=device), given[1])
     for own in (None, delta):
         given_out = None if own is None else out
@@ -238,7 +244,8 @@ def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: s
     gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
     for static in (None, torch.tensor(0.01, device=device)):
         given = InputScales(static, by_block)
-        found, apart = quantized_silu_mul.triton(gate_up, given), quantize_rows.triton(silu_mul.triton(gate_up), given)
+        found = quantized_silu_mul.triton(gate_up, given)
+        apart = quantize_rows.triton(silu_mul.triton(gate_up), given)
         assert torch.equal(found.codes.float(), apart.codes.float())
         assert torch.equal(found.scales, apart.scales)
         expected = quantized_silu_mul.reference(gate_up, given)

@@ -71,7 +71,8 @@ def test_codes_come_back_from_the_kernels(device: str) -> None:
     kv = x * scales.flatten()[:, None]
     kv[1] *= 4096
     k, v = kv.split([2, 2], dim=1)
-    cos, sin = torch.ones(4, 16, device=device), torch.zeros(4, 16, device=device)
+    cos = torch.ones(4, 16, device=device)
+    sin = torch.zeros(4, 16, device=device)
     slots = torch.tensor([5, 0, 3, 2], device=device)
     cache = torch.zeros(1, 2, 6, 2, 16, device=device).to(E4M3)
     out = rotate_and_store.triton(k, k, v, cos, sin, slots.clamp(max=3), slots, *cache[0], None, scales)
@@ -85,7 +86,8 @@ def test_codes_come_back_from_the_kernels(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_context_rows_are_written_as_codes(device: str) -> None:
     scene = test_rope.ContextScene(test_rope.Case(3, L=2, G=3, D=16, R=12), torch.float32, device)
-    scales, plain = random_scales(2, 2, 3, device=device), scene.run(store_context.reference)
+    scales = random_scales(2, 2, 3, device=device)
+    plain = scene.run(store_context.reference)
     for store in (store_context.reference, store_context.triton):
         scene.cache = torch.zeros_like(scene.cache).to(E4M3)
         codes = scene.run(lambda *args, store=store: store(*args, scales))
@@ -190,7 +192,8 @@ def test_bits_do_not_depend_on_the_height_of_tiles(name: str) -> None:
     def run(**options: Any) -> Tensor:
         return scene.run(lambda *x, **y: ragged_attention.triton(*x, **y, scales=scales), **options)
 
-    expected, tokens = run(), tile_tokens(case.D, 2)
+    expected = run()
+    tokens = tile_tokens(case.D, 2)
     heights = [Blocks(rows, tokens, 8 if rows * case.D > 64 * 128 else 4, 2) for rows in (16, 32, 64, 128)]
     for blocks in heights[: 3 if case.D > 128 else 4]:
         assert torch.equal(run(work=scene.plan(blocks=(blocks, blocks))), expected)

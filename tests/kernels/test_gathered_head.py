@@ -21,7 +21,10 @@ from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, exa
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TILINGS = [Tiling(16, 16, 1), Tiling(32, 32, 1), None]
 ROWS = [1, 17, 33, MOST_ROWS + 3]
-V, VD, H = 150, 70, 40  # no multiple of a tile
+# no multiple of a tile
+V = 150
+VD = 70
+H = 40
 REAL = (128_256, 32_768, 4096)
 
 
@@ -82,7 +85,8 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
 def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
     """In fp32, so that scores closer than the noise's rounding are rare."""
     hidden, weight, ids = random(rows, torch.float32, device)
-    positions, sampling = torch.arange(rows, device=device) * 7, sampling_of(rows, device)
+    positions = torch.arange(rows, device=device) * 7
+    sampling = sampling_of(rows, device)
     for head in heads(weight, ids):
         expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids).log_softmax(dim=-1)
         best = expected.sort(dim=-1, descending=True).values
@@ -100,7 +104,8 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
 @pytest.mark.parametrize(("tiling", "k"), cover(TILINGS[::2], [16, 2, 1]))
 def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
     hidden, weight, ids = whole(4, device)
-    positions, sampling = torch.arange(4, device=device), sampling_of(4, device, greedy=True)
+    positions = torch.arange(4, device=device)
+    sampling = sampling_of(4, device, greedy=True)
     for head in heads(weight, ids):
         logits = exact_logits(head, hidden)
         expected = logits.sort(dim=-1, descending=True, stable=True)
@@ -118,7 +123,8 @@ def test_unused_places_are_last(device: str) -> None:
     ids[:], used = -1, [40, 41, 63]
     ids[used] = torch.tensor([5, 149, 0], device=device)
     head = DraftHead(weight, ids, gathered=True)
-    positions, sampling = torch.arange(3, device=device), sampling_of(3, device)
+    positions = torch.arange(3, device=device)
+    sampling = sampling_of(3, device)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids)
     with poisoned():
         places = head_topk.triton(head, hidden, 1, positions, sampling, TILINGS[0])[1]
@@ -133,8 +139,10 @@ def test_unused_places_are_last(device: str) -> None:
 def test_scores_below_zero_after_larger_ones(device: str) -> None:
     """Nothing of a launch is left for the next one."""
     _, weight, ids = random(3, torch.float32, device)
-    head, positions = DraftHead(weight.abs(), ids, gathered=True), torch.arange(3, device=device)
-    sampling, hidden = sampling_of(3, device, greedy=True), torch.ones(3, H, device=device)
+    head = DraftHead(weight.abs(), ids, gathered=True)
+    positions = torch.arange(3, device=device)
+    sampling = sampling_of(3, device, greedy=True)
+    hidden = torch.ones(3, H, device=device)
     for sign in (1.0, -1.0, 1.0):
         expected = exact_logits(head, sign * hidden).argmax(dim=-1)
         for k in (1, 2):
@@ -144,8 +152,10 @@ def test_scores_below_zero_after_larger_ones(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_parameters_by_entry(device: str) -> None:
     hidden, weight, ids = random(6, torch.float32, device)
-    head, positions = DraftHead(weight, ids, gathered=True), torch.arange(6, device=device)
-    entries, rows = sampling_of(4, device), torch.tensor([3, 0, 1], device=device)
+    head = DraftHead(weight, ids, gathered=True)
+    positions = torch.arange(6, device=device)
+    entries = sampling_of(4, device)
+    rows = torch.tensor([3, 0, 1], device=device)
     sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling.by_row(), head.ids)
     for k in (1, 4):
@@ -157,8 +167,10 @@ def test_parameters_by_entry(device: str) -> None:
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     rows = 16 if device == "cpu" else MOST_ROWS  # the interpreter's product of more rows adds in another order
     hidden, weight, ids = random(rows, torch.float16, device)
-    head, positions = DraftHead(weight, ids, gathered=True), torch.arange(rows, device=device)
-    sampling, logits = sampling_of(rows, device), gathered_linear.triton(hidden, weight, ids, TILINGS[0])
+    head = DraftHead(weight, ids, gathered=True)
+    positions = torch.arange(rows, device=device)
+    sampling = sampling_of(rows, device)
+    logits = gathered_linear.triton(hidden, weight, ids, TILINGS[0])
     values, places = head_topk.triton(head, hidden, 4, positions, sampling, TILINGS[0])
     for count in (1, 3, rows - 1):
         few = hidden[:count], positions[:count], sampling_of(count, device)
@@ -170,7 +182,8 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
 
 def test_no_rows_and_the_cpu() -> None:
     hidden, weight, ids = random(4, torch.float32, "cpu")
-    positions, sampling = torch.arange(4), sampling_of(4, "cpu")
+    positions = torch.arange(4)
+    sampling = sampling_of(4, "cpu")
     assert gathered_linear.triton(hidden[:0], weight, ids).shape == (0, VD)
     filters = Filters(*(torch.full((4,), value) for value in (1, 1.0, 0.0)))
     for head in heads(weight, ids):
@@ -204,7 +217,8 @@ def test_real_shapes(rows: int) -> None:
 def test_real_shapes_fused(rows: int, greedy: bool) -> None:
     """Whole numbers: logits are exact, fused or not; scores differ by the noise's rounding only."""
     hidden, weight, ids = whole(rows, "cuda", REAL)
-    positions, sampling = torch.arange(rows, device="cuda"), sampling_of(rows, "cuda", greedy)
+    positions = torch.arange(rows, device="cuda")
+    sampling = sampling_of(rows, "cuda", greedy)
     for head in heads(weight, ids):
         scores = exact_scores(exact_logits(head, hidden).to(hidden.dtype), positions, sampling, head.ids)
         best = scores.sort(dim=-1, descending=True, stable=True)
@@ -226,7 +240,8 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
 def test_a_graph_replays_them(rows: int) -> None:
     """One after another, each reading the output of the one before, also after the set of ids has changed."""
     hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
-    head, positions = DraftHead(weight, ids.clone(), gathered=True), torch.arange(rows, device="cuda")
+    head = DraftHead(weight, ids.clone(), gathered=True)
+    positions = torch.arange(rows, device="cuda")
     sampling = sampling_of(rows, "cuda")
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
@@ -244,11 +259,9 @@ def test_a_graph_replays_them(rows: int) -> None:
 @pytest.mark.gpu
 def test_the_dispatch() -> None:
     hidden, weight, ids = random(2, torch.bfloat16, "cuda", (1000, 300, 4096))
-    head, positions, sampling = (
-        DraftHead(weight, ids, gathered=True),
-        torch.arange(2, device="cuda"),
-        sampling_of(2, "cuda"),
-    )
+    head = DraftHead(weight, ids, gathered=True)
+    positions = torch.arange(2, device="cuda")
+    sampling = sampling_of(2, "cuda")
     with torch.inference_mode():
         assert torch.equal(head_logits(head, hidden), gathered_linear.triton(hidden, weight, ids))
         values, columns = head_topk.reference(head, hidden, 4, positions, sampling)

@@ -53,7 +53,8 @@ def test_codes_lie_in_planes() -> None:
 def test_units_lie_in_pairs(group: int, inputs: int) -> None:
     """Against a loop."""
     groups = torch.arange(3 * -(-inputs // group)).view(3, -1)
-    units, size = pack_units(groups, group, inputs), min(group, 128)
+    units = pack_units(groups, group, inputs)
+    size = min(group, 128)
     assert units.shape == (-(-inputs // 256) * 256 // size // 2, 3, 2)
     for column in range(inputs):
         pair, place = divmod(column // size, 2)
@@ -91,8 +92,10 @@ def test_products_are_those_of_their_formula(
     for run in (int4_linear.reference, int4_linear.triton):
         for order in (None, FixedOrder()):
             with poisoned():
-                out, gated = run(x, weight, bias, False, order), run(x, weight, None, True, order)
-            expected, tolerance = x.double() @ value.double().t(), TOLERANCES[dtype]
+                out = run(x, weight, bias, False, order)
+                gated = run(x, weight, None, True, order)
+            expected = x.double() @ value.double().t()
+            tolerance = TOLERANCES[dtype]
             torch.testing.assert_close(out.double(), expected + bias.double(), atol=tolerance, rtol=tolerance)
             gate, up = expected.chunk(2, dim=-1)
             torch.testing.assert_close(gated.double(), F.silu(gate) * up, atol=2 * tolerance, rtol=2 * tolerance)
@@ -140,7 +143,8 @@ def test_mxfp4_blocks() -> None:
     for row in range(2):
         for column in range(96):
             code = int(codes[row, column])
-            exponent, fraction = code >> 1 & 3, code & 1
+            exponent = code >> 1 & 3
+            fraction = code & 1
             value = (1 + fraction / 2) * 2.0 ** (exponent - 1) if exponent else fraction / 2
             expected = (-value if code & 8 else value) * 2.0 ** (int(scales[row, column // 32]) - 127)
             assert float(found[row, column]) == expected
@@ -156,7 +160,8 @@ def test_rows_have_the_bits_of_a_layer_of_16_bits(shape: tuple[int, int], symmet
         weight, value = layer(*shape, group, symmetric, "cuda", dtype)
         assert torch.equal(dequantize(weight, dtype), value)
         x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((ROWS[-1], shape[1]), (shape[0],)))
-        part, order = int4.part_of(weight), FixedOrder()
+        part = int4.part_of(weight)
+        order = FixedOrder()
         order.check(value, bias, ROWS[::2], part=part)
         order.check(value, None, ROWS[::2], gated=True)
         expected = linear_many_rows_triton(x, value, bias, part=part)

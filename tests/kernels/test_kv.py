@@ -83,7 +83,8 @@ def test_a_slot_beyond_two_to_the_31_elements() -> None:
 def test_a_graph_replays_it() -> None:
     sources, destinations = random_moves(16, 8, "cuda")
     before = torch.randn(4, 2, 300, 8, 128, device="cuda")
-    cache, expected = torch.empty_like(before), before.clone()
+    cache = torch.empty_like(before)
+    expected = before.clone()
 
     def run() -> Tensor:
         cache.copy_(before)

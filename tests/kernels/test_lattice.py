@@ -53,7 +53,9 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
     successors = torch.randn(60, rank, generator=generator).to(dtype)
     slots = None if form == "plain" else torch.randn(B, K, rank, generator=generator).to(dtype)
     columns = torch.stack([torch.randperm(60, generator=generator)[:k] for _ in range(B * K)]).view(B, K, k)
-    unary, tokens, roots = torch.randn(B, K, k, generator=generator), columns + 30, torch.arange(B) + 3
+    unary = torch.randn(B, K, k, generator=generator)
+    tokens = columns + 30
+    roots = torch.arange(B) + 3
     gates = gates if form == "gated" else None
     expected = torch.zeros(B, K, k, k, dtype=torch.float64)
     for b, s, i, j in product(*map(range, expected.shape)):
@@ -77,7 +79,8 @@ def confidence_of(kind: str, B: int, K: int, device: str) -> Confidence | None:
     if kind == "none":
         return None
     by_token = torch.randn(VOCAB, generator=generator).to(device) if kind == "tokens" else None
-    slots, temperatures = torch.randn(B, K, generator=generator), torch.rand(K + 1, generator=generator) + 0.5
+    slots = torch.randn(B, K, generator=generator)
+    temperatures = torch.rand(K + 1, generator=generator) + 0.5
     return Confidence(slots.to(device), temperatures.to(device), by_token)
 
 
@@ -100,7 +103,9 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
     with poisoned():
         chain, reached = getattr(walk_lattice, run)(scores, tokens, roots, values, sure)
     for b in range(B):
-        token, row, total = int(roots[b]), 0, 0.0
+        token = int(roots[b])
+        row = 0
+        total = 0.0
         assert chain[b, 0] == token
         assert reached[b, 0] == 0
         for s in range(K):
@@ -109,7 +114,8 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
             step = own.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
             if sure is not None:
                 step = log_sure(sure, b, s, token)
-            token, total = int(tokens[b, s, row]), total + float(step)
+            token = int(tokens[b, s, row])
+            total = total + float(step)
             assert chain[b, s + 1] == token
             assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-4)
 
@@ -175,8 +181,10 @@ def test_kernel_and_reference_agree_on_ties() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
-    scores, tokens = torch.randn(4, 5, device=device), torch.randint(300_000, (4, 5), device=device)
-    positions, temperature = torch.arange(4, device=device) * 7, torch.tensor([0.0, 0.7], device=device)
+    scores = torch.randn(4, 5, device=device)
+    tokens = torch.randint(300_000, (4, 5), device=device)
+    positions = torch.arange(4, device=device) * 7
+    temperature = torch.tensor([0.0, 0.7], device=device)
     keys = keys_of(range(2), device)
     found = getattr(add_noise, run)(scores, tokens, positions, Sampling(keys, temperature, None).repeat(2))
     for row in range(4):

@@ -25,17 +25,20 @@ def test_linear_equals_torch(
 
 @pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (1, 1, 24), (4, 5, 24), (0, 3, 24)])
 def test_leading_dims_are_kept(shape: tuple[int, ...]) -> None:
-    x, weight = torch.randn(shape), torch.randn(10, 24)
+    x = torch.randn(shape)
+    weight = torch.randn(10, 24)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_gradients_equal_torch(trained: bool) -> None:
     """A frozen layer passes the gradient on to its input; a trained one gets its own."""
-    x, weight = torch.randn(3, 24, dtype=torch.float64), torch.randn(10, 24, dtype=torch.float64)
+    x = torch.randn(3, 24, dtype=torch.float64)
+    weight = torch.randn(10, 24, dtype=torch.float64)
     gradients = []
     for function in (linear, F.linear):
-        own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        own_x = x.clone().requires_grad_()
+        own_weight = weight.clone().requires_grad_(trained)
         function(own_x, own_weight).square().sum().backward()
         gradients.append((own_x.grad, own_weight.grad))
     torch.testing.assert_close(*gradients)

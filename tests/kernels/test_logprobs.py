@@ -41,8 +41,10 @@ def check(out: Tensor, logits: Tensor, emitted: Emitted) -> None:
         for index in range(LENGTHS[segment] if k >= 0 else 0):
             first = sum(COUNTS[:segment]) if segment < len(COUNTS) else sum(COUNTS) + segment - len(COUNTS)
             row = expected[first + (NODES[segment][index] if segment < len(COUNTS) else 0)]
-            token, column = int(emitted.tokens[segment, index]), out[: 2 + 2 * k, segment, index]
-            values, ids = column[2::2].view(torch.float32).double(), column[3::2].long()
+            token = int(emitted.tokens[segment, index])
+            column = out[: 2 + 2 * k, segment, index]
+            values = column[2::2].view(torch.float32).double()
+            ids = column[3::2].long()
             torch.testing.assert_close(column[:1].view(torch.float32).double(), row[[token]], atol=2e-5, rtol=1e-5)
             assert int(column[1]) == 1 + int((row > row[token]).sum())
             torch.testing.assert_close(values, row.sort(descending=True).values[:k], atol=2e-5, rtol=1e-5)
@@ -59,7 +61,8 @@ SHAPES = [30, 2 * TILE + 7, pytest.param(151_936, marks=pytest.mark.gpu)]
 @pytest.mark.parametrize(("vocab", "dtype"), cover(SHAPES, [torch.float32, torch.bfloat16]))
 @torch.inference_mode()
 def test_the_formula(vocab: int, dtype: torch.dtype, run, device: str) -> None:
-    logits, emitted = logits_of(vocab, device, dtype), emitted_of(vocab, device)
+    logits = logits_of(vocab, device, dtype)
+    emitted = emitted_of(vocab, device)
     out = torch.full((COLUMNS, len(SLOTS), 4), UNWRITTEN, dtype=torch.int32, device=device)
     with poisoned():
         run(logits, emitted, torch.tensor(WANTED, dtype=torch.int32, device=device), None, out)
@@ -71,8 +74,10 @@ def test_the_formula(vocab: int, dtype: torch.dtype, run, device: str) -> None:
 @torch.inference_mode()
 def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:
     """Bias, filters, temperature; a greedy row has its bias alone."""
-    vocab, E = 50, len(WANTED)
-    logits, emitted = logits_of(vocab, device, torch.float32), emitted_of(vocab, device)
+    vocab = 50
+    E = len(WANTED)
+    logits = logits_of(vocab, device, torch.float32)
+    emitted = emitted_of(vocab, device)
     zeros = torch.zeros(E, device=device)
     bias = torch.randn(E, vocab, generator=torch.Generator().manual_seed(2)).to(device)
     flags = torch.tensor([BIAS.value, 0] * 3, dtype=torch.int32, device=device)
@@ -96,7 +101,8 @@ def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:
 @pytest.mark.parametrize("vocab", [4096, 151_936])
 @torch.inference_mode()
 def test_a_replay_gives_the_same(vocab: int) -> None:
-    logits, emitted = logits_of(vocab, "cuda", torch.bfloat16), emitted_of(vocab, "cuda")
+    logits = logits_of(vocab, "cuda", torch.bfloat16)
+    emitted = emitted_of(vocab, "cuda")
     wanted = torch.tensor(WANTED, dtype=torch.int32, device="cuda")
 
     def run() -> Tensor:
@@ -108,7 +114,8 @@ def test_a_replay_gives_the_same(vocab: int) -> None:
 
 
 def test_no_likeliest_tokens() -> None:
-    logits, tokens = torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([2])
+    logits = torch.tensor([[0.0, 1.0, 1.0]])
+    tokens = torch.tensor([2])
     packed = token_logprobs(logits, tokens, 0)
     assert packed.shape == (2, 1)
     assert packed[1].tolist() == [1], "as likely is not likelier"

@@ -25,9 +25,11 @@ def test_the_walk(
         return torch.randn(*sizes, generator=generator).to(device)
 
     factors = Factors(random(vocab, rank), random(size, rank) / 5, random(vocab, rank) if form == "gated" else None)
-    logits, slots = random(B, K, size) * 2, random(B, K, rank) if form == "gated" else None
+    logits = random(B, K, size) * 2
+    slots = random(B, K, rank) if form == "gated" else None
     ids = torch.randperm(vocab, generator=generator)[:size].to(device) if has_ids else None
-    roots, positions = torch.arange(B, device=device) + 7, torch.arange(B * K, device=device).view(B, K)
+    roots = torch.arange(B, device=device) + 7
+    positions = torch.arange(B * K, device=device).view(B, K)
     temperature = torch.tensor([0.0, 1.0, 0.6], device=device)[:B]
     sampling = Sampling(keys_of(range(B), device), temperature if B > 1 else None, None)
     sure = Confidence(random(B, K), torch.rand(K, device=device) + 0.5, random(vocab)) if has_confidence else None
@@ -37,7 +39,8 @@ def test_the_walk(
         )
     places = torch.arange(size, device=device) if ids is None else ids
     for b in range(B):
-        token, total = int(roots[b]), 0.0
+        token = int(roots[b])
+        total = 0.0
         for s in range(K):
             own = factors.predecessors[token].double()
             if factors.gates is not None and slots is not None:
@@ -50,7 +53,8 @@ def test_the_walk(
             if sure is not None and sure.by_token is not None:
                 logit = (sure.slots[b, s] + sure.by_token[token]) / sure.temperatures[s]
                 step = float(logit.double().sigmoid().log())
-            token, total = int(places[scores.argmax()]), total + step
+            token = int(places[scores.argmax()])
+            total = total + step
             assert tokens[b, s + 1] == token
             assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-3)
     assert torch.equal(tokens[:, 0].long(), roots)
@@ -59,14 +63,17 @@ def test_the_walk(
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 32])
 def test_replays_equal_the_reference(B: int) -> None:
-    K, size, rank = 7, 32_768, 256
+    K = 7
+    size = 32_768
+    rank = 256
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device="cuda", generator=generator)
 
     factors = Factors(random(128_256, rank).bfloat16(), random(size, rank).bfloat16() / 16)
-    logits, roots = random(B, K, size).bfloat16(), torch.arange(B, device="cuda")
+    logits = random(B, K, size).bfloat16()
+    roots = torch.arange(B, device="cuda")
     positions = torch.arange(B * K, device="cuda").view(B, K)
     sampling = Sampling(keys_of(range(B), "cuda"), torch.full((B,), 0.5, device="cuda"), None)
     found = replayed(lambda: markov_walk.triton(logits, roots, factors, None, positions, sampling))

@@ -46,7 +46,8 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm.triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    x, weight = random_rows(shape, dtype, device, 0), random(shape[1:], dtype, device, 1)
+    x = random_rows(shape, dtype, device, 0)
+    weight = random(shape[1:], dtype, device, 1)
     with poisoned():
         check(kernel(x, weight, EPS), normed(x, weight), dtype)
 
@@ -57,7 +58,8 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
 def test_add_rms_norm(
     kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    residual, delta = random_rows(shape, dtype, device, 0), random(shape, dtype, device, 1)
+    residual = random_rows(shape, dtype, device, 0)
+    delta = random(shape, dtype, device, 1)
     weight = random(shape[1:], dtype, device, 2)
     wide = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device)
     out = wide[:, shape[1] : 2 * shape[1]]
@@ -77,11 +79,14 @@ def test_add_rms_norm(
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """With weights in fp32, as Gemma's: their product with a row is what is rounded."""
-    residual, delta = random_rows(shape, dtype, device, 0), random(shape, dtype, device, 1)
+    residual = random_rows(shape, dtype, device, 0)
+    delta = random(shape, dtype, device, 1)
     weights = random(shape[1:], torch.float32, device, 2), random(shape[1:], torch.float32, device, 3)
     with poisoned():
         result, summed = kernel(residual, delta, weights, EPS)
-    expected, tolerance = residual.double() + normed(delta, weights[0]), 4 * TOLERANCES[dtype]  # rounded twice
+    # rounded twice
+    expected = residual.double() + normed(delta, weights[0])
+    tolerance = 4 * TOLERANCES[dtype]
     torch.testing.assert_close(summed.double(), expected, atol=tolerance, rtol=tolerance)
     assert summed.dtype == dtype
     check(result, normed(summed, weights[1]), dtype)
@@ -91,7 +96,8 @@ def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype
 @pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    first, second = random(shape, dtype, device, 0), random_rows(shape, dtype, device, 1)
+    first = random(shape, dtype, device, 0)
+    second = random_rows(shape, dtype, device, 1)
     weights = random(shape[1:], dtype, device, 2), random(shape[1:], dtype, device, 3)
     with poisoned():
         out = kernel(first, second, weights, EPS)
@@ -102,7 +108,8 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
 @pytest.mark.parametrize("kernel", [rms_norm_parts.reference, rms_norm_parts.triton])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
-    x, weights = random_rows((5, 192), dtype, device, 0), random((3, 64), dtype, device, 1)
+    x = random_rows((5, 192), dtype, device, 0)
+    weights = random((3, 64), dtype, device, 1)
     expected = [normed(part, weight) for part, weight in zip(x.chunk(3, dim=-1), weights, strict=True)]
     check(kernel(x, weights.unbind(), EPS), torch.cat(expected, dim=-1), dtype)
     check(kernel(x.view(5, 1, 192), weights.unbind(), EPS)[:, 0], torch.cat(expected, dim=-1), dtype)
@@ -110,7 +117,8 @@ def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
-    x, weight = random((2, 3, 64), torch.bfloat16, device, 0), random((64,), torch.float32, device, 1)
+    x = random((2, 3, 64), torch.bfloat16, device, 0)
+    weight = random((64,), torch.float32, device, 1)
     delta = random((2, 3, 64), torch.float32, device, 2)
     check(rms_norm.triton(x, weight, EPS), normed(x, weight), torch.bfloat16)
     result, summed = add_rms_norm.triton(x, delta, weight, EPS)
@@ -123,7 +131,8 @@ def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_the_others(device: str) -> None:
-    x, weight = random((40, 256), torch.float32, device, 0), random((256,), torch.float32, device, 1)
+    x = random((40, 256), torch.float32, device, 0)
+    weight = random((256,), torch.float32, device, 1)
     together = rms_norm.triton(x, weight, EPS)
     assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
     delta = random((40, 256), torch.float32, device, 2)

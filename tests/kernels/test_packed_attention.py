@@ -36,8 +36,10 @@ class Scene:
             return (scale * torch.randn(shape, generator=generator)).to(device, dtype)
 
         self.q = random(N, Q, D, scale=2.0)
-        self.others, self.other_values = random(NUM_OTHERS, G, D), random(NUM_OTHERS, G, D)
-        self.keys, self.values = random(S, N, G, D), random(S, N, G, D)
+        self.others = random(NUM_OTHERS, G, D)
+        self.other_values = random(NUM_OTHERS, G, D)
+        self.keys = random(S, N, G, D)
+        self.values = random(S, N, G, D)
         self.shift = shift
         self.upstream = random(N, Q, D)
 
@@ -69,7 +71,8 @@ class Scene:
 
     def found(self, extend: Extend, gradients: Gradients) -> list[Tensor]:
         output, lse = self.before()
-        output, lse = output.to(self.q.dtype), lse.t().float().contiguous()
+        output = output.to(self.q.dtype)
+        lse = lse.t().float().contiguous()
         whole, total = extend(self.q, output, lse, self.keys, self.values)
         assert (whole.dtype, total.dtype) == (self.q.dtype, torch.float32)
         found = gradients(self.upstream, self.q, whole, total, self.keys, self.values)

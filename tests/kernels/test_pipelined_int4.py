@@ -127,7 +127,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_which_products_are_taken() -> None:
-    weight, x = empty_weight(6144, 4096), torch.zeros(9, 4096).bfloat16()
+    weight = empty_weight(6144, 4096)
+    x = torch.zeros(9, 4096).bfloat16()
     for rows in (1, 8):
         assert takes(x[:rows], weight)
         assert takes(x[:rows], weight, gated=True)

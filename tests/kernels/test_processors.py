@@ -95,7 +95,8 @@ def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, lis
     """By row: the request, and its answer with the row's path."""
     texts = []
     for row, (entry, node) in enumerate(rows_of(shape)):
-        root, path = row - node, []
+        root = row - node
+        path = []
         while node > 0:
             assert processors.nodes is not None
             path.append(int(processors.nodes[root + node]))
@@ -107,7 +108,8 @@ def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, lis
 def oracle(logits: Tensor, processors: Processors, shape: str | None) -> Tensor:
     rows = []
     for row, (asked, answer) in enumerate(texts_of(processors, shape)):
-        x, text = logits[row : row + 1].float().cpu(), torch.tensor([asked.prompt + answer])
+        x = logits[row : row + 1].float().cpu()
+        text = torch.tensor([asked.prompt + answer])
         if asked.bias:
             x = SequenceBiasLogitsProcessor({(token,): bias for token, bias in asked.bias})(text, x)
         if asked.repetition != 1:
@@ -142,7 +144,8 @@ def sampling_of(processors: Processors, device: str, temperature: float, filters
 
 @triton.jit
 def store_processed(logits_ptr, rows_ptr, repeats, processors, out_ptr, stride, V, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     flags = row_flags(row, rows_ptr, repeats, processors)
     x = load_logits(logits_ptr + row * stride, columns, V, row, flags, rows_ptr, repeats, processors)
     tl.store(out_ptr + row * V + columns, x, mask=columns < V)
@@ -186,7 +189,8 @@ def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, v
     positions = torch.arange(len(logits), device=device) * 7
     for temperature, filters in ((0.0, True), (0.7, False), (0.7, True)):
         sampling = sampling_of(processors, device, temperature, filters)
-        processed, bare = process_logits(logits, processors, sampling.entries()), sampling.by_row()
+        processed = process_logits(logits, processors, sampling.entries())
+        bare = sampling.by_row()
         expected = sample.reference(processed, positions, bare)
         assert torch.equal(sample.reference(logits, positions, sampling), expected)
         with poisoned():
@@ -226,7 +230,8 @@ def test_rows_that_cannot_be_sampled(run, device: str) -> None:
     logits[1, 17], logits[3, 4999], logits[4], logits[6] = torch.nan, -torch.nan, torch.nan, -torch.inf
     logits[2, :-1], logits[5, 9] = -torch.inf, torch.inf
     failed = torch.tensor([False, True, False, True, True, False, True, False])
-    logits, positions = logits.to(device), torch.arange(8, device=device)
+    logits = logits.to(device)
+    positions = torch.arange(8, device=device)
     filters = Filters(*(torch.full((8,), value, device=device) for value in (20, 0.9, 0.0)))
     warm = torch.ones(8, device=device)
     for temperature, cut in ((None, None), (0 * warm, filters), (warm, None), (warm, filters)):
@@ -292,7 +297,8 @@ def test_a_graph_replays_processed_samples(shape: str | None, masked: bool) -> N
     """Parameters that change between capture and replay are read anew."""
     vocab = 128_256
     processors = processors_of(vocab, "cuda", shape, masked)
-    sampling, logits = sampling_of(processors, "cuda", 0.7, filters=True), logits_of(processors, vocab, "cuda")
+    sampling = sampling_of(processors, "cuda", 0.7, filters=True)
+    logits = logits_of(processors, vocab, "cuda")
     positions = torch.arange(len(logits), device="cuda")
     expected = sample.triton(logits, positions, sampling)
     assert torch.equal(replayed(lambda: sample.triton(logits, positions, sampling)), expected)

@@ -148,7 +148,9 @@ class Scene:
     def __init__(
         self, case: Case, dtype: torch.dtype, device: str, seeds: list[int] | None = None, shuffle: int = 0
     ) -> None:
-        self.case, segments, page = case, case.segments, case.page_size
+        self.case = case
+        segments = case.segments
+        page = case.page_size
         self.seeds = list(range(len(segments))) if seeds is None else seeds
         needed = [triton.cdiv(length + rows, page) for length, rows in segments]
         generator = torch.Generator().manual_seed(shuffle)
@@ -156,13 +158,15 @@ class Scene:
         slots = torch.randperm(len(segments), generator=generator)
         pages = torch.zeros(len(segments), max(needed) + 1, dtype=torch.int64)
         starts = torch.tensor([0, *(rows for _, rows in segments)]).cumsum(0)
-        T, options = int(starts[-1]) + case.unused, {"dtype": dtype, "device": device}
+        T = int(starts[-1]) + case.unused
+        options = {"dtype": dtype, "device": device}
         self.q = torch.full((T, case.Q, case.D), torch.nan, **options)
         cache = torch.full((2, (sum(needed) + 1) * page, case.G, case.D), torch.nan, **options)
         ancestors = torch.full((T,), -1)
         self.parents: list[list[int]] = []
         for s, (length, rows) in enumerate(segments):
-            own, token = torch.Generator().manual_seed(self.seeds[s]), torch.arange(length + rows)
+            own = torch.Generator().manual_seed(self.seeds[s])
+            token = torch.arange(length + rows)
             kv = torch.randn(length + rows, 2, case.G, case.D, generator=own).transpose(0, 1)
             behind = 0 if case.window is None else max(0, length + 1 - case.window)
             kv[:, :behind] = torch.nan
@@ -180,7 +184,8 @@ class Scene:
                 signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
                 ancestors[starts[s] : starts[s + 1]] = torch.tensor(signed, dtype=torch.int64)
         self.keys, self.values = cache.unflatten(1, (-1, page))
-        self.pages, self.ancestors = pages.to(device), ancestors.to(device)
+        self.pages = pages.to(device)
+        self.ancestors = ancestors.to(device)
         self.segments = Segments(
             starts.int().to(device),
             slots.to(device),
@@ -201,7 +206,8 @@ class Scene:
 
     def seen(self, s: int, row: int) -> list[int]:
         """The places that a row sees."""
-        length, own = self.case.segments[s][0], list(range(row + 1))
+        length = self.case.segments[s][0]
+        own = list(range(row + 1))
         if self.case.mask == "tree" and s < len(self.case.nodes):
             own = self.path(s, row)
         first = 0 if self.case.window is None else max(0, length + len(own) - self.case.window)
@@ -209,12 +215,14 @@ class Scene:
         return [*range(first, length), *(length + node for node in kept)]
 
     def plan(self, **options: object) -> Work:
-        case, window = self.case, self.case.window
+        case = self.case
+        window = self.case.window
         sizes = (len(self.q), case.Q, case.G, case.D, self.q.dtype)
         return plan_work_triton(self.segments, *sizes, window=window, **options)  # type: ignore[arg-type]
 
     def paths(self, trace: object = trace_paths_triton) -> Paths:
-        starts, decoding = self.segments.starts, self.segments.num_decoding
+        starts = self.segments.starts
+        decoding = self.segments.num_decoding
         positions = torch.zeros_like(self.ancestors)
         for s, (length, rows) in enumerate(self.case.segments):
             for row in range(rows):
@@ -236,7 +244,8 @@ class Scene:
 
     def check(self, out: Tensor) -> None:
         """Against a softmax in fp64, segment by segment: their relative errors; NaN never passes."""
-        case, starts = self.case, self.segments.starts.tolist()
+        case = self.case
+        starts = self.segments.starts.tolist()
         for s, (length, rows) in enumerate(case.segments):
             token = torch.arange(length + rows, device=self.q.device)
             at = self.pages[self.segments.slots[s]][token // case.page_size] * case.page_size + token % case.page_size
@@ -336,11 +345,15 @@ def test_each_tile_has_a_program_where_that_fills_the_device(
     longest: int, idle: int, is_own: bool, device: str
 ) -> None:
     """Of 16 requests with 8 KV heads; not if many have no nodes, nor if one is far longer than the others."""
-    lengths, rows = [*range(540, 600, 4), longest], [0] * idle + [1 + index % 4 for index in range(16 - idle)]
+    lengths = [*range(540, 600, 4), longest]
+    rows = [0] * idle + [1 + index % 4 for index in range(16 - idle)]
     starts = torch.tensor([0, *rows], device=device).cumsum(0).int()
-    slots, lengths_ = torch.arange(16, device=device), torch.tensor(lengths, device=device)
-    segments, sizes = Segments(starts, slots, lengths_, 16, 4), (sum(rows), 32, 8, 128, torch.bfloat16)
-    actual, right = plan_work_triton(segments, *sizes), plan_work.reference(segments, *sizes)
+    slots = torch.arange(16, device=device)
+    lengths_ = torch.tensor(lengths, device=device)
+    segments = Segments(starts, slots, lengths_, 16, 4)
+    sizes = (sum(rows), 32, 8, 128, torch.bfloat16)
+    actual = plan_work_triton(segments, *sizes)
+    right = plan_work.reference(segments, *sizes)
     same(actual.nodes, right.nodes)
     assert right.nodes is not None
     records = right.nodes.records[: 16 - idle]
@@ -392,7 +405,8 @@ def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
 def test_bits_of_a_row_do_not_depend_on_its_company(features: dict[str, Any], device: str) -> None:
     case = Case(nodes=((130, 3), (300, 2), (0, 1)), chunks=((33, 20), (270, 9)), mask="tree", G=1, Q=2, **features)
     scene = Scene(case, torch.float32, device)
-    out, starts = scene.run(), scene.segments.starts.tolist()
+    out = scene.run()
+    starts = scene.segments.starts.tolist()
     for s in range(len(case.segments)):
         assert torch.equal(alone(case, s, torch.float32, device), out[starts[s] : starts[s + 1]])
 
@@ -411,7 +425,8 @@ def add_in_fours(
 
 def check_paths(scene: Scene, work: Work | None = None) -> None:
     """Nodes have the bits that they have where their path lies in the cache as a chain."""
-    out, device = scene.run(work=work, paths=scene.paths()), scene.q.device
+    out = scene.run(work=work, paths=scene.paths())
+    device = scene.q.device
     scene.check(out)
     starts = scene.segments.starts.tolist()
     for s, (length, rows) in enumerate(scene.case.nodes):
@@ -421,10 +436,12 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
         at = own[places // scene.case.page_size] * scene.case.page_size + places % scene.case.page_size
         for leaf in set(range(rows)) - set(scene.parents[s]):
             path = torch.tensor(scene.path(s, leaf), device=device)
-            keys, values = scene.keys.clone(), scene.values.clone()
+            keys = scene.keys.clone()
+            values = scene.values.clone()
             for cache in (keys, values):
                 cache.flatten(0, 1)[at[: len(path)]] = cache.flatten(0, 1)[at[path]]
-            q, count = scene.q[starts[s] + path], torch.tensor([0, len(path)], dtype=torch.int32, device=device)
+            q = scene.q[starts[s] + path]
+            count = torch.tensor([0, len(path)], dtype=torch.int32, device=device)
             chain = Segments(count, slot, scene.segments.lengths[s : s + 1], 1, scene.segments.most_nodes)
             right = ragged_attention_triton(
                 q,
@@ -441,7 +458,8 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
 def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
     case = Case(nodes=((5, 64), (0, 1), (130, 17)), chunks=((3, 9),), mask="tree")
     scene = Scene(case, torch.float32, device)
-    right, actual = scene.paths(trace_paths), scene.paths()
+    right = scene.paths(trace_paths)
+    actual = scene.paths()
     starts = scene.segments.starts.tolist()
     for s, (_, rows) in enumerate(scene.case.nodes):
         own = slice(starts[s], starts[s + 1])
@@ -484,8 +502,11 @@ def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dt
 @pytest.mark.parametrize("cuts", [(7,), (1, 16, 40, 90, 91)])
 @torch.inference_mode()
 def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
-    first, last = 3010, 3110  # parts grow in between
-    device, case = "cuda", replace(REAL, nodes=(), chunks=((first, last - first),))
+    # parts grow in between
+    first = 3010
+    last = 3110
+    device = "cuda"
+    case = replace(REAL, nodes=(), chunks=((first, last - first),))
     whole = Scene(case, dtype, device, seeds=[9])
     expected = whole.run()
     edges = [0, *cuts, last - first]
@@ -518,7 +539,8 @@ def test_bits_in_bf16(name: str) -> None:
     """Whatever the company, the tiles' heights and how they are shared; ten runs each, for races."""
     case = GPU_CASES[name]
     scene = Scene(case, torch.bfloat16, "cuda")
-    expected, starts = scene.run(), scene.segments.starts.tolist()
+    expected = scene.run()
+    starts = scene.segments.starts.tolist()
     heights = [
         Blocks(rows, tile_tokens(case.D, 2), 8 if rows * case.D > 64 * 128 else 4, 2)
         for rows in ((16, 32, 64, 128) if case.D <= 128 else (16, 32, 64))
@@ -545,7 +567,8 @@ def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length: int) -> Non
 @torch.inference_mode()
 def test_a_graph_follows_the_segments_on_the_device() -> None:
     scene = Scene(REAL, torch.bfloat16, "cuda")
-    lengths, starts = scene.segments.lengths.clone(), scene.segments.starts.clone()
+    lengths = scene.segments.lengths.clone()
+    starts = scene.segments.starts.clone()
     scene.keys, scene.values = scene.keys.nan_to_num(0.5), scene.values.nan_to_num(0.5)
     scene.run()
     graph = torch.cuda.CUDAGraph()
@@ -564,7 +587,8 @@ def test_a_graph_follows_the_segments_on_the_device() -> None:
 @torch.inference_mode()
 def test_a_cache_with_more_cells_than_32_bits_count() -> None:
     scene = Scene(replace(REAL, nodes=REAL.nodes[:3], chunks=((300, 40),)), torch.bfloat16, "cuda")
-    expected, cells = scene.run(), scene.keys[0].numel()
+    expected = scene.run()
+    cells = scene.keys[0].numel()
     ahead = 2**31 // cells + 1  # pages that nothing reads
     for name in ("keys", "values"):
         used = getattr(scene, name)

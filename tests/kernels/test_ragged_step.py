@@ -63,7 +63,8 @@ class Scene:
         return self.counts.tolist() + self.chunks.counts.tolist()
 
     def lay_out_args(self, device: str) -> tuple:
-        stored, chunks = on(device, self.stored), on(device, self.chunks)
+        stored = on(device, self.stored)
+        chunks = on(device, self.chunks)
         given = stored, self.counts.to(device), self.requests.to(device), chunks, self.pages.to(device)
         return *given, self.page_size, self.num_rows, self.branches, self.padding
 
@@ -75,7 +76,8 @@ class Scene:
 def random_stored(rng: random.Random, slots: int, width: int, branches: bool) -> Stored:
     """The last slot is padding."""
     trees = [random_tree(rng, width, chain=not branches) for _ in range(slots - 1)]
-    survivals, cells = [], []
+    survivals = []
+    cells = []
     for tokens, _ in trees:
         used = sum(token >= 0 for token in tokens)
         falling = sorted((rng.choice((rng.random(), 0.25)) for _ in range(used - 1)), reverse=True)
@@ -115,7 +117,8 @@ def random_scene(seed: int, decoding: int, chunks: int, width: int, branches: bo
     prompts = random_chunks(rng, [free.pop() for _ in range(chunks)], slots - 1, longest)
     page_size = rng.choice((1, 3, 16))
     total = sum(counts) + int(prompts.counts.sum())
-    num_rows, num_heads = max(1, total + rng.choice((0, 1, 70))), max(1, sum(counts) + chunks + rng.choice((0, 70)))
+    num_rows = max(1, total + rng.choice((0, 1, 70)))
+    num_heads = max(1, sum(counts) + chunks + rng.choice((0, 70)))
     columns = -(-(20 + max(longest, width)) // page_size)
     pages = torch.tensor([[rng.randrange(1, 1000) for _ in range(columns)] for _ in range(slots)])
     pages[-1] = 0
@@ -128,14 +131,18 @@ def random_scene(seed: int, decoding: int, chunks: int, width: int, branches: bo
 
 def segments_of(scene: Scene) -> list[dict]:
     """Slot, committed length and rows of each segment; a row is a dict of its columns, as the loop below finds them."""
-    segments, tokens = [], iter(scene.chunks.tokens.tolist())
+    segments = []
+    tokens = iter(scene.chunks.tokens.tolist())
     for slot, count in zip(scene.requests.tolist(), scene.counts.tolist(), strict=True):
-        length, rows = int(scene.stored.lengths[slot]), []
+        length = int(scene.stored.lengths[slot])
+        rows = []
         for node in range(count):
-            parent, path = int(scene.stored.parents[slot, node]), [node]
+            parent = int(scene.stored.parents[slot, node])
+            path = [node]
             while path[-1]:
                 path.append(int(scene.stored.parents[slot, path[-1]]))
-            token, mask = int(scene.stored.tokens[slot, node]), sum(1 << other for other in path)
+            token = int(scene.stored.tokens[slot, node])
+            mask = sum(1 << other for other in path)
             rows.append({"tokens": token, "parents": parent, "positions": length + len(path) - 1, "ancestors": mask})
         segments.append({"slot": slot, "length": length, "rows": rows})
     for slot, start, count, *_ in zip(*(x.tolist() for x in scene.chunks[:3]), strict=True):
@@ -174,7 +181,10 @@ def expected_layout(scene: Scene) -> Layout:
 
 
 def expected_heads(scene: Scene) -> Heads:
-    segments, first, heads, ends = segments_of(scene), 0, [], []
+    segments = segments_of(scene)
+    first = 0
+    heads = []
+    ends = []
     for index, segment in enumerate(segments):
         for row in segment["rows"] if index < len(scene.counts) else []:
             heads.append((first + row["nodes"], segment["slot"], row["positions"] + 1, row["nodes"]))
@@ -191,17 +201,32 @@ def expected_heads(scene: Scene) -> Heads:
 
 def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
     """What verify_rows returns, and leaves in the slots and in the results."""
-    W, B, T = scene.stored.tokens.shape[1], len(scene.counts), scene.num_rows
+    W = scene.stored.tokens.shape[1]
+    B = len(scene.counts)
+    T = scene.num_rows
     stored = Stored(*(x.tolist() for x in scene.stored))
-    segments, sampled, first = segments_of(scene), scene.sampled.tolist(), 0
+    segments = segments_of(scene)
+    sampled = scene.sampled.tolist()
+    first = 0
     num_nodes = sum(scene.counts.tolist())
-    following, order, paths, emitted, lengths, last, results = [-1] * T, list(range(T)), [], [], [], [], []
+    following = [-1] * T
+    order = list(range(T))
+    paths = []
+    emitted = []
+    lengths = []
+    last = []
+    results = []
     for index, segment in enumerate(segments):
-        rows, slot, tokens, path, cells = segment["rows"], segment["slot"], [], [], []
+        rows = segment["rows"]
+        slot = segment["slot"]
+        tokens = []
+        path = []
+        cells = []
         if index < B and rows:
             after = sampled[first : first + len(rows)]
             path = walk([row["tokens"] for row in rows], [row["parents"] for row in rows], after)
-            tokens, cells = [after[node] for node in path], stored.cells[slot]
+            tokens = [after[node] for node in path]
+            cells = stored.cells[slot]
             for rank, node in enumerate(path):
                 following[first + rank], order[first + rank] = after[node], first + node
         elif rows:
@@ -252,7 +277,8 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
     equal(layout, expected_layout(scene))
     B = len(scene.counts)
     equal(select_heads.reference(layout, B, scene.num_heads, scene.padding), expected_heads(scene))
-    stored, results = on("cpu", scene.stored), scene.new_results("cpu")
+    stored = on("cpu", scene.stored)
+    results = scene.new_results("cpu")
     found = verify_rows.reference(layout, scene.sampled, stored, scene.chunks, B, results, scene.padding)
     verified, after, expected = expected_end(scene)
     equal(found, verified)
@@ -273,8 +299,10 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
     equal(heads, select_heads.reference(wanted, B, scene.num_heads, scene.padding))
     ends = []
     for run in (verify_rows.triton, verify_rows.reference):
-        stored, results = on(device, scene.stored), scene.new_results(device)
-        chunks, sampled = on(device, scene.chunks), scene.sampled.to(device)
+        stored = on(device, scene.stored)
+        results = scene.new_results(device)
+        chunks = on(device, scene.chunks)
+        sampled = scene.sampled.to(device)
         with poisoned():
             verified = run(wanted, sampled, stored, chunks, B, results, scene.padding)
         ends.append((verified, stored, results))
@@ -288,11 +316,13 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
 def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
     """In the host's memory, which a GPU writes to."""
     scene = random_scene(6, 5, 2, 8, branches)
-    B, layout = len(scene.counts), lay_out.reference(*scene.lay_out_args(device))
+    B = len(scene.counts)
+    layout = lay_out.reference(*scene.lay_out_args(device))
     lone = scene.new_results("cpu")
     turns = torch.full((3, *lone.shape), -7, dtype=torch.int32, pin_memory=device == "cuda")
     for run_admit, run_verify in ((admit.triton, verify_rows.triton), (admit.reference, verify_rows.reference)):
-        passes, budget = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([B], device=device)
+        passes = torch.zeros(1, dtype=torch.int64, device=device)
+        budget = torch.tensor([B], device=device)
         turns.fill_(-7)
         for number in range(1, 6):
             stored = on(device, scene.stored)
@@ -340,7 +370,8 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
     stored = random_stored(rng, requests + 1, width, branches=False)
     slots = [requests if rng.random() < 0.1 else slot for slot in rng.sample(range(requests), requests)]
     known = [stored.survivals[slot].tolist() for slot in slots]
-    survivals, rows = stored.survivals.to(device), torch.tensor(slots, device=device)
+    survivals = stored.survivals.to(device)
+    rows = torch.tensor(slots, device=device)
     total = int((stored.survivals[rows.cpu()] > 0).sum())
     budgets = {0, 1, requests, (requests + total) // 2, total - 1, total, total + 1, 10 * total + 7}
     for budget in budgets:
@@ -360,7 +391,8 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
     lengths = [0, 3060, 3070, 3071, 3072, 6140, 6144, 12_287, 100_000]
     room = [8, 8, 2, 1, 8, 4, 8, 1, 8]
     survivals = torch.ones(len(lengths), 8, device=device)
-    rows, budget = torch.arange(len(lengths), device=device), torch.tensor([1000], device=device)
+    rows = torch.arange(len(lengths), device=device)
+    budget = torch.tensor([1000], device=device)
     given = torch.tensor(lengths, dtype=torch.int32, device=device)
     for run in (admit.reference, admit.triton):
         assert run(survivals, rows, budget, 8, given).tolist() == room
@@ -391,7 +423,8 @@ def test_among_equals_the_first_requests_win(run, device: str) -> None:
 
 
 def expected_store(before: Stored, slots, tokens, parents, scores, table, padding: int) -> Stored:
-    after, W = Stored(*(x.tolist() for x in before)), before.tokens.shape[1]
+    after = Stored(*(x.tolist() for x in before))
+    W = before.tokens.shape[1]
     for slot, *columns in zip(slots, tokens, parents, scores, strict=True):
         for name, value in UNUSED.items():
             getattr(after, name)[slot] = [value] * W
@@ -417,8 +450,10 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
     [(1, 1, torch.int64), (1, 5, torch.int32), (4, 4, torch.int64), (7, 16, torch.int32), (64, 64, torch.int64)],
 )
 def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtype: torch.dtype, device: str) -> None:
-    rng, generator = random.Random(nodes), torch.Generator().manual_seed(width)
-    before, padding = random_stored(rng, 8, width, branches=True), 7
+    rng = random.Random(nodes)
+    generator = torch.Generator().manual_seed(width)
+    before = random_stored(rng, 8, width, branches=True)
+    padding = 7
     slots = [4, padding, 0, 6, padding]
     # Strided, as a drafter's columns may be.
     tokens = torch.randint(0, 1000, (nodes, 5), dtype=dtype, generator=generator).t()
@@ -448,7 +483,8 @@ def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
     scores = torch.stack((edges, edges.nextafter(torch.tensor(-9.0)), edges.nextafter(torch.tensor(9.0)))).to(device)
     scores[2, 15] = torch.nan
     scores = torch.cat((torch.zeros(3, 1, device=device), scores), dim=1)
-    tokens, slots = torch.ones(3, 17, dtype=torch.int32, device=device), torch.arange(3, device=device)
+    tokens = torch.ones(3, 17, dtype=torch.int32, device=device)
+    slots = torch.arange(3, device=device)
     found = []
     for run in (store.reference, store.triton):
         stored = on(device, random_stored(random.Random(0), 4, 17, branches=False))
@@ -465,10 +501,14 @@ def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
 @pytest.mark.parametrize("branches", [True, False])
 def test_a_graph_replays_a_step(branches: bool) -> None:
     scene = random_scene(5, 64, 8, 16, branches, 200)
-    args, B = scene.lay_out_args("cuda"), len(scene.counts)
-    stored, budget = args[0], torch.tensor([2 * B], dtype=torch.int32, device="cuda")
-    before, chunks = on("cuda", stored), args[3]
-    sampled, results = scene.sampled.cuda().repeat(4), scene.new_results("cpu")[None].repeat(3, 1, 1).pin_memory()
+    args = scene.lay_out_args("cuda")
+    B = len(scene.counts)
+    stored = args[0]
+    budget = torch.tensor([2 * B], dtype=torch.int32, device="cuda")
+    before = on("cuda", stored)
+    chunks = args[3]
+    sampled = scene.sampled.cuda().repeat(4)
+    results = scene.new_results("cpu")[None].repeat(3, 1, 1).pin_memory()
     passes = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def run() -> tuple[Tensor | None, ...]:

@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
 from slipstream.tests.kernels.triton_runs import DEVICES
 
-SLOTS, PAGES = 150, 9
+SLOTS = 150
+PAGES = 9
 DTYPES = (torch.int32, torch.int64, torch.int64, *[torch.int32] * 2, *[torch.float32] * 3)
 
 
@@ -20,7 +21,8 @@ def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: s
     rng = random.Random(sum(counts))
     columns = SlotColumns(*(torch.arange(SLOTS, device=device).to(dtype) + 7 for dtype in DTYPES))
     pages = torch.full((2, SLOTS, PAGES), 5, device=device)
-    expected, expected_pages = [column.tolist() for column in columns], pages.flatten().tolist()
+    expected = [column.tolist() for column in columns]
+    expected_pages = pages.flatten().tolist()
     admitted = [
         Admitted(
             slot,

@@ -14,7 +14,9 @@ from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store
 from slipstream.kernels.norm import HeadNorms, rms_norm
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
-MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
+MAX_LEN = 300
+THETA = 100.0
+EPS = 1e-6
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
 NORMED_TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # two
 CASES: list[tuple[int, ...]] = [  # T, Q, G, D, and R where it is less
@@ -93,14 +95,19 @@ def test_equals_complex_numbers(
     kernel: Callable[..., Tensor], with_norms: bool, case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     scene = Scene(case, dtype, device)
-    norms, before = scene.norms() if with_norms else None, scene.k.clone()
+    norms = scene.norms() if with_norms else None
+    before = scene.k.clone()
     out = kernel(*scene.arguments(), norms)
     assert torch.equal(scene.k, before), "the projection itself stays"
     assert out.dtype == dtype
     assert out.is_contiguous()
-    q, k, tolerances = scene.q, scene.k, TOLERANCES
+    q = scene.q
+    k = scene.k
+    tolerances = TOLERANCES
     if norms is not None:
-        q, k, tolerances = normed(q, norms.q), normed(k, norms.k), NORMED_TOLERANCES
+        q = normed(q, norms.q)
+        k = normed(k, norms.k)
+        tolerances = NORMED_TOLERANCES
     check(out, scene.turned(q), tolerances)
     scene.check_cache(k, tolerances)
 
@@ -163,9 +170,13 @@ class ContextScene:
     """Slots in random order; the rest of the cache, NaN, must stay as it is."""
 
     def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
-        self.case, generator = case, torch.Generator(device).manual_seed(1)
+        self.case = case
+        generator = torch.Generator(device).manual_seed(1)
         options = {"generator": generator, "device": device}
-        T, L, G, D = case.T, case.L, case.G, case.D
+        T = case.T
+        L = case.L
+        G = case.G
+        D = case.D
         self.kv = torch.randn(T, L * 2 * G * D, **options).to(dtype)
         self.k_norm = (1 + torch.rand(L, D, **options)).to(dtype)
         self.positions = torch.randint(0, 50, (T,), **options)
@@ -181,7 +192,8 @@ class ContextScene:
         return cache
 
     def expected(self) -> Tensor:
-        case, cache = self.case, self.cache.double()
+        case = self.case
+        cache = self.cache.double()
         half = (case.R or case.D) // 2
         rows = self.kv.double().view(case.T, case.L, 2, case.G, case.D)
         for t, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
@@ -216,7 +228,8 @@ def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtyp
 def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
     """Rounded where the norm and the rotation round: a draft's KV does not depend on who wrote it."""
     scene = ContextScene(case, torch.bfloat16, "cuda")
-    expected, rows = scene.cache.clone(), scene.kv.view(case.T, case.L, 2, case.G, case.D)
+    expected = scene.cache.clone()
+    rows = scene.kv.view(case.T, case.L, 2, case.G, case.D)
     for layer, (keys, values) in enumerate(expected):
         k = rms_norm.triton(rows[:, layer, 0], scene.k_norm[layer], EPS)
         where = (scene.cos, scene.sin, scene.positions, scene.slots)
@@ -226,7 +239,8 @@ def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
 
 def project(format: str, x: Tensor, num_outputs: int, bias: Tensor | None, tiling: Tiling) -> Callable[..., Tensor]:
     """A product of x with random weights of a format, given a rotation or none."""
-    generator, inputs = torch.Generator().manual_seed(5), x.shape[1]
+    generator = torch.Generator().manual_seed(5)
+    inputs = x.shape[1]
     weight = (torch.randn(num_outputs, inputs, generator=generator) * inputs**-0.5).to(x)
     if format == "plain":
         return lambda rotation: small_m.linear_few_rows_triton(x, weight, bias, tiling, rotation)

@@ -40,7 +40,8 @@ def sampling_of(num_rows: int, temperature: float, filters: Filters | None = Non
 
 
 def test_noise_has_the_gumbel_distribution() -> None:
-    keys, positions = keys_of(range(40)), torch.arange(40)
+    keys = keys_of(range(40))
+    positions = torch.arange(40)
     noise = gumbel(keys, positions, torch.arange(10_000)).double()
     assert abs(float(noise.mean()) - 0.5772) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03
@@ -59,7 +60,8 @@ def test_noise_reaches_far_into_its_upper_tail() -> None:
 
 @pytest.mark.parametrize("neighbours", ["seeds", "choices", "low bits", "high bits", "positions", "ids", "diagonal"])
 def test_noise_of_neighbours_is_independent(neighbours: str) -> None:
-    positions, ids = torch.arange(200), torch.arange(400)
+    positions = torch.arange(200)
+    ids = torch.arange(400)
     keys = torch.full((200,), noise_key(7, 0))
     variants = {
         "seeds": (torch.full_like(keys, noise_key(8, 0)), positions, ids),
@@ -76,7 +78,8 @@ def test_noise_of_neighbours_is_independent(neighbours: str) -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 @pytest.mark.parametrize("varied", ["position", "seed"])
 def test_samples_follow_softmax(temperature: float, varied: str) -> None:
-    num_rows, vocab = 20_000, 12
+    num_rows = 20_000
+    vocab = 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     keys = keys_of(range(num_rows)) if varied == "seed" else torch.full((num_rows,), noise_key(5, 2))
     positions = torch.arange(num_rows) if varied == "position" else torch.full((num_rows,), 17)
@@ -119,7 +122,8 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float, min_p: f
 
 
 def test_filtered_samples_follow_the_renormalised_softmax() -> None:
-    num_rows, logits = 20_000, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
+    num_rows = 20_000
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
     filters = Filters(torch.full((num_rows,), 4), torch.ones(num_rows), torch.zeros(num_rows))
     sampling = Sampling(torch.full((num_rows,), noise_key(1, 0)), torch.full((num_rows,), 0.8), filters)
     drawn = sample(logits.expand(num_rows, -1), torch.arange(num_rows), sampling)
@@ -141,7 +145,8 @@ def test_filters_that_are_off_change_nothing_in_any_vocabulary() -> None:
 def test_rows_do_not_depend_on_their_batch(filtered: bool) -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(4))
     temperature = torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 1.0])
-    keys, positions = keys_of(range(6)), torch.arange(6) * 31
+    keys = keys_of(range(6))
+    positions = torch.arange(6) * 31
     filters = Filters(torch.tensor([0, 5, 0, 3, 0, 0]), torch.tensor([1, 1, 0.5, 0.5, 1, 1]), torch.zeros(6))
     together = sample(logits, positions, Sampling(keys, temperature, filters if filtered else None))
     for row in range(6):
@@ -167,7 +172,8 @@ def test_greedy_ties_go_to_the_lowest_index(sampling: Sampling) -> None:
 
 def test_a_reduced_vocabulary_draws_the_noise_of_its_target_ids() -> None:
     ids = torch.tensor([3, 4, 90, 1_000, 49_999])
-    keys, positions = keys_of(range(5)), torch.arange(5)
+    keys = keys_of(range(5))
+    positions = torch.arange(5)
     full = gumbel(keys, positions, torch.arange(50_000))
     torch.testing.assert_close(gumbel(keys, positions, ids), full[:, ids], rtol=0, atol=0)
     logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(6))
@@ -196,7 +202,8 @@ def test_shared_noise_accepts_at_least_what_the_theorem_says(error: float) -> No
 def test_rows_and_repeats_choose_the_parameters() -> None:
     """Row r takes entry rows[r // repeats]."""
     filters = Filters(torch.tensor([1, 2, 3]), torch.tensor([0.5, 1.0, 0.9]), torch.tensor([0.0, 0.1, 0.2]))
-    keys, temperature = torch.tensor([10, 20, 30]), torch.tensor([0.5, 1.5, 2.5])
+    keys = torch.tensor([10, 20, 30])
+    temperature = torch.tensor([0.5, 1.5, 2.5])
     chosen = Sampling(keys, temperature, filters, rows=torch.tensor([2, 0])).repeat(3).by_row()
     assert chosen.temperature is not None
     assert chosen.filters is not None

@@ -13,7 +13,8 @@ from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poison
 
 @triton.jit
 def store_noise(keys_ptr, positions_ptr, ids_ptr, bits_ptr, noise_ptr, size, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     mask = columns < size
     ids = tl.load(ids_ptr + columns, mask=mask, other=0)
     bits = row_noise_bits(tl.load(keys_ptr + row), tl.load(positions_ptr + row), ids)
@@ -24,7 +25,8 @@ def store_noise(keys_ptr, positions_ptr, ids_ptr, bits_ptr, noise_ptr, size, BLO
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernels_noise_is_the_references(device: str) -> None:
     """The hash bit for bit, its logarithms up to rounding, in the tails, too."""
-    keys, ids = keys_of(range(20)), torch.randint(2**18, (1000,), generator=torch.Generator().manual_seed(0))
+    keys = keys_of(range(20))
+    ids = torch.randint(2**18, (1000,), generator=torch.Generator().manual_seed(0))
     positions = torch.randint(2**20, (20,), generator=torch.Generator().manual_seed(1))
     bits = torch.zeros(20, 1000, dtype=torch.int64, device=device)
     noise = torch.full((20, 1000), torch.nan, device=device)
@@ -43,7 +45,8 @@ def store_gumbel(bits_ptr, noise_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernels_logarithms_hold_in_the_tails(device: str) -> None:
-    few, many = torch.arange(512), 2**32 - 1 - torch.arange(256)
+    few = torch.arange(512)
+    many = 2**32 - 1 - torch.arange(256)
     bits = torch.cat((few, many, 2 ** torch.arange(32).repeat(8)))
     noise = torch.full((1024,), torch.nan, device=device)
     store_gumbel[(1,)](bits.to(device), noise, BLOCK=1024)
@@ -60,7 +63,9 @@ def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, id
     differ = (tokens != expected).nonzero().flatten()
     if not len(differ):
         return
-    entries, found, wanted = sampling.by_row(), tokens[differ, None], expected[differ, None]
+    entries = sampling.by_row()
+    found = tokens[differ, None]
+    wanted = expected[differ, None]
     assert entries.temperature is not None, "greedy tokens are exact"
     columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
     noise = gumbel(entries.keys[differ], positions[differ], columns)
@@ -105,7 +110,8 @@ def test_the_kernel_equals_the_reference(
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_repeats_parameters_over_nodes(device: str) -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(5)).to(device)
-    temperature, rows = torch.tensor([0.0, 1.0, 0.5, 2.0], device=device), torch.tensor([3, 0, 1], device=device)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 2.0], device=device)
+    rows = torch.tensor([3, 0, 1], device=device)
     sampling = Sampling(keys_of(range(4)).to(device), temperature, None, rows).repeat(2)
     assert_same_tokens(logits, torch.arange(6, device=device), sampling)
 
@@ -118,7 +124,8 @@ def test_the_kernels_ties_and_infinities(device: str) -> None:
         [-torch.inf] * 5,
         [-5.0, -4.0, -torch.inf, -4.0, -9],
     ]
-    logits, positions = torch.tensor(rows, device=device), torch.arange(4, device=device)
+    logits = torch.tensor(rows, device=device)
+    positions = torch.arange(4, device=device)
     for temperature in (None, torch.zeros(4, device=device)):
         sampling = Sampling(keys_of(range(4)).to(device), temperature, None)
         for dtype in (torch.float32, torch.bfloat16):
@@ -134,7 +141,8 @@ def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(4)).to(device)
     filters = Filters(torch.tensor([0, 5, 0, 3, 0]), torch.tensor([1, 1, 0.5, 0.5, 1]), torch.tensor([0, 0, 0, 0, 0.1]))
     filters = Filters(*(x.to(device) for x in (filters.top_k, filters.top_p, filters.min_p)))
-    keys, temperature = keys_of(range(5)).to(device), torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0], device=device)
+    keys = keys_of(range(5)).to(device)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0], device=device)
     positions = torch.arange(5, device=device) * 31
     together = sample.triton(logits, positions, Sampling(keys, temperature, filters))
     for row in range(5):

@@ -96,7 +96,9 @@ def test_tilings_fill_the_device_once() -> None:
 
 
 def test_no_rows_and_the_cpu() -> None:
-    x, weight, bias = torch.randn(4, 24), torch.randn(10, 24), torch.randn(10)
+    x = torch.randn(4, 24)
+    weight = torch.randn(10, 24)
+    bias = torch.randn(10)
     assert small_m.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
     expected = silu_mul.reference(F.linear(x, weight))
     torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))

@@ -42,7 +42,8 @@ class Both(NamedTuple):
 
 
 def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Both:
-    weight, own_bias = torch.randn(shape, device="cuda").to(dtype), None if bias is None else bias.to(dtype)
+    weight = torch.randn(shape, device="cuda").to(dtype)
+    own_bias = None if bias is None else bias.to(dtype)
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
         assert streams_linear(x, weight, choose_tiling(*shape, num_rows=len(x)), rotation)
@@ -169,14 +170,17 @@ def takes(x: Tensor, weight: Tensor, rotation: Rotation | None = None) -> bool:
 
 
 def heads(dim: int, scales: Tensor | None = None) -> Rotation:
-    table, index, cache = torch.zeros(8, dim), torch.zeros(1, dtype=torch.int64), torch.zeros(4, 1, dim)
+    table = torch.zeros(8, dim)
+    index = torch.zeros(1, dtype=torch.int64)
+    cache = torch.zeros(4, 1, dim)
     return Rotation(table, table, index, index, cache, cache, scales)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8), (torch.float16, 8), (fp8.E4M3, 32)])
 @pytest.mark.usefixtures("hopper")
 def test_which_products_are_taken(dtype: torch.dtype, most: int) -> None:
-    weight, x = torch.zeros(256, 4096, dtype=dtype), torch.zeros(most + 1, 4096, dtype=dtype)
+    weight = torch.zeros(256, 4096, dtype=dtype)
+    x = torch.zeros(most + 1, 4096, dtype=dtype)
     for rows in (1, most):
         assert takes(x[:rows], weight)
         assert takes(x[:rows], weight, heads(128))
@@ -225,8 +229,10 @@ def test_which_products_of_4_bits_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_tiling_is_one_of_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of callers that give none the kernel here takes what it can."""
-    x, weight = torch.randn(2, 256).half(), torch.randn(64, 256).half() / 16
-    rows, codes = fp8.quantize_rows(x), fp8.quantize_weight(weight)
+    x = torch.randn(2, 256).half()
+    weight = torch.randn(64, 256).half() / 16
+    rows = fp8.quantize_rows(x)
+    codes = fp8.quantize_weight(weight)
     packed, _ = test_int4.layer(64, 256, 128, True, "cpu", torch.float16)
     products: list[Callable[[Tiling | None], Tensor]] = [
         lambda tiling: small_m.linear_few_rows_triton(x, weight, None, tiling),

@@ -67,7 +67,8 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, devic
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 def test_several_k(run, device: str) -> None:
-    logits, positions = torch.randn(2, 40, device=device), torch.tensor([5, 9], device=device)
+    logits = torch.randn(2, 40, device=device)
+    positions = torch.tensor([5, 9], device=device)
     sampling = sampling_of(2, device)
     scores = exact_scores(logits, positions, sampling)
     for k in range(1, MAX_K + 1, 5):
@@ -82,7 +83,8 @@ def test_several_k(run, device: str) -> None:
 @pytest.mark.parametrize(("columns", "k"), [(50, 37), pytest.param(TILE + 70, 64, marks=SLOW)])
 def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
     logits = torch.randn(1, columns, generator=torch.Generator().manual_seed(k)).to(device)
-    sampling, positions = sampling_of(1, device, [1.0]), torch.tensor([5], device=device)
+    sampling = sampling_of(1, device, [1.0])
+    positions = torch.tensor([5], device=device)
     with poisoned():
         found = run(logits, k, positions, sampling)
     check(*found, exact_scores(logits, positions, sampling), k)
@@ -112,7 +114,8 @@ def test_ties_and_infinities(run, device: str) -> None:
 def test_filters(run, device: str) -> None:
     """Cut columns have no probability; a greedy row has no filters."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(device) * 3
-    positions, temperature = torch.tensor([3, 1, 4], device=device), [0.0, 1.0, 0.5]
+    positions = torch.tensor([3, 1, 4], device=device)
+    temperature = [0.0, 1.0, 0.5]
     plain = sampling_of(3, device, temperature)
     filters = Filters(*(torch.full((3,), value, device=device) for value in (6, 1.0, 0.0)))
     with poisoned():
@@ -129,7 +132,8 @@ def test_filters(run, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 def test_parameters_by_entry(run, device: str) -> None:
-    logits, positions = torch.randn(6, 300, device=device), torch.arange(6, device=device)
+    logits = torch.randn(6, 300, device=device)
+    positions = torch.arange(6, device=device)
     entries = sampling_of(4, device, [0.0, 1.0, 0.5, 2.0])
     rows = torch.tensor([3, 0, 1], device=device)
     sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
@@ -140,7 +144,8 @@ def test_parameters_by_entry(run, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     logits = torch.randn(5, TILE + 50, generator=torch.Generator().manual_seed(4)).to(device)
-    sampling, positions = sampling_of(5, device), torch.arange(5, device=device) * 31
+    sampling = sampling_of(5, device)
+    positions = torch.arange(5, device=device) * 31
     together = perturbed_topk.triton(logits, 6, positions, sampling)
     for row in range(5):
         one = torch.tensor([row], device=device)
@@ -150,7 +155,9 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
 
 
 def test_no_rows_and_the_cpu() -> None:
-    logits, positions, sampling = torch.randn(3, 50), torch.arange(3), sampling_of(3, "cpu")
+    logits = torch.randn(3, 50)
+    positions = torch.arange(3)
+    sampling = sampling_of(3, "cpu")
     values, columns = perturbed_topk.triton(logits[:0], 4, positions[:0], sampling)
     assert values.shape == columns.shape == (0, 4)
     check(*perturbed_topk(logits, 4, positions, sampling), exact_scores(logits, positions, sampling), 4)
@@ -160,7 +167,8 @@ def test_no_rows_and_the_cpu() -> None:
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_graph_replays_it(rows: int) -> None:
     logits = torch.randn(rows, 32_768, device="cuda", dtype=torch.bfloat16) * 3
-    sampling, positions = sampling_of(rows, "cuda"), torch.arange(rows, device="cuda")
+    sampling = sampling_of(rows, "cuda")
+    positions = torch.arange(rows, device="cuda")
     expected = perturbed_topk.triton(logits, 8, positions, sampling)
     found = replayed(lambda: perturbed_topk.triton(logits, 8, positions, sampling))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

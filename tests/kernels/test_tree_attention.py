@@ -194,7 +194,8 @@ def test_real_shapes(name: str, dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def test_a_cache_with_more_cells_than_32_bits_count() -> None:
     scene = Scene(replace(GPU_CASES["batch 8"], lengths=LONG[:3]), torch.bfloat16, "cuda")
-    expected, cells = scene.run(tree_attention), scene.keys[0].numel()
+    expected = scene.run(tree_attention)
+    cells = scene.keys[0].numel()
     ahead = 2**31 // cells + 1  # pages that nothing reads
     for name in ("keys", "values"):
         used = getattr(scene, name)
@@ -244,7 +245,9 @@ def test_rows_that_pad_a_batch_change_nothing() -> None:
 @torch.inference_mode()
 def test_a_graph_follows_the_lengths_on_the_device() -> None:
     scene = Scene(GPU_CASES["batch 8"], torch.bfloat16, "cuda")
-    keys, values = scene.keys.nan_to_num(0.5), scene.values.nan_to_num(0.5)  # rows that pad, too, are compared
+    # rows that pad, too, are compared
+    keys = scene.keys.nan_to_num(0.5)
+    values = scene.values.nan_to_num(0.5)
     lengths = scene.lengths.clone()
 
     def attend() -> Tensor:

@@ -12,7 +12,8 @@ VOCAB = 4  # small, so that drafts are right now and then; the target may sample
 
 def random_tree(rng: random.Random, width: int, chain: bool) -> tuple[list[int], list[int]]:
     """Tokens and parents of a tree whose siblings are distinct; some end in unused nodes, -1."""
-    tokens, parents = [rng.randrange(VOCAB)], [-1]
+    tokens = [rng.randrange(VOCAB)]
+    parents = [-1]
     used = rng.randint(1, width)
     children: dict[int, set[int]] = {}
     while len(tokens) < used:
@@ -68,7 +69,8 @@ def test_ancestors_equal_the_path_to_the_root() -> None:
     masks = ancestor_masks(torch.tensor([parents for _, parents in trees], dtype=torch.int32))
     for (tokens, parents), above in zip(trees, unpack(masks), strict=True):
         for node in range(12):
-            path, up = {node}, node
+            path = {node}
+            up = node
             while tokens[node] >= 0 and parents[up] >= 0:
                 up = parents[up]
                 path.add(up)

@@ -105,7 +105,9 @@ def found(rows: int, weight: Int4Weight, gated: bool = False, fixed: bool = True
 
 @pytest.mark.usefixtures("hopper")
 def test_which_products_are_taken() -> None:
-    gate_up, down, projection = empty_weight(28672, 4096), empty_weight(4096, 14336), empty_weight(4096, 4096)
+    gate_up = empty_weight(28672, 4096)
+    down = empty_weight(4096, 14336)
+    projection = empty_weight(4096, 4096)
     assert [found(rows, gate_up, gated=True) for rows in (1, 32, 33, 65, MOST_ROWS + 1)] == [
         None, None, Wide(64, 2), Wide(128, 2), None
     ]  # fmt: skip
@@ -141,7 +143,8 @@ def test_rings_fit_into_shared_memory() -> None:
 
 def test_a_tiling_or_a_rotation_is_for_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = test_int4.layer(256, 256, 128, True, "cpu", torch.float16)
-    x, marked = torch.randn(40, 256).half(), torch.zeros(())
+    x = torch.randn(40, 256).half()
+    marked = torch.zeros(())
     monkeypatch.setattr(int4, "find_wide", lambda *_: Wide(64, 2))
     monkeypatch.setattr(int4, "wide_int4_linear", lambda *_: marked)
     monkeypatch.setattr(int4, "_launch", lambda *_: x)

@@ -75,7 +75,9 @@ def content(path: Path) -> str | None:
 
 def check_kills(action: Callable[[Path], None], before: str | None, after: str | None, folder: Path) -> None:
     """`before` or `after` is there, once recovered, also if recovering is killed; and nothing beside it."""
-    number, seen, is_done = 0, set(), False
+    number = 0
+    seen = set()
+    is_done = False
     while not is_done:
         path = folder / str(number) / "name"
         path.parent.mkdir()

@@ -27,7 +27,9 @@ class SavedDraft:
     """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
 
     def __init__(self, module: Any, target: TargetSpec, folder: Path) -> None:
-        self.module, self.target, self.folder = module.bfloat16(), target, folder
+        self.module = module.bfloat16()
+        self.target = target
+        self.folder = folder
         size = module.config.draft_vocab_size
         if size is not None:
             module.set_vocabulary(torch.arange(size) * (120 // size))
@@ -49,7 +51,8 @@ class SavedDraft:
         return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared, Choices(**choices))
 
     def assert_loads_equal(self) -> None:
-        loaded, original = self.load().state_dict(), self.module.state_dict()
+        loaded = self.load().state_dict()
+        original = self.module.state_dict()
         assert loaded.keys() == original.keys()
         for key in original:
             assert torch.equal(loaded[key], original[key]), key
@@ -84,17 +87,21 @@ class CausalAttention(Attention):
         self.cos, self.sin = rope.cos_sin(torch.arange(length))
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
-        self.k, self.v = rotate_halves(k, self.cos, self.sin), v
+        self.k = rotate_halves(k, self.cos, self.sin)
+        self.v = v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         assert mask == "causal"
         q, k = norm_heads(q, k, layer.norms)
         self.write(k, v, layer)
-        q, k = rotate_halves(q, self.cos, self.sin), self.k
+        q = rotate_halves(q, self.cos, self.sin)
+        k = self.k
         group = q.shape[-2] // k.shape[-2]
-        k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
+        k = k.repeat_interleave(group, dim=-2)
+        v = v.repeat_interleave(group, dim=-2)
         scores = torch.einsum("...ihd,...jhd->...hij", q, k) / q.shape[-1] ** 0.5
-        ones, window = torch.ones(q.shape[-3], q.shape[-3]).bool(), layer.spec.window
+        ones = torch.ones(q.shape[-3], q.shape[-3]).bool()
+        window = layer.spec.window
         hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
         scores = scores.masked_fill(hidden, -torch.inf)
         return torch.einsum("...hij,...jhd->...ihd", scores.softmax(-1), v)

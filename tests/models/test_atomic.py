@@ -59,7 +59,8 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     action: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
-    sync, rename = os.fsync, os.rename
+    sync = os.fsync
+    rename = os.rename
 
     def checked(source: Path, target: Path) -> None:
         whole = [source, *source.rglob("*")]
@@ -79,7 +80,8 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_leaves_the_old_ones(error: type[BaseException], tmp_path: Path) -> None:
-    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder = tmp_path / "folder"
+    file = tmp_path / "file"
     make(folder, "old")
     file.write_text("old")
 
@@ -96,7 +98,8 @@ def test_a_failure_leaves_the_old_ones(error: type[BaseException], tmp_path: Pat
 
 
 def test_nothing_is_lost_where_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, rename = tmp_path / "name", os.rename
+    path = tmp_path / "name"
+    rename = os.rename
     make(path, "old")
 
     def fail(source: Path, target: Path) -> None:
@@ -146,7 +149,9 @@ def test_a_second_writer_is_refused_and_nothing_is_recovered_beneath_the_first(
 
 def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its last holder replaces it after it was opened and before it was locked."""
-    path, other, lock = tmp_path / "rows", tmp_path / "other", fcntl.flock
+    path = tmp_path / "rows"
+    other = tmp_path / "other"
+    lock = fcntl.flock
     other.touch()
 
     def replace_and_lock(file: BinaryIO, operation: int) -> None:

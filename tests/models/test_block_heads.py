@@ -116,7 +116,8 @@ def test_configs_are_checked(fields: dict[str, Any], message: str, make_draft: C
 def test_convolution_equals_the_loop() -> None:
     torch.manual_seed(0)
     module = BlockConvolution(12, 2, 4).double().requires_grad_(False)
-    x, S = torch.randn(9, 12, dtype=torch.float64), 3
+    x = torch.randn(9, 12, dtype=torch.float64)
+    S = 3
     assert torch.equal(module.prepare(x, S)[0], x), "starts as the identity"
     for parameter in module.parameters():
         parameter += torch.randn_like(parameter)
@@ -153,15 +154,21 @@ def test_lattices_and_their_chains_equal_the_loops(name: str, make_draft: Callab
     """Request 0 is greedy; candidates of the others are the best with their noise."""
     draft = make_draft(**HEADS[name])
     ids = draft.target_ids if draft.target_ids is not None else torch.arange(120)
-    hidden, anchors, logits = torch.randn(3, 4, 32), torch.tensor([5, 0, 119]), torch.randn(3, 4, len(ids))
-    temperature, keys, positions = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30])
+    hidden = torch.randn(3, 4, 32)
+    anchors = torch.tensor([5, 0, 119])
+    logits = torch.randn(3, 4, len(ids))
+    temperature = torch.tensor([0.0, 0.7, 1.5])
+    keys = torch.tensor([1, 2, 3])
+    positions = torch.tensor([10, 20, 30])
     noise = torch.stack([gumbel(keys, positions + s, ids) for s in range(4)], dim=1) * temperature[:, None, None]
     lattice = draft.lattice(hidden, anchors, logits, num_candidates=5, noise=noise)
     drawn = lattice.tokens(walk(lattice))
     greedy = draft.lattice(hidden, anchors, logits, num_candidates=5)
     assert torch.equal(drawn[0], greedy.tokens(walk(greedy))[0])
     for b in range(3):
-        before, place, chain = int(anchors[b]), 0, []
+        before = int(anchors[b])
+        place = 0
+        chain = []
         for s in range(4):
             own = logits[b, s]
             if name == "scaled":
@@ -189,8 +196,12 @@ def test_a_walk_is_greedy_from_left_to_right() -> None:
 def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -> None:
     scorer = make_draft(**HEADS["scorer"]).scorer
     assert isinstance(scorer, LiLiCorr)
-    B, K, k = 2, 3, 4
-    embedded, hidden, context = torch.randn(B, K, k, 32), torch.randn(B, K, 32), torch.randn(B, 32)
+    B = 2
+    K = 3
+    k = 4
+    embedded = torch.randn(B, K, k, 32)
+    hidden = torch.randn(B, K, 32)
+    context = torch.randn(B, 32)
     log_probs = torch.randn(B, K, 9).log_softmax(-1).sort(descending=True).values[..., :k]
     start, edges = scorer(embedded, log_probs, hidden, context)
 
@@ -233,7 +244,9 @@ def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -
         x = norm(x, "output_norm")
         anchor = norm(scorer.context_proj(context[b]), "anchor_norm")
         factors = nn.functional.silu(scorer.factor_input_proj(torch.cat((x, anchor.expand_as(x), x * anchor), dim=1)))
-        out, into, first = scorer.out_head(factors), scorer.in_head(factors), scorer.anchor_out_head(anchor)
+        out = scorer.out_head(factors)
+        into = scorer.in_head(factors)
+        first = scorer.anchor_out_head(anchor)
         for j in range(k):
             expected = 8 * torch.cosine_similarity(first, into[j], dim=0)
             torch.testing.assert_close(start[b, j], expected, rtol=1e-4, atol=1e-4)
@@ -244,11 +257,10 @@ def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -
 
 def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..., DFlash]) -> None:
     draft = make_draft(**HEADS["vanilla"])
-    hidden, before = torch.randn(2, 3, 32), torch.tensor([[5, 9, 1], [0, 2, 4]])
-    weight, bias = (
-        draft.get_parameter("confidence_head.proj.weight")[0],
-        draft.get_parameter("confidence_head.proj.bias"),
-    )
+    hidden = torch.randn(2, 3, 32)
+    before = torch.tensor([[5, 9, 1], [0, 2, 4]])
+    weight = draft.get_parameter("confidence_head.proj.weight")[0]
+    bias = draft.get_parameter("confidence_head.proj.bias")
     rows = draft.get_parameter("markov_head.markov_w1.weight")[before]
     expected = hidden @ weight[:32] + rows @ weight[32:] + bias
     torch.testing.assert_close(draft.confidences(hidden, before), expected)

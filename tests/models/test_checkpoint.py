@@ -164,7 +164,9 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
 ) -> None:
     """Against a hub that is a folder; the second step takes the commit that the first one found."""
     files, expected = REPOSITORIES[kind]
-    files, commit, asked = SMALL | CLUTTER | files, tmp_path / "c0ffee", []
+    files = SMALL | CLUTTER | files
+    commit = tmp_path / "c0ffee"
+    asked = []
     fill(tmp_path / "hub", files)
 
     def fetch(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any = None) -> str:
@@ -179,7 +181,8 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
     assert asked[0] == ("owner/model", "v1")
     assert set(asked[1:]) <= {("owner/model", "c0ffee")}
     found = {path.relative_to(commit).as_posix() for path in commit.rglob("*") if path.is_file()}
-    python, small = {"modeling.py"} if trust_remote_code else set(), SMALL | (files & {INDEX})
+    python = {"modeling.py"} if trust_remote_code else set()
+    small = SMALL | (files & {INDEX})
     assert found == small | python | (expected if weights else set())
     if weights:
         assert read_tensors(commit).keys() == expected

@@ -103,12 +103,14 @@ def test_a_dense_model(preset: str, plain: dict[str, Path], tmp_path: Path) -> N
     """Weights and logits against the model that was written, whose layers round their inputs as the folder says, and
     weights against those that transformers reads."""
     model = save_compressed(preset, plain["dense"], tmp_path / "found")
-    target, weights = load(tmp_path / "found"), quantized_weights(model)
+    target = load(tmp_path / "found")
+    weights = quantized_weights(model)
     assert len(weights) == 4 * 7
     torch.testing.assert_close(dequantized_weights(target), weights, rtol=0, atol=0)
     read = read_by_transformers(tmp_path / "found")
     torch.testing.assert_close({name: read.get_parameter(name) for name in weights}, weights, rtol=0, atol=0)
-    found, expected = logits(target), model(TOKENS[None]).logits[0]
+    found = logits(target)
+    expected = model(TOKENS[None]).logits[0]
     effect = (expected - logits(load(plain["dense"]))).square().mean()
     assert effect > 1e-2, "quantisation makes a difference"
     if preset.startswith("W4A16"):
@@ -128,7 +130,8 @@ def test_a_mixture(preset: str, plain: dict[str, Path], tmp_path: Path) -> None:
 @torch.no_grad()
 def test_experts_that_transformers_holds_together_stay_in_16_bits(plain: dict[str, Path], tmp_path: Path) -> None:
     model = save_compressed("W4A16", plain["moe"], tmp_path / "found")
-    target, expected = load(tmp_path / "found"), quantized_weights(model)
+    target = load(tmp_path / "found")
+    expected = quantized_weights(model)
     assert len(expected) == 2 * 4
     torch.testing.assert_close(dequantized_weights(target), expected, rtol=0, atol=0)
     torch.testing.assert_close(logits(target), model(TOKENS[None]).logits[0], atol=1e-4, rtol=1e-3)

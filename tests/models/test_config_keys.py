@@ -283,7 +283,8 @@ def test_a_config_at_fault_is_not_told_as_a_tokenizer(tmp_path: Path) -> None:
 def test_a_wrappers_top_level_says_whether_the_head_is_tied(outer: bool, inner: bool, tmp_path: Path) -> None:
     values = changed_values(WRAPPER, {"tie_word_embeddings": inner}) | {"tie_word_embeddings": outer}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    model, tokens = reference_model(tmp_path), torch.arange(3, 40)
+    model = reference_model(tmp_path)
+    tokens = torch.arange(3, 40)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
     target = load_target(tmp_path, load_config(tmp_path), torch.float32, CPU)

@@ -41,7 +41,8 @@ def test_a_copy_may_have_been_rounded(rounded: torch.dtype, kept: torch.dtype, s
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.uint8])
 def test_a_head_is_compared_at_the_drafts_tokens(mask: torch.dtype) -> None:
-    head, chosen = torch.randn(40, 8), torch.arange(40) % 2 == 0
+    head = torch.randn(40, 8)
+    chosen = torch.arange(40) % 2 == 0
     for rows, key, expected in ((head[chosen], "lm_head.weight", True), (head[:20], "lm_head.weight", False)):
         tensors: dict[str, Tensor] = {"t2d": chosen.to(mask), key: rows}
         assert drop_copy(tensors, key, {key: head}) is not expected
@@ -61,7 +62,8 @@ OTHER_WIDTH = r"fc\.weight has 100 columns, not a multiple of .* hidden size 32;
 
 def saved_draft(kind: str, make_target: Callable[[str], Path], folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
     """The target, the file of a random draft for it, and its tensors."""
-    target, draft = make_target("qwen3"), folder / "draft"
+    target = make_target("qwen3")
+    draft = folder / "draft"
     DRAFTS[kind][0](target, draft)
     file = draft / "model.safetensors"
     return target, file, load_file(file)

@@ -71,8 +71,10 @@ def test_write_context_stores_what_the_forward_pass_stores(
 ) -> None:
     """Compared in the last layer."""
     module = random_module(make_target("llama"), **fields)
-    embeds, hidden = torch.randn(LENGTH, 32), torch.randn(LENGTH, 32)
-    written, attended = attention_of(module.config), attention_of(module.config)
+    embeds = torch.randn(LENGTH, 32)
+    hidden = torch.randn(LENGTH, 32)
+    written = attention_of(module.config)
+    attended = attention_of(module.config)
     module.write_context(embeds, hidden, written)
     module(embeds, hidden, attended)
     torch.testing.assert_close(written.k, attended.k)
@@ -81,7 +83,8 @@ def test_write_context_stores_what_the_forward_pass_stores(
 
 def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
     module = random_module(make_target("llama"))
-    embeds, aux_states = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 96)
+    embeds = torch.randn(2, LENGTH, 32)
+    aux_states = torch.randn(2, LENGTH, 96)
     attention = attention_of(module.config)
     hidden = module.fuse(aux_states)
     together = module.logits(module(embeds, hidden, attention))
@@ -94,7 +97,8 @@ def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
 def test_it_starts_from_the_targets_weights(intermediate_size: int, make_target: Callable[[str], Path]) -> None:
     module = random_module(make_target("llama"), intermediate_size=intermediate_size)
     generator = torch.Generator().manual_seed(1)
-    head, norm = torch.randn(120, 32, generator=generator), torch.randn(32, generator=generator)
+    head = torch.randn(120, 32, generator=generator)
+    norm = torch.randn(32, generator=generator)
     gate, up = (torch.randn(48, 32, generator=generator) for _ in range(2))
     down = torch.randn(32, 48, generator=generator)
     module.init_from_target({HEAD: head, "norm.weight": norm, **dict(zip(LAST_MLP, (gate, up, down), strict=True))})
@@ -111,7 +115,9 @@ def test_upper_layers_pass_states_on_at_first(make_target: Callable[[str], Path]
     module = random_module(make_target("llama"), num_layers=3, intermediate_size=48)
     shapes = {HEAD: (120, 32), "norm.weight": (32,), **dict(zip(LAST_MLP, [(48, 32), (48, 32), (32, 48)], strict=True))}
     module.init_from_target({name: torch.randn(shape) for name, shape in shapes.items()})
-    embeds, hidden, attention = torch.randn(LENGTH, 32), torch.randn(LENGTH, 32), attention_of(module.config)
+    embeds = torch.randn(LENGTH, 32)
+    hidden = torch.randn(LENGTH, 32)
+    attention = attention_of(module.config)
     first, delta = module.midlayer(embeds, hidden, attention, "causal")
     torch.testing.assert_close(module(embeds, hidden, attention), first + delta)
 
@@ -520,7 +526,8 @@ def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_a_d2t_of_whole_numbers_is_read(dtype: torch.dtype, draft: SavedDraft) -> None:
     draft.change(lambda tensors: tensors | {"d2t": tensors["d2t"].to(dtype), "t2d": tensors["t2d"].float()})
-    found, expected = draft.load().target_ids, draft.module.target_ids
+    found = draft.load().target_ids
+    expected = draft.module.target_ids
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)
@@ -586,7 +593,8 @@ def test_layer_ids_stand_in_either_place(
 
 def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:
     """As SafeAILab publishes them."""
-    file, pickled = draft.folder / "model.safetensors", draft.folder / "pytorch_model.bin"
+    file = draft.folder / "model.safetensors"
+    pickled = draft.folder / "pytorch_model.bin"
     torch.save(load_file(file), pickled)
     file.unlink()
     draft.assert_loads_equal()

@@ -72,7 +72,9 @@ def test_features_are_the_named_states_in_the_order_named(model: PreTrainedModel
 
 
 def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
-    first, second, third = torch.randint(0, 50, (7,)), torch.randint(0, 50, (5,)), torch.randint(0, 50, (10,))
+    first = torch.randint(0, 50, (7,))
+    second = torch.randint(0, 50, (5,))
+    third = torch.randint(0, 50, (10,))
     padding = torch.zeros(3, dtype=torch.int64)
     tokens = torch.stack((torch.cat((first, second, padding)), torch.cat((third, padding, padding))[:15]))
     positions = torch.zeros(2, 15, dtype=torch.int64)
@@ -92,12 +94,14 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
     found = load_frozen_target(tmp_path, (2, 4, 0, 2), torch.device("cpu"))
     assert isinstance(found, DecoderTarget)
     expected = TransformersTarget(model, (2, 4, 0, 2))
-    tokens, positions = torch.randint(0, 50, (2, 15)), torch.zeros(2, 15, dtype=torch.int64)
+    tokens = torch.randint(0, 50, (2, 15))
+    positions = torch.zeros(2, 15, dtype=torch.int64)
     positions[0, :7], positions[0, 7:12], positions[1, :15] = torch.arange(7), torch.arange(5), torch.arange(15)
     for _ in range(2):  # longer rows need larger tables
         for one, other in zip(found.aux_states(tokens, positions), expected.aux_states(tokens, positions), strict=True):
             torch.testing.assert_close(one, other)
-        tokens, positions = torch.cat((tokens, tokens), 1), torch.cat((positions, positions), 1)
+        tokens = torch.cat((tokens, tokens), 1)
+        positions = torch.cat((positions, positions), 1)
     for one, other in zip(
         found.logits(found.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
         expected.logits(expected.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
@@ -110,7 +114,8 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
     rows = model.get_input_embeddings().weight[tokens]  # without Gemma's scale
     torch.testing.assert_close(found.embed(tokens), rows)
     torch.testing.assert_close(expected.embed(tokens), rows)
-    own, theirs = found.initial_weights(2), expected.initial_weights(2)
+    own = found.initial_weights(2)
+    theirs = expected.initial_weights(2)
     assert own.keys() == theirs.keys()
     for name in own:
         assert torch.equal(own[name], theirs[name]), name
@@ -140,7 +145,8 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = random_model("qwen3-tied").to(device)
-    target, compiled = TransformersTarget(model, (0, 2)), TransformersTarget(copy.deepcopy(model), (0, 2))
+    target = TransformersTarget(model, (0, 2))
+    compiled = TransformersTarget(copy.deepcopy(model), (0, 2))
     compiled.compile_layers()
     positions = torch.cat((torch.arange(9), torch.arange(7))).to(device)
     for count in (2, 3, 4):
@@ -153,7 +159,8 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
 
 def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
-    states, ids = torch.randn(6, 32), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
+    states = torch.randn(6, 32)
+    ids = torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
     expected = model.get_output_embeddings()(states)
     logits, best = TransformersTarget(model, (1,)).logits(states, ids)
     if cap := getattr(model.config, "final_logit_softcapping", None):
@@ -168,7 +175,8 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 16)
     torch.manual_seed(0)
     model = random_model("qwen2").to(device, torch.bfloat16)
-    states, ids = torch.randn(64, 32, device=device).bfloat16(), torch.arange(1, 120, 2)
+    states = torch.randn(64, 32, device=device).bfloat16()
+    ids = torch.arange(1, 120, 2)
     logits, best = TransformersTarget(model, (1,)).logits(states, ids)
     chunks = [torch.nn.functional.linear(states, part) for part in model.lm_head.weight.split(16)]
     expected = torch.cat(chunks, dim=-1).detach().float()
@@ -254,7 +262,8 @@ def test_a_model_that_does_not_name_its_decoder_is_refused() -> None:
 def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
     """By what the model makes of states, not by a list."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
-    head, forward = model.lm_head, model.lm_head.forward
+    head = model.lm_head
+    forward = model.lm_head.forward
     head.forward = lambda states: 1.1 * forward(states)
     with pytest.raises(ValueError, match="changes its head.s logits, perhaps by its code"):
         TransformersTarget(model, (1,))
@@ -266,7 +275,8 @@ def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
 def test_a_final_norm_starts_as_the_targets_is(config: type[PretrainedConfig], offset: int) -> None:
     model = AutoModelForCausalLM.from_config(config(**SHAPE | {"head_dim": 8}))
     roughen(model)
-    weights, states = TransformersTarget(model, (1,)).initial_weights(1), torch.randn(5, 32)
+    weights = TransformersTarget(model, (1,)).initial_weights(1)
+    states = torch.randn(5, 32)
     own = torch.nn.functional.rms_norm(states, (32,), weights["norm.weight"], eps=1e-6)
     torch.testing.assert_close(own, model.model.norm(states))
     assert ("layers.0.mlp.up_proj.weight" in weights) == (not offset), "norms of layers have the offset, too"

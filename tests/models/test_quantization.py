@@ -60,19 +60,22 @@ def logits(target: Target, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
-    layout, folder = LAYOUTS[name], tmp_path / name
+    layout = LAYOUTS[name]
+    folder = tmp_path / name
     values = save_quantized(layout, plain, folder)
     target = load(folder, name)
     layer: Any = target.layers[1]
     assert isinstance(layer.mlp.down_proj, Int4Linear if layout.inputs == "exact" else FP8Linear)
     for block, fused in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
-        weight, parts = getattr(block, fused).dequantized(), getattr(block, fused).parts
+        weight = getattr(block, fused).dequantized()
+        parts = getattr(block, fused).parts
         name = "self_attn" if fused == "qkv_proj" else "mlp"
         for part, rows in parts.items():
             torch.testing.assert_close(weight[rows], values[f"model.layers.1.{name}.{part}.weight"])
     tokens = torch.randint(3, 120, (70,), generator=torch.Generator().manual_seed(1))
     expected = reference(layout, plain, folder, values)(tokens[None]).logits[0]
-    found, effect = logits(target, tokens), (expected - logits(load(plain), tokens)).square().mean()
+    found = logits(target, tokens)
+    effect = (expected - logits(load(plain), tokens)).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -86,7 +89,8 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    found, read = dequantized_weights(load(tmp_path / name)), read_by_transformers(tmp_path / name)
+    found = dequantized_weights(load(tmp_path / name))
+    read = read_by_transformers(tmp_path / name)
     assert len(found) == 4 * 7
     expected = {name: read.get_parameter(name).detach() for name in found}
     rounding = 2**-11 if name.startswith("packed") else 0
@@ -131,7 +135,8 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
 
 def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
     for name in ("gptq-order", "awq", "fp8-tensor"):
-        layout, folder = LAYOUTS[name], tmp_path / name
+        layout = LAYOUTS[name]
+        folder = tmp_path / name
         save_quantized(layout, plain, folder)
         tensors = load_file(folder / "model.safetensors")
         own, value = layout.quantize(tensors.pop(f"{HEAD}.weight"))

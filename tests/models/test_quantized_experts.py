@@ -57,12 +57,14 @@ def logits(target: Target, tokens: Tensor = TOKENS) -> Tensor:
 @torch.no_grad()
 def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> None:
     """Rows of `fp8-static` are quantised by the largest scale of the experts."""
-    layout, folder = LAYOUTS[name], tmp_path / name
+    layout = LAYOUTS[name]
+    folder = tmp_path / name
     values = save_quantized(layout, plain, folder)
     target = load(folder, name)
     assert isinstance(target.layers[1].mlp.experts, LinearExperts)
     expected = reference(layout, plain, folder, values)(TOKENS[None]).logits[0]
-    found, effect = logits(target), (expected - logits(load(plain))).square().mean()
+    found = logits(target)
+    effect = (expected - logits(load(plain))).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -74,7 +76,8 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    found, read = dequantized_weights(load(tmp_path / name)), read_by_transformers(tmp_path / name)
+    found = dequantized_weights(load(tmp_path / name))
+    read = read_by_transformers(tmp_path / name)
     assert len(found) == 2 * (4 + 3 * 3)
     expected = {name: tensor.float() for name, tensor in read.state_dict().items()}
     for layer in range(2):
@@ -154,7 +157,8 @@ def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
 def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
     """From transposed tensors of all experts, in which gates and ups alternate; routers and biases stay."""
     save_random_target(copy.deepcopy(EXPERT_FAMILIES["gpt-oss"]), tmp_path)
-    expected, target = load(tmp_path), load(tmp_path, "on-the-fly")
+    expected = load(tmp_path)
+    target = load(tmp_path, "on-the-fly")
     experts, own = (one.layers[1].mlp.experts for one in (expected, target))
     for name in ("gate_up_proj", "down_proj"):
         weight = own.expert(name, 3).dequantized()
@@ -169,7 +173,8 @@ def test_a_norm_quantises_what_fp8_experts_read(name: str, is_quantised: bool, p
     """And keeps it for their router."""
     folder = tmp_path / name
     save_quantized(LAYOUTS[name], plain, folder)
-    norm, x = load(folder, name).layers[1].post_attention_layernorm, torch.randn(3, 256)
+    norm = load(folder, name).layers[1].post_attention_layernorm
+    x = torch.randn(3, 256)
     normed = norm(x)
     assert isinstance(normed, QuantizedRows) == is_quantised
     if is_quantised:

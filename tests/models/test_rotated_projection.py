@@ -17,7 +17,8 @@ from slipstream.models.layers.quantized import FP8Linear
 from slipstream.serve.attention.sdpa import Backend
 from slipstream.tests.serve.attention_passes import Pass, Scene
 
-HIDDEN, HEAD_DIM = 256, 64
+HIDDEN = 256
+HEAD_DIM = 64
 CASE = Pass(mask="causal", lengths=(0, 9, 31), query_lens=(3,) * 3)
 
 
@@ -50,7 +51,8 @@ def attended(backend: type[Backend], layer: SelfAttention, x: Tensor) -> tuple[T
 def test_it_attends_to_the_same(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     scene = Scene(CASE, HEAD_DIM, torch.float32, "cpu")
-    layer, calls = SelfAttention(scene.layer().spec, 1, HIDDEN, 1e-6), list[int]()
+    layer = SelfAttention(scene.layer().spec, 1, HIDDEN, 1e-6)
+    calls = list[int]()
     torch.nn.init.normal_(layer.qkv_proj.weight, std=0.05)
     torch.nn.init.normal_(layer.o_proj.weight, std=0.05)
     if format == "fp8":

@@ -110,7 +110,9 @@ def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
     write_store(tmp_path, form)
     store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
-        written, start, supervised = fill(number, form).tensors, 0, 0
+        written = fill(number, form).tensors
+        start = 0
+        supervised = 0
         for slot, length in enumerate(LENGTHS[number]):
             assert store.find(span.split, span.first + slot) == (number, slot)
             assert store.length(number, slot) == length
@@ -119,7 +121,8 @@ def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
             for name, tensor in found.items():
                 part = (supervised, count) if name.startswith("last_hidden") else (start, length)
                 assert raw(tensor) == raw(written[name].narrow(0, *part)), name
-            start, supervised = start + length, supervised + count
+            start = start + length
+            supervised = supervised + count
     assert store.find("train", 5) is None
     assert store.find("test", 0) is None
 
@@ -134,7 +137,8 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: StateFormat) -> No
 
 def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     write_store(tmp_path, make_form())
-    store, path = StateStore(tmp_path), str(shard_path(tmp_path, 0))
+    store = StateStore(tmp_path)
+    path = str(shard_path(tmp_path, 0))
     pointer = store.open(0).tensors["features"].data_ptr()
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
     assert any(pointer in range(*(int(x, 16) for x in line.split()[0].split("-"))) for line in lines)
@@ -182,7 +186,8 @@ def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
                 expected += range(place[name][0] + first * size, place[name][0] + (first + rows) * size)
             assert max((size for _, size in asked), default=0) <= 48
             assert sorted(byte for first, size in asked for byte in range(first, first + size)) == sorted(expected)
-            row, supervised = row + length, supervised + count
+            row = row + length
+            supervised = supervised + count
         asked.clear()
 
 

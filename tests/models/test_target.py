@@ -91,16 +91,19 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
         save_file(tensors, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
-    target, attention = load_target(tmp_path, config, torch.float32, CPU), PackedAttention()
+    target = load_target(tmp_path, config, torch.float32, CPU)
+    attention = PackedAttention()
     tokens = torch.arange(3, 40)
     attention.plan(torch.arange(len(tokens))[None])
     with torch.no_grad():
-        found, expected = target.logits(target(tokens, attention)[0]), model(input_ids=tokens[None]).logits[0]
+        found = target.logits(target(tokens, attention)[0])
+        expected = model(input_ids=tokens[None]).logits[0]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: Callable[[str], Path]) -> None:
-    path, tokens = make_target("gemma3"), torch.arange(9)
+    path = make_target("gemma3")
+    tokens = torch.arange(9)
     config = replace(load_config(path), embedding_scale=3.0**0.5 * 8)
     target = load_target(path, config, torch.bfloat16, CPU)
     embedding = Gemma3TextScaledWordEmbedding(120, 32, 0, embed_scale=3.0**0.5 * 8).bfloat16()
@@ -111,7 +114,8 @@ def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_
 
 def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[str], Path]) -> None:
     target = load_target(make_target("gemma3"), load_config(make_target("gemma3")), torch.bfloat16, CPU)
-    x, norm = torch.randn(4, 32).bfloat16(), Gemma3RMSNorm(32, target.norm.eps)
+    x = torch.randn(4, 32).bfloat16()
+    norm = Gemma3RMSNorm(32, target.norm.eps)
     norm.weight.data = target.norm.weight - 1
     assert target.norm.weight.dtype == torch.float32
     torch.testing.assert_close(target.norm(x), norm(x), atol=0, rtol=2**-8)  # the last bit may differ
@@ -120,7 +124,8 @@ def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[
 def test_longrope_depends_on_the_context_that_is_served() -> None:
     known = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
     known.architectures = ["Phi3ForCausalLM"]
-    config, positions = TargetSpec.from_json(known.to_dict()), torch.arange(64)[None]
+    config = TargetSpec.from_json(known.to_dict())
+    positions = torch.arange(64)[None]
     for context in (64, 65):
         reference = Phi3RotaryEmbedding(copy.deepcopy(known))
         at = torch.cat((positions, positions + context - 64), dim=1)  # transformers looks at the last one

@@ -152,7 +152,8 @@ def test_nothing_counted_is_refused() -> None:
 def test_damaged_and_contradicting_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "map.safetensors"
     build([3, 0, 5, 5, 1], 3, [1]).write(path)
-    tensors, whole = load_file(path), path.read_bytes()
+    tensors = load_file(path)
+    whole = path.read_bytes()
     path.write_bytes(whole[:-5])
     with pytest.raises(ValueError, match="damaged"):
         TokenMap.read(path)

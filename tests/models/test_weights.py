@@ -96,7 +96,8 @@ def test_every_fault_is_named_before_anything_is_filled() -> None:
     tensors = file_of(empty_block())
     del tensors["k_proj.weight"], tensors["mlp.down_proj.weight"]
     tensors |= {"q_proj.bias": torch.ones(9), "gru.weight": torch.ones(1), "mlp.up_proj.weight": torch.ones(12, 9)}
-    block, count = empty_block(), len(tensors)
+    block = empty_block()
+    count = len(tensors)
     message = (
         r"draft does not fit its config: missing k_proj.weight; missing mlp.down_proj.weight; unexpected gru.weight; "
         r"mlp.up_proj.weight is \[12, 9\], the config says \[12, 8\]; q_proj.bias is \[9\], the config says \[8\]"
@@ -112,7 +113,8 @@ def test_a_tied_head_is_the_embedding(
     copied: torch.dtype | None, make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Also where a file has it once more."""
-    tensors, config = load_file(make_target("llama") / "model.safetensors"), load_config(make_target("llama"))
+    tensors = load_file(make_target("llama") / "model.safetensors")
+    config = load_config(make_target("llama"))
     object.__setattr__(config, "tie_word_embeddings", True)
     embedding = tensors["model.embed_tokens.weight"]
     copies = {} if copied is None else {"lm_head.weight": embedding.to(copied, copy=True)}
@@ -170,7 +172,8 @@ def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypa
     held = read_tensors(tmp_path)
     assert list(held) == [name for index in range(3) for name in names[index::3]]
     references = {name: weakref.ref(tensor) for name, tensor in held.items()}
-    seen, load_part = [], Linear.load
+    seen = []
+    load_part = Linear.load
 
     def load_and_look(*arguments: Any) -> None:
         seen.append([name for name, reference in references.items() if reference() is not None])
@@ -197,8 +200,10 @@ def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_tar
         head = torch.randn(5, 32)
         load_weights(module, public_tensors(draft) | {"lm_head.weight": head}, torch.bfloat16, CPU, HERE)
         if not pointers:
-            stacked, ids = module.stack_context(range(len(module.layers))), torch.tensor([3, 0])
-            cut, whole = module.lm_head.cut(ids).weight, module.lm_head.whole().weight
+            stacked = module.stack_context(range(len(module.layers)))
+            ids = torch.tensor([3, 0])
+            cut = module.lm_head.cut(ids).weight
+            whole = module.lm_head.whole().weight
         pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked, cut, whole)])
     assert pointers[0] == pointers[1]
     own = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}

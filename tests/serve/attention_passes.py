@@ -19,7 +19,8 @@ from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.attention_layers import asking_layer
 
-NUM_LAYERS, LAYER = 2, 1
+NUM_LAYERS = 2
+LAYER = 1
 GROUP = 1  # whose pages hold the KV
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
 UNUSED = 3  # rows that fill up a ragged pass
@@ -114,10 +115,12 @@ class Scene:
     """The data of a pass, always the same numbers: in fp64 rounded to `dtype`, on `device`."""
 
     def __init__(self, case: Pass, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        self.case, self.device = case, torch.device(device)
+        self.case = case
+        self.device = torch.device(device)
         generator = torch.Generator().manual_seed(3)
         self.ends = [length + count for length, count in zip(case.lengths, case.query_lens, strict=True)]
-        num_rows, capacity = len(case.lengths) + 2, -(-max(self.ends) // case.page_size) + 1
+        num_rows = len(case.lengths) + 2
+        capacity = -(-max(self.ends) // case.page_size) + 1
         num_pages = num_rows * capacity + 1
         shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, head_dim)
         self.state = RequestState(num_rows, capacity, case.page_size, 1, self.device, num_groups=2)
@@ -136,7 +139,8 @@ class Scene:
         self.ropes = [RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)] * NUM_LAYERS
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
         self.sinks = 2 * torch.randn(case.num_heads, generator=generator).to(self.device) if case.sinks else None
-        rng, reach = random.Random(5), case.reach
+        rng = random.Random(5)
+        reach = case.reach
         self.parents = [
             [-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, count))] for count in case.query_lens
         ]
@@ -145,7 +149,8 @@ class Scene:
 
     def metadata(self, spare: int = 9) -> AttentionMetadata:
         """`spare`: how far the host's bounds lie above the true lengths; a prompt's are exact."""
-        case, ancestors = self.case, self._ancestors()
+        case = self.case
+        ancestors = self._ancestors()
         lengths = torch.tensor(case.lengths, device=self.device)
         positions = torch.cat([torch.arange(length, end) for length, end in zip(case.lengths, self.ends, strict=True)])
         positions = positions.to(self.device)
@@ -169,12 +174,14 @@ class Scene:
 
     def ragged(self) -> AttentionMetadata:
         """Of a ragged pass. Rows that nobody uses write to the dump page."""
-        case, device = self.case, self.device
+        case = self.case
+        device = self.device
         assert case.num_decoding is not None
         unused = torch.zeros(UNUSED, dtype=torch.int64, device=device)
         spans = list(zip(range(len(self.ends)), case.lengths, self.ends, strict=True))
         self.written = torch.cat([*(self.slots(*span) for span in spans), unused])
-        lengths, starts = torch.tensor(case.lengths, device=device), [0, *itertools.accumulate(case.query_lens)]
+        lengths = torch.tensor(case.lengths, device=device)
+        starts = [0, *itertools.accumulate(case.query_lens)]
         masks = [self._masks(request) for request in range(len(spans))]
         bits = torch.cat([*masks, torch.full((UNUSED,), -1)]).to(device)
         places = torch.cat([torch.arange(start, end) for _, start, end in spans])
@@ -198,7 +205,8 @@ class Scene:
 
     def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
-        attention, metadata = backend(self.kv, self.ropes), self.metadata()
+        attention = backend(self.kv, self.ropes)
+        metadata = self.metadata()
         attention.plan(metadata)
         out = attention.attend(*self.qkv, self.layer(with_norms), self.case.mask)
         return out, self.cache[LAYER].flatten(1, 2)[:, self.written]

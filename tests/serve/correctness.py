@@ -156,7 +156,8 @@ def all_cases() -> list[Case]:
 
 
 def requests_of(target: Path, cases: Sequence[Case]) -> list[Request]:
-    names, texts = list(features()), ("Tom has 3 apples and buys 4 more. ", "Describe a person as JSON: ")
+    names = list(features())
+    texts = ("Tom has 3 apples and buys 4 more. ", "Describe a person as JSON: ")
     return [
         make_request(
             case.id,
@@ -217,7 +218,8 @@ def is_equal(found: Answer, expected: Answer, name: str) -> bool:
 def is_as_asked(found: Answer, name: str) -> bool:
     """Nothing was drafted where that is not wanted; a trace has every token, and counts as many accepted tokens at each
     position as the request's own counts."""
-    asked, counts = read_speculation(features()[name.split(" at ")[0]].get("speculation", {})), found.counts
+    asked = read_speculation(features()[name.split(" at ")[0]].get("speculation", {}))
+    counts = found.counts
     if not asked.enabled and counts.drafted_tokens:
         return False
     positions = Counter(one.position for one in found.trace)

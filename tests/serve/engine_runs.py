@@ -75,7 +75,8 @@ def sized_requests(lengths: Iterable[int] = (1, 9, 33), **params: Any) -> list[R
 
 def cut_alike(packed: Engine, captured: Engine) -> None:
     """Has `packed` cut prompts into chunks as `captured` does, so that both give out the same pages."""
-    packed.scheduler.max_chunks, packed.planner.limits = captured.scheduler.max_chunks, captured.planner.limits
+    packed.scheduler.max_chunks = captured.scheduler.max_chunks
+    packed.planner.limits = captured.planner.limits
 
 
 @dataclass(slots=True)
@@ -101,7 +102,9 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         assert answer.finish_reason is None, "an output after the last one"
         answer.starts.append(len(answer.tokens))
         answer.tokens += output.tokens
-        answer.finish_reason, answer.stats, answer.error = output.finish_reason, output.stats, output.error
+        answer.finish_reason = output.finish_reason
+        answer.stats = output.stats
+        answer.error = output.error
         if output.logprobs is not None:
             answer.logprobs = Logprobs.join([answer.logprobs or Logprobs(), output.logprobs])
         assert output.trace is None or len(output.trace) == len(output.tokens)
@@ -153,7 +156,8 @@ def run_aborting(
 
 def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]]]:
     """From now on, by request slot: tokens and scores of the last proposal."""
-    propose, proposed = drafter.propose, dict[int, tuple[list[int], list[float]]]()
+    propose = drafter.propose
+    proposed = dict[int, tuple[list[int], list[float]]]()
 
     def recorded(batch: DraftBatch, width: int) -> Proposal:
         proposal = propose(batch, width)
@@ -272,10 +276,13 @@ def serve_traffic(
 ) -> int:
     """Keeps up to `most_open` requests open, drawn from `kinds`, as long as `more` of their number; aborts some. Each
     must get the beginning of what is expected, and all of it if it was not aborted. Calls `check` after every step."""
-    open_kinds, answers, number = dict[str, str](), dict[str, Answer](), 0
+    open_kinds = dict[str, str]()
+    answers = dict[str, Answer]()
+    number = 0
     while more(number) or engine.has_work:
         while len(open_kinds) < most_open and more(number):
-            kind, number = rng.choice(sorted(kinds)), number + 1
+            kind = rng.choice(sorted(kinds))
+            number = number + 1
             engine.add(Request(id=f"r{number}", prompt=kinds[kind].prompt, params=kinds[kind].params))
             open_kinds[f"r{number}"] = kind
         outputs = engine.step()
@@ -284,7 +291,8 @@ def serve_traffic(
             outputs += [aborted] if aborted else []
         collect(outputs, answers)
         for name in [output.request_id for output in outputs if output.finish_reason]:
-            answer, kind = answers.pop(name), open_kinds.pop(name)
+            answer = answers.pop(name)
+            kind = open_kinds.pop(name)
             tokens = expected[kind] if answer.finish_reason != "abort" else expected[kind][: len(answer.tokens)]
             assert answer.tokens == tokens, (name, kinds[kind].params)
         check()

@@ -89,10 +89,12 @@ class FakeEngine:
     def advance(self, request: Request) -> Output:
         if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
-        stats, params = self.stats[request.id], request.params
+        stats = self.stats[request.id]
+        params = request.params
         if manner(request) == "fault":
             del self.running[request.id]
-            final, error = self.stats.pop(request.id), "regex takes too long to compile; simplify it"
+            final = self.stats.pop(request.id)
+            error = "regex takes too long to compile; simplify it"
             return Output(
                 request_id=request.id, tokens=[], finish_reason="error", stats=final, error=error, is_refusal=True
             )

@@ -37,7 +37,9 @@ class Wrapper:
         assert len(starts) == len(page_starts) == len(last_page_len) + 1
         assert len(pages) == page_starts[-1]
         self.num_plans += 1
-        self.starts, self.shape, self.dtype = starts.tolist(), shape, dtype
+        self.starts = starts.tolist()
+        self.shape = shape
+        self.dtype = dtype
         self.pages = pages.split(page_starts.diff().tolist())
         self.lengths = [
             (len(own) - 1) * shape[3] + int(last) if len(own) else int(last)
@@ -50,7 +52,8 @@ class Wrapper:
         assert {q.dtype, out.dtype, *(x.dtype for x in kv)} == {self.dtype}
         assert q.is_contiguous()
         assert all(x.shape[1:] == (self.shape[3], *self.shape[1:3]) for x in kv)
-        group, lse = q.shape[1] // kv[0].shape[2], torch.full(q.shape[:2], -5e4)
+        group = q.shape[1] // kv[0].shape[2]
+        lse = torch.full(q.shape[:2], -5e4)
         out.zero_()
         for request, pages in enumerate(self.pages):
             start, end = self.starts[request : request + 2]
@@ -99,7 +102,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
-        self.window_left, self.scale, self.softcap = window_left, sm_scale, logits_soft_cap
+        self.window_left = window_left
+        self.scale = sm_scale
+        self.softcap = logits_soft_cap
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         starts = torch.arange(len(indptr), dtype=torch.int32)
         self._keep(starts, (indptr, indices, last_page_len), shape, q_data_type)
@@ -138,7 +143,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         assert q_data_type == kv_data_type
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(qo_indptr, table, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), q_data_type)
-        self.causal, self.window_left, self.scale, self.softcap = causal, window_left, sm_scale, logits_soft_cap
+        self.causal = causal
+        self.window_left = window_left
+        self.scale = sm_scale
+        self.softcap = logits_soft_cap
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False

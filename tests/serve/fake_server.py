@@ -25,7 +25,9 @@ from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 MODEL = "byte-model"
 HELLO = [{"role": "user", "content": "hello"}]
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -99,7 +101,8 @@ def engine_held(server: Server) -> Iterator[None]:
 
 def send_post(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request has been sent, and no answer is read."""
-    connection, sent = socket.create_connection(server.listener.getsockname()[:2], timeout=20), json.dumps(body)
+    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=20)
+    sent = json.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
     connection.sendall(f"{head}\r\n\r\n{sent}".encode())
     return connection
@@ -121,7 +124,8 @@ def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
 def read_banner(server: subprocess.Popen[str]) -> tuple[str, str, str]:
     """Its two lines, which come once the server answers, and the address in the first."""
     assert server.stdout is not None
-    first, second = server.stdout.readline(), server.stdout.readline()
+    first = server.stdout.readline()
+    second = server.stdout.readline()
     return first, second, first.split(" at ")[1].split()[0]
 
 

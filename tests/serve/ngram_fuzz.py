@@ -62,8 +62,11 @@ class Fuzz:
         self.num_rows = rng.choice((1, 2, 5))
         self.vocab = rng.choice((2, 3, 6, 20, 300))
         self.names = NAMES[: rng.choice((1, 3))]
-        self.core_class, self.folder, self.seed = core_class, folder, seed
-        self.core, self.model = self.make_core(), NgramModel(**self.options)
+        self.core_class = core_class
+        self.folder = folder
+        self.seed = seed
+        self.core = self.make_core()
+        self.model = NgramModel(**self.options)
         self.texts = [self.random_text(60) for _ in range(4)]
         self.drafts: dict[int, list[int]] = {}  # of the running rows: what was drafted last, without the root
         self.users: dict[int, tuple[str, ...]] = {}  # of the running rows: the namespaces that they see
@@ -106,7 +109,8 @@ class Fuzz:
 
     def admit(self) -> None:
         row = self.rng.choice(sorted(set(range(self.num_rows)) - self.drafts.keys()))
-        text, name = self.text(40), self.rng.choice(self.names)
+        text = self.text(40)
+        name = self.rng.choice(self.names)
         common = self.rng.choice((None, *self.names))
         self.core.admit(row, text, name, common)
         self.core.flush()
@@ -127,7 +131,8 @@ class Fuzz:
         self.num_operations += 1
 
     def insert(self) -> None:
-        text, name = self.text(50), self.rng.choice(self.names)
+        text = self.text(50)
+        name = self.rng.choice(self.names)
         self.core.insert(text, name)
         self.model.insert(text, name)
         self.texts[self.rng.randrange(len(self.texts))] = text
@@ -135,7 +140,8 @@ class Fuzz:
 
     def round(self) -> None:
         """All running requests gain tokens, some of them drafted ones, and get a tree each."""
-        rows, most = sorted(self.drafts), self.rng.randint(1, 6)
+        rows = sorted(self.drafts)
+        most = self.rng.randint(1, 6)
         gained: dict[int, list[int]] = {}
         for row in rows:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
@@ -199,7 +205,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--core")
     options = parser.parse_args()
-    core_class, num_operations, seed, start = load_core(options.core), 0, options.seed, time.monotonic()
+    core_class = load_core(options.core)
+    num_operations = 0
+    seed = options.seed
+    start = time.monotonic()
     with TemporaryDirectory() as folder:
         while time.monotonic() < start + options.seconds:
             num_operations += Fuzz(core_class, seed, Path(folder)).run(150)

@@ -45,7 +45,10 @@ class NgramModel:
         self, capacity: int, branch_length: int, min_match: int, max_match: int, order: str, breadth: int
     ) -> None:
         self.trie = Trie(capacity, branch_length)
-        self.min_match, self.max_match, self.order, self.breadth = min_match, max_match, order, breadth
+        self.min_match = min_match
+        self.max_match = max_match
+        self.order = order
+        self.breadth = breadth
         self.requests: dict[int, Request] = {}
         self.scores: list[list[float]] = []  # of the trees that `advance` returned last
         self.foreign: list[list[bool]] = []  # likewise
@@ -63,7 +66,8 @@ class NgramModel:
         """By row; what `propose` returns for each. `dropped`: the queue has no room for the tokens gained before."""
         for row, tokens in gained.items():
             self.requests[row].tokens += tokens
-        self.scores, self.foreign = [], []
+        self.scores = []
+        self.foreign = []
         trees = [self.propose(row, width) for row in gained]
         for row, tokens in gained.items():
             self.share(row, 0 if dropped else len(self.requests[row].private))
@@ -91,7 +95,8 @@ class NgramModel:
 
     def occurrences(self, tokens: list[int]) -> list[tuple[int, int]]:
         """(length of the match, index of the token behind it) of earlier ends like the text's, best first."""
-        last, found = len(tokens) - 1, set()
+        last = len(tokens) - 1
+        found = set()
         for gram in {max(self.min_match, min(LONG_GRAM, self.max_match)), self.min_match}:
             visited = 0
             for end in range(last - 1, gram - 2, -1):
@@ -151,8 +156,13 @@ class NgramModel:
 
 class Tree:
     def __init__(self, model: NgramModel, text: list[int], starts: list[tuple[int, Cursor]], width: int) -> None:
-        self.model, self.text, self.starts, self.width = model, text, starts, width
-        self.tokens, self.parents, self.depths = [text[-1]], [-1], [0]
+        self.model = model
+        self.text = text
+        self.starts = starts
+        self.width = width
+        self.tokens = [text[-1]]
+        self.parents = [-1]
+        self.depths = [0]
         self.probabilities = [1.0]
         self.foreign = [False]
         # -score, order, token, parent, length, probability, behind

@@ -21,7 +21,8 @@ Position = tuple[Text, int] | None
 
 class TextLog:
     def __init__(self, num_chunks: int) -> None:
-        self.num_chunks, self.newest = num_chunks, 0
+        self.num_chunks = num_chunks
+        self.newest = 0
 
     def alive(self, position: Position) -> bool:
         return position is not None and self.newest - position[0].serials[position[1] // CHUNK_TOKENS] < self.num_chunks
@@ -79,7 +80,8 @@ class Writer:
 
 class Trie:
     def __init__(self, capacity: int, branch_length: int) -> None:
-        self.capacity, self.branch_length = capacity, branch_length
+        self.capacity = capacity
+        self.branch_length = branch_length
         num_chunks = 1
         while num_chunks <= capacity // NODES_PER_CHUNK // 2:
             num_chunks *= 2
@@ -118,7 +120,8 @@ class Trie:
         return False
 
     def advance_in_tail(self, place: Place, writer: Writer) -> bool:
-        leaf, num_shared = place.node, place.depth - place.node.depth
+        leaf = place.node
+        num_shared = place.depth - place.node.depth
         expected = self.log.read(leaf.tail, num_shared)
         if expected not in (None, writer.tokens[-1]):
             self.split(leaf, num_shared, writer)
@@ -135,7 +138,8 @@ class Trie:
     def split(self, leaf: Node, num_shared: int, writer: Writer) -> None:
         assert leaf.tail is not None
         text, index = leaf.tail
-        frequency, node = leaf.frequency, leaf
+        frequency = leaf.frequency
+        node = leaf
         self.leaves.pop(leaf)
         for shared in range(num_shared):
             node = self.create(node, text.tokens[index + shared], frequency)
@@ -167,7 +171,9 @@ class Trie:
         child.parent.children.insert(0, child)
         if not child.children:
             self.leaves.move_to_end(child)
-        place.node, place.birth, place.depth = child, child.birth, child.depth
+        place.node = child
+        place.birth = child.birth
+        place.depth = child.depth
         if child.depth == self.branch_length:
             child.tail = self.end(writer)
         return child.depth < self.branch_length
@@ -181,7 +187,8 @@ class Trie:
         leaf.birth = object()
         leaf.parent.children.remove(leaf)
         if not leaf.parent.children and leaf.parent.depth > 0:
-            leaf.parent.birth, leaf.parent.tail = object(), None
+            leaf.parent.birth = object()
+            leaf.parent.tail = None
             self.leaves[leaf.parent] = None
             self.leaves.move_to_end(leaf.parent, last=False)
 
@@ -193,18 +200,21 @@ class Trie:
             child = place.node.find(text[len(text) - (place.depth - place.node.depth)])
             if child is None:
                 return False
-            place.node, place.birth = child, child.birth
+            place.node = child
+            place.birth = child.birth
         return True
 
     def step(self, place: Place, token: int, text: list[int]) -> bool:
         if not self.settle(place, text):
             return False
-        node, place.depth = place.node, place.depth + 1
+        node = place.node
+        place.depth = place.depth + 1
         if not node.children:
             return self.log.read(node.tail, place.depth - 1 - node.depth) == token
         child = node.find(token)
         if child is not None:
-            place.node, place.birth = child, child.birth
+            place.node = child
+            place.birth = child.birth
         return child is not None
 
     def continues(self, place: Place) -> bool:

@@ -20,7 +20,8 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven"]
 
 def rounds_of(length: int) -> list[int]:
     """Tokens that each round after the first token emits."""
-    left, emitted = length - 1, []
+    left = length - 1
+    emitted = []
     while left:
         emitted.append(min(left, 1 + len(emitted) % 3))
         left -= emitted[-1]
@@ -90,7 +91,8 @@ class PacedServer:
         text = body["messages"][-1]["content"]
         emitted = rounds_of(min(length_of(text), body["max_tokens"]))
         await self.sleep()
-        pieces, place = [self.words(text, 0, 1)], 1
+        pieces = [self.words(text, 0, 1)]
+        place = 1
         response = None
         if body.get("stream"):
             response = web.StreamResponse()
@@ -153,7 +155,8 @@ def choice(text: str) -> dict[str, Any]:
 @contextmanager
 def paced(dialect: str = "plain", **options: Any) -> Iterator[PacedServer]:
     """The server on a thread of this process."""
-    server, loop = PacedServer(dialect, **options), asyncio.new_event_loop()
+    server = PacedServer(dialect, **options)
+    loop = asyncio.new_event_loop()
     app = web.Application()
     app.add_routes([web.get("/v1/models", server.models), web.get("/metrics", server.metrics)])
     app.add_routes([web.post("/v1/chat/completions", server.chat)])

@@ -25,7 +25,8 @@ class Played:
     """Stands for a captured graph."""
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self.run, self.num_replays = run, 0
+        self.run = run
+        self.num_replays = 0
 
     def replay(self) -> None:
         self.num_replays += 1

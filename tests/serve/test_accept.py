@@ -186,7 +186,8 @@ def test_an_interrupted_run_continues_to_the_same_table(server: Server, question
     """Killed at random points: a file that ends anywhere, in the middle of a line, too."""
     options: dict[str, Any] = {"url": server.url, "questions": [questions], "max_tokens": 15, "concurrency": "1,3"}
     accept(AcceptConfig(**options, output=str(tmp_path / "once")))
-    expected, content = figures(tmp_path / "once"), (tmp_path / "once" / "answers.jsonl").read_bytes()
+    expected = figures(tmp_path / "once")
+    content = (tmp_path / "once" / "answers.jsonl").read_bytes()
     rng = random.Random(3)
     first = content.index(b"\n") + 1
     timed = ("tok_s", "tok_s_without", "speed_up", "by_counters")
@@ -284,7 +285,8 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
     options: dict[str, Any] = {"draft": byte_draft, "engine": engine, "max_tokens": 12, "questions": [questions]}
     chat = LLM(draft=byte_draft, **engine)
     accept(AcceptConfig(**options, output=str(tmp_path / "out")))
-    conversation, turns = Conversation(read_questions([questions])[0]), []
+    conversation = Conversation(read_questions([questions])[0])
+    turns = []
     more = True
     while more:
         [one] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[list-item]

@@ -275,7 +275,8 @@ def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]],
     own = TOOL_FORMS[form]
     before = "" if own.at_start else before.strip()
     text = before + own.first[0] + own.between.join(written(form, *call) for call in calls) + own.last[0]
-    rng, pieces = random.Random(seed), []
+    rng = random.Random(seed)
+    pieces = []
     while text:
         count = rng.randrange(1, 9)
         pieces.append(text[:count])

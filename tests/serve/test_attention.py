@@ -82,7 +82,8 @@ def ancestors_of(node: int, parents: list[int]) -> set[int]:
 
 def visible(scene: Scene, request: int, query: int) -> set[int]:
     """Which of the request's new tokens a query sees; without a window it sees all committed ones."""
-    case, count = scene.case, scene.case.query_lens[request]
+    case = scene.case
+    count = scene.case.query_lens[request]
     mask = case.mask_of(request)
     ancestors = ancestors_of(query, scene.parents[request]) if mask == "tree" else set()
     seen = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[mask]
@@ -109,7 +110,8 @@ def turn(x: Tensor, position: int) -> Tensor:
 def expected(scene: Scene) -> Tensor:
     """(T, Q, D) in fp64."""
     case, (all_q, all_k, all_v) = scene.case, (x.double() for x in scene.qkv)
-    out, group = torch.zeros_like(all_q), case.num_heads // case.num_kv_heads
+    out = torch.zeros_like(all_q)
+    group = case.num_heads // case.num_kv_heads
     keys, values = scene.cache[LAYER].flatten(1, 2).double()
     start = 0
     for request, (count, length) in enumerate(zip(case.query_lens, case.lengths, strict=True)):
@@ -120,7 +122,8 @@ def expected(scene: Scene) -> Tensor:
             seen = sorted(visible(scene, request, query))
             first = 0 if case.window is None else max(0, place + 1 - case.window)
             past = scene.slots(request, min(first, length), length)
-            k, v = torch.cat((keys[past], turned[seen])), torch.cat((values[past], all_v[own][seen]))
+            k = torch.cat((keys[past], turned[seen]))
+            v = torch.cat((values[past], all_v[own][seen]))
             for head in range(case.num_heads):
                 scores = k[:, head // group] @ turn(all_q[start + query, head], place)
                 scores = scores * (case.scale or HEAD_DIM**-0.5)
@@ -139,7 +142,8 @@ def scene_of(name: str, dtype: torch.dtype = torch.float32) -> Scene:
 
 def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float) -> None:
     """The new keys and values are in their slots of the layer, and nothing else of the cache changed."""
-    cache, before = scene.cache.nan_to_num(-1), before.nan_to_num(-1)
+    cache = scene.cache.nan_to_num(-1)
+    before = before.nan_to_num(-1)
     assert torch.equal(cache[0], before[0]), "another layer's KV changed"
     (keys, values), (_, k, v) = cache[LAYER].flatten(1, 2), scene.qkv
     used = zip(scene.written.tolist(), metadata.positions[: sum(scene.case.query_lens)].tolist(), strict=False)
@@ -167,7 +171,8 @@ GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 @pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), gate_of(ATTENDED, GATE), indirect=["backend"])
 def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
     scene = scene_of(name, dtype)
-    wanted, before = expected(scene), scene.cache.clone()
+    wanted = expected(scene)
+    before = scene.cache.clone()
     attention = backend(scene.kv, scene.ropes)
     for spare in (0, 20):  # the second pass writes the same rows again
         metadata = scene.metadata(spare)
@@ -182,7 +187,8 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
 def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
     """A drafter may write a prompt's KV by the backend of its own phase."""
     scene = scene_of("ragged prefill with prefix")
-    metadata, before = scene.metadata(spare=0), scene.cache.clone()
+    metadata = scene.metadata(spare=0)
+    before = scene.cache.clone()
     attention = backend(scene.kv, scene.ropes)
     attention.plan(metadata)
     attention.write(*scene.qkv[1:], scene.layer())
@@ -229,7 +235,9 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     """With rows that nobody uses behind the others."""
     scene = scene_of(name, dtype)
     num_used = sum(scene.case.query_lens)
-    wanted, before, metadata = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
+    wanted = expected(scene)[:num_used]
+    before = scene.cache.clone()
+    metadata = scene.ragged()
     attention = backend(scene.kv, scene.ropes)
     attention.plan(metadata)
     out = attention.attend(*scene.qkv, scene.layer(), scene.case.mask)
@@ -243,11 +251,16 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
 def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     """Nodes by a backend that takes any numbers of them or as many for each request, and prompts by another backend."""
     scene = scene_of(name)
-    case, num_used = scene.case, sum(scene.case.query_lens)
-    wanted, before, ragged = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
+    case = scene.case
+    num_used = sum(scene.case.query_lens)
+    wanted = expected(scene)[:num_used]
+    before = scene.cache.clone()
+    ragged = scene.ragged()
     assert case.num_decoding is not None
-    counts, lens = case.query_lens[: case.num_decoding], case.query_lens[case.num_decoding :]
-    split, first = Nodes.of(counts, scene.device), sum(counts)
+    counts = case.query_lens[: case.num_decoding]
+    lens = case.query_lens[case.num_decoding :]
+    split = Nodes.of(counts, scene.device)
+    first = sum(counts)
     attention = PartsAttention(split, nodes(scene.kv, scene.ropes), SDPABackend(scene.kv, scene.ropes))
 
     def part(phase: Phase, requests: slice, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
@@ -255,7 +268,8 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
         where = ragged.requests[requests], ragged.lengths[requests], own(ragged.positions[:num_used])
         return AttentionMetadata(phase, scene.state, *where, KVSlots(lambda _: places), **shape)
 
-    of_nodes, of_prompts = None, None
+    of_nodes = None
+    of_prompts = None
     if counts:
         ancestors = None if ragged.ancestors is None else split.pad(ragged.ancestors).view(len(counts), -1)
         own_counts = counts if nodes.takes_unlike_counts else (split.most,) * len(counts)
@@ -276,7 +290,8 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
 
 @given(st.lists(st.integers(1, 16), max_size=12))
 def test_nodes_are_padded_and_kept_in_their_order(counts: list[int]) -> None:
-    nodes, starts = Nodes.of(counts, torch.device("cpu")), [sum(counts[:index]) for index in range(len(counts))]
+    nodes = Nodes.of(counts, torch.device("cpu"))
+    starts = [sum(counts[:index]) for index in range(len(counts))]
     values = torch.arange(sum(counts) + 4)
     padded = [
         start + min(node, count - 1) for start, count in zip(starts, counts, strict=True) for node in range(nodes.most)

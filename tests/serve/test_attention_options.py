@@ -13,7 +13,8 @@ from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.serve import fake_flashinfer
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 def formats(

@@ -39,7 +39,10 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 
-SLOTS, PAGES, SIZE = 4, 24, 4  # requests, pages with the dump page, tokens of a page
+# requests, pages with the dump page, tokens of a page
+SLOTS = 4
+PAGES = 24
+SIZE = 4
 MOST = 16  # rows of a pass, and of an extension
 
 
@@ -60,7 +63,8 @@ class Memory(Drafter):
         self.observed += rows.next_tokens.tolist()
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
-        numbers, slots = aux_states[:, 1].int().tolist(), rows.slots.of(0).tolist()
+        numbers = aux_states[:, 1].int().tolist()
+        slots = rows.slots.of(0).tolist()
         assert len(numbers) <= MOST
         assert numbers == rows.next_tokens.tolist() == (rows.positions - 7).tolist()
         assert len(set(slots)) == len(slots)
@@ -126,7 +130,8 @@ class World:
         """A pass over one row or more of each of some requests."""
         chosen = [slot for slot in self.running if self.rng.random() < 0.8]
         counts = [self.rng.choice([1, 1, 1, self.rng.randint(1, MOST // SLOTS)]) for _ in chosen]
-        places, slots = list[int](), list[int]()
+        places = list[int]()
+        slots = list[int]()
         for slot, count in zip(chosen, counts, strict=True):
             text = self.running[slot]
             while text.length + count > len(text.pages) * SIZE:
@@ -188,7 +193,10 @@ def test_what_a_draft_reads_is_what_extending_in_every_pass_leaves(
     monkeypatch.setattr(behind, "MOST_AT_ONCE", MOST)
     monkeypatch.setattr(step, "MOST_AT_ONCE", MOST)
     world = World(random.Random(seed))
-    deferred, rng, num_drafts, most_kept = world.deferred, world.rng, 0, 0
+    deferred = world.deferred
+    rng = world.rng
+    num_drafts = 0
+    most_kept = 0
     for _ in range(400):
         if rng.random() < 0.3:
             world.admit()
@@ -250,7 +258,9 @@ def traffic() -> list[Request]:
 def serve(engine: Engine, check: Callable[[], None] = lambda: None) -> tuple[dict[str, Answer], Proposals]:
     """Answers to requests of which some are aborted, and all proposals, which are asked for now and then, for a while
     or for one step."""
-    steps, proposals, propose = itertools.count(), Proposals(), engine.runner.drafter.propose
+    steps = itertools.count()
+    proposals = Proposals()
+    propose = engine.runner.drafter.propose
 
     def choose(num_decoding: int, *_: object, **__: object) -> Choice:
         number = next(steps)
@@ -279,7 +289,8 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     drafter: str, is_tight: bool, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With preemption, aborts and prefix hits, and never more rows due or kept than allowed."""
-    target, draft = make_target("qwen3"), tmp_path / "draft"
+    target = make_target("qwen3")
+    draft = tmp_path / "draft"
     DRAFTS[drafter](target, draft, texts_of(target, traffic()[:6]))
     if is_tight:
         monkeypatch.setattr(model_runner, "MOST_BEHIND", 24)
@@ -291,7 +302,10 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
         patch.setattr(ModelRunner, "_extends_later", lambda *_: False)
         expected, wanted = serve(build())
     engine = build()
-    passes, scheduler, num_due, num_pending = engine.runner.passes, engine.scheduler, [0], [0]
+    passes = engine.runner.passes
+    scheduler = engine.scheduler
+    num_due = [0]
+    num_pending = [0]
     deferred = passes.deferred
     assert deferred is not None
 
@@ -321,7 +335,10 @@ def hit(engine: Engine, width: int) -> tuple[list[list[int]], int]:
     most rows that were due after a step. The others run one by one, in the same slot."""
     first = [make_request(str(index), random_prompt(33, index), max_tokens=2, ignore_eos=True) for index in range(4)]
     again = [make_request("new", random_prompt(3, 9)), *first]
-    passes, scheduler, policy, num_due = engine.runner.passes, engine.scheduler, engine.planner.policy, [0]
+    passes = engine.runner.passes
+    scheduler = engine.scheduler
+    policy = engine.planner.policy
+    num_due = [0]
 
     def check(*_: object) -> None:
         slots = torch.tensor([sequence.slot for sequence in scheduler._running], dtype=torch.int64)
@@ -342,7 +359,8 @@ def test_rows_in_cached_pages_are_computed_for_requests_that_hit_them(
 ) -> None:
     """Before the draft proposes for them, and where it is not asked, as many as exceed the limit."""
     monkeypatch.setattr(model_runner, "MOST_DUE", 60)
-    target, draft = make_target("qwen3"), tmp_path / "draft"
+    target = make_target("qwen3")
+    draft = tmp_path / "draft"
     DRAFTS["eagle"](target, draft)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_extends_later", lambda *_: False)

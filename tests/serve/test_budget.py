@@ -70,7 +70,8 @@ class World:
     """Chains of drafts with probability q each by the draft, and q ** power by the target."""
 
     def __init__(self, power: float, seed: int = 0) -> None:
-        self.rng, self.power = np.random.default_rng(seed), power
+        self.rng = np.random.default_rng(seed)
+        self.power = power
 
     def propose(self, batch: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """(B, N) cells, and probabilities that nodes are accepted."""
@@ -94,7 +95,10 @@ def admit(cells: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> 
 
 class Simulation:
     def __init__(self, policy: BudgetPolicy, world: World, batch: int, *, step_ms: Callable[..., float] = gpu_ms):
-        self.policy, self.world, self.batch, self.step_ms = policy, world, batch, step_ms
+        self.policy = policy
+        self.world = world
+        self.batch = batch
+        self.step_ms = step_ms
         self.cells, self.survivals = world.propose(batch, WIDTHS[-1])
         self.nodes: list[int] = []
         self.widths: list[int] = []
@@ -248,7 +252,8 @@ def settled_nodes(
 ) -> list[float]:
     """Returns the nodes of a request to which two policies come, one from the times `measured` at start-up and one from
     the `known` times of text. Asserts that the first yields as many tokens as the second."""
-    rates, nodes = [], []
+    rates = []
+    nodes = []
     for costs in (measured, known):
         simulation = Simulation(BudgetPolicy(costs, WIDTHS), World(power), batch, step_ms=step_ms)
         simulation.run(2000)
@@ -272,7 +277,8 @@ def choices(model: PreTrainedModel, tokens: list[int]) -> NDArray[np.bool_]:
 
 def hit_shares(chosen: NDArray[np.bool_], requests: int) -> dict[int, float]:
     """By number of rows: the share of a layer's experts that so many rows hit, as many neighbours of each request."""
-    rng, shares = np.random.default_rng(0), dict[int, float]()
+    rng = np.random.default_rng(0)
+    shares = dict[int, float]()
     for size in (size for size in SIZES if size >= requests):
         of_each = -(-size // requests)
         starts = rng.integers(0, chosen.shape[1] - of_each, (64, requests))
@@ -305,7 +311,8 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
     experts, so that both hit about as many: the test above has the larger differences. One request gains as much by
     five nodes as by eight, so that rates are compared alone."""
     text, drawn = choices_of_text_and_of_random_tokens
-    of_text, of_start = hit_shares(text, batch), hit_shares(drawn, 1)
+    of_text = hit_shares(text, batch)
+    of_start = hit_shares(drawn, 1)
     times = {rows: hit_ms(rows, of_text.get(rows, of_start[rows])) for rows in SIZES}
 
     def step_ms(rows: int, requests: int, width: int) -> float:
@@ -319,9 +326,12 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
 @given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
 def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
     """Budgets change, so that a node is verified or not by its cell: cells are judged by their own nodes."""
-    rng, seen = np.random.default_rng(seed), Calibration()
-    true, order = rng.uniform(0.1, 0.9, CELLS), rng.random(CELLS)
-    cells, wrong = rng.choice(NETWORK_CELLS, 12, replace=False), []
+    rng = np.random.default_rng(seed)
+    seen = Calibration()
+    true = rng.uniform(0.1, 0.9, CELLS)
+    order = rng.random(CELLS)
+    cells = rng.choice(NETWORK_CELLS, 12, replace=False)
+    wrong = []
     for step in range(300):
         stored = rng.choice(cells, 120)
         verified = stored[np.argsort(order[stored])[: int(120 * shares[step % len(shares)])]]
@@ -339,8 +349,11 @@ def network_cell(place: int, probability: float) -> int:
 
 
 def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
-    seen, before = Calibration(), Calibration().survivals
-    known, other, later = network_cell(1, 0.9), network_cell(1, 0.5), network_cell(3, 0.5)
+    seen = Calibration()
+    before = Calibration().survivals
+    known = network_cell(1, 0.9)
+    other = network_cell(1, 0.5)
+    later = network_cell(3, 0.5)
     for _ in range(20):
         seen.record(np.full(8, known, np.int32), np.zeros(8, bool))
     assert seen.survivals[known] < 0.05
@@ -354,7 +367,8 @@ def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() ->
 
 def test_survivals_are_counts_with_a_prior() -> None:
     """Of steps long ago: what happened lately counts more."""
-    seen, cell = Calibration(), network_cell(1, 0.99)
+    seen = Calibration()
+    cell = network_cell(1, 0.99)
     seen.record(np.full(10, cell, np.int32), np.arange(10) < 7)
     assert seen.survivals[cell] < 0.7
     seen._recent[:] = 0
@@ -365,7 +379,9 @@ def test_survivals_are_counts_with_a_prior() -> None:
 
 
 def test_the_table_changes_seldom_and_follows() -> None:
-    seen, rng, changes = Calibration(), np.random.default_rng(0), []
+    seen = Calibration()
+    rng = np.random.default_rng(0)
+    changes = []
     before = seen.table
     for step in range(400):
         version = seen.version
@@ -394,8 +410,11 @@ def test_cells() -> None:
 
 
 def test_curves_are_the_mean_proposal_best_nodes_first() -> None:
-    offers, survivals = Offers(4), np.zeros(CELLS)
-    sure, unsure, next_ = network_cell(1, 0.9), network_cell(1, 0.1), network_cell(2, 0.8)
+    offers = Offers(4)
+    survivals = np.zeros(CELLS)
+    sure = network_cell(1, 0.9)
+    unsure = network_cell(1, 0.1)
+    next_ = network_cell(2, 0.8)
     survivals[[sure, unsure, next_]] = 0.75, 0.25, 0.5
     cells = np.array([[-1, sure, next_, -1], [-1, unsure, next_, -1], [-1, NETWORK_CELLS, -1, -1]], np.int32)
     for _ in range(2000):
@@ -421,10 +440,12 @@ def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0) -> Choice:
 
 def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it change a choice."""
-    plain, prepared = learnt(batch=16), learnt(batch=16)
+    plain = learnt(batch=16)
+    prepared = learnt(batch=16)
     solve = prepared._solve
     for step in range(40):
-        prompt_rows, filtered = 100 * (step % 3 == 0), step % 2 == 0
+        prompt_rows = 100 * (step % 3 == 0)
+        filtered = step % 2 == 0
         given: dict[str, Any] = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
         monkeypatch.setattr(prepared, "_solve", solve)
         prepared.prepare(16, **given)
@@ -489,7 +510,8 @@ def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
 
 def test_filtered_steps_have_times_of_their_own() -> None:
     policy = BudgetPolicy(costs(filtered=3.0), WIDTHS)
-    plain, filtered = policy.choose(8), policy.choose(8, filtered=True)
+    plain = policy.choose(8)
+    filtered = policy.choose(8, filtered=True)
     assert filtered.ms > 2 * plain.ms
 
 
@@ -534,7 +556,8 @@ def test_a_latency_bounds_steps() -> None:
 
 def test_a_latency_is_kept_by_nearly_all_steps() -> None:
     """Steps take up to a third longer than expected; one in ten."""
-    steps, policy = costs(), BudgetPolicy(costs(), WIDTHS, itl_ms=6.0)
+    steps = costs()
+    policy = BudgetPolicy(costs(), WIDTHS, itl_ms=6.0)
     policy.costs = steps
     for step in range(300):
         policy.observe(rows=16, requests=4, width=2, ms=4.68 * (1.33 if step % 10 == 0 else 1.0))
@@ -542,7 +565,8 @@ def test_a_latency_is_kept_by_nearly_all_steps() -> None:
 
 
 def test_chunks_keep_streams_flowing() -> None:
-    policy, steps = learnt(), costs()
+    policy = learnt()
+    steps = costs()
     nodes = settled(policy, 64).nodes
     rows = policy.chunk_rows(64)
     assert nodes + rows in SIZES
@@ -576,7 +600,8 @@ def test_proposals_of_the_host_are_judged_one_by_one() -> None:
 
 def test_steps_wait_for_the_host_while_that_pays() -> None:
     policy = BudgetPolicy(costs(), (1,), most_nodes=8)
-    cells, accepted = np.stack([host_cells(8, 1)] * 4), np.zeros((4, 8), bool)
+    cells = np.stack([host_cells(8, 1)] * 4)
+    accepted = np.zeros((4, 8), bool)
     for _ in range(100):
         policy.waited(0.5)
     assert policy.wait_ms == pytest.approx(0.5, abs=0.05)
@@ -596,11 +621,13 @@ def test_steps_wait_for_the_host_while_that_pays() -> None:
 
 def test_results_may_be_overwritten_once_they_are_recorded() -> None:
     """Several steps are counted together."""
-    policy, other = BudgetPolicy(costs(), WIDTHS), BudgetPolicy(costs(), WIDTHS)
+    policy = BudgetPolicy(costs(), WIDTHS)
+    other = BudgetPolicy(costs(), WIDTHS)
     world = World(1.0)
     for _ in range(100):
         cells, survivals = world.propose(4, 8)
-        admitted, accepted = np.full(4, 6, np.int32), world.rng.random((4, 1)) < survivals
+        admitted = np.full(4, 6, np.int32)
+        accepted = world.rng.random((4, 1)) < survivals
         other.calibration.record(cells[:, 1:6].ravel(), accepted[:, 1:6].ravel())
         policy.choose(4)
         policy.record(cells, admitted, accepted)

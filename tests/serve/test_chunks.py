@@ -12,7 +12,8 @@ from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import HostShape, Runner
 
-PAGE_SIZE, NUM_PAGES = 4, 40
+PAGE_SIZE = 4
+NUM_PAGES = 40
 
 
 def random_state(num_slots: int = 6) -> RequestState:
@@ -26,7 +27,8 @@ def random_state(num_slots: int = 6) -> RequestState:
 def random_chunks(rng: random.Random, num_slots: int = 6) -> list[PromptChunk]:
     chunks = []
     for slot in rng.sample(range(num_slots), rng.randint(1, num_slots)):
-        tokens, goes_on = [rng.randrange(90) for _ in range(rng.choice([1, 2, 7, 8, 9, 16, 30]))], rng.random() < 0.5
+        tokens = [rng.randrange(90) for _ in range(rng.choice([1, 2, 7, 8, 9, 16, 30]))]
+        goes_on = rng.random() < 0.5
         next_token = rng.randrange(90) if goes_on else None
         chunks.append(PromptChunk(slot, rng.randrange(100), tokens, next_token, is_last=not goes_on))
     return chunks
@@ -65,7 +67,8 @@ def check(chunks: list[PromptChunk], packed: Chunks, state: RequestState, num_ro
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_of_known_lengths(seed: int) -> None:
-    rng, state = random.Random(seed), random_state()
+    rng = random.Random(seed)
+    state = random_state()
     chunks = random_chunks(rng)
     lens = [len(chunk.tokens) for chunk in chunks]
     packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
@@ -85,8 +88,10 @@ def test_chunks_of_known_lengths(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_of_a_larger_pass(seed: int) -> None:
     """In buffers that held others before, as captured passes read them."""
-    rng, state = random.Random(seed), random_state()
-    most, most_tokens = 6 + rng.randrange(3), 180 + rng.randrange(9)
+    rng = random.Random(seed)
+    state = random_state()
+    most = 6 + rng.randrange(3)
+    most_tokens = 180 + rng.randrange(9)
     buffer = pack_chunks((), most, most_tokens, state.padding, False)
     for _ in range(3):
         chunks = random_chunks(rng)

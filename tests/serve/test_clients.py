@@ -255,7 +255,8 @@ def test_other_clients_say_what_transformers_does(
 ) -> None:
     tokens = oracle.answer(oracle.prompt, 20)
     scores = oracle.scores([*oracle.prompt, *tokens])[-len(tokens) :]
-    text, plain = oracle.text(tokens), oracle.tokenizer(QUESTION[:20]).input_ids
+    text = oracle.text(tokens)
+    plain = oracle.tokenizer(QUESTION[:20]).input_ids
     told = run_program(package, program, QUESTION, json.dumps(brief["logit_bias"]))
     assert told.pop("logprobs") == pytest.approx(scores, abs=1e-4)
     assert told.pop("text") == oracle.text(oracle.answer(plain, 20))
@@ -263,7 +264,8 @@ def test_other_clients_say_what_transformers_does(
         assert told.pop("call") == ["now", "tool_calls"]
     else:
         assert told.pop("batch") == [text, text]
-        calls, parsed = told.pop("calls"), told.pop("parsed")
+        calls = told.pop("calls")
+        parsed = told.pop("parsed")
         assert calls["chat"] == calls["response"]
         assert calls["chat"][0] == "now"
         assert parsed["chat"] == parsed["response"] == Verdict(**parsed["chat"]).model_dump()

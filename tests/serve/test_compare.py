@@ -48,7 +48,8 @@ def test_twenty_runs_of_simulated_servers(
 ) -> None:
     """Two minutes each on a machine that drifts and is disturbed: the same server twice is within the interval, one
     that is 5 % slower is found, and the interval is at most 3 % to either side."""
-    rng, clock = random.Random(5), [0.0]
+    rng = random.Random(5)
+    clock = [0.0]
 
     async def send(client: Client, tasks: Any, level: int) -> LoadResult:
         answers = [Answer(completion_tokens=length_of(prompt[0]["content"])) for prompt, _ in tasks]
@@ -61,7 +62,8 @@ def test_twenty_runs_of_simulated_servers(
     monkeypatch.setattr("slipstream.serve.measure.compare.send_all", send)
     prompts = [question.first for question in read_questions([questions])]
     options: dict[str, Any] = {"url": ["A", "B"], "questions": [questions], "concurrency": "8"}
-    right, widths = 0, []
+    right = 0
+    widths = []
     for attempt in range(20):
         config = CompareConfig(**options, output=str(tmp_path / str(attempt)))
         sides = [Side(Client(name, connections=8, model=name), salts=False) for name in "AB"]
@@ -158,7 +160,8 @@ class Log(list[dict[str, Any]]):
     """Requests of a server, whose name is added to a log that servers share."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def append(self, body: dict[str, Any]) -> None:
         super().append(body)

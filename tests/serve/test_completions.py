@@ -44,7 +44,8 @@ def output(index: int, tokens: list[int], is_last: bool = False) -> Output:
 @pytest.mark.parametrize("burst", [1, 3, 1000])
 def test_text_that_waits_is_joined(burst: int) -> None:
     """Two choices, interleaved by chance: nothing is lost or moved, whoever waits for whom."""
-    rng, lengths = random.Random(burst), [40, 25]
+    rng = random.Random(burst)
+    lengths = [40, 25]
     order = [0] * 40 + [1] * 25
     rng.shuffle(order)
 
@@ -56,7 +57,8 @@ def test_text_that_waits_is_joined(burst: int) -> None:
             async for delta in completion.deltas():
                 found.append(delta)
 
-        task, num_sent = asyncio.create_task(take()), [0, 0]
+        task = asyncio.create_task(take())
+        num_sent = [0, 0]
         for step, index in enumerate(order):
             num_sent[index] += 1
             completion.choices[index].receive(output(index, [LETTERS[step % 26]], num_sent[index] == lengths[index]))
@@ -104,10 +106,13 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
 ) -> None:
     """However the tokens are split over outputs, with a stop string and without; those of markers with what follows.
     A trace has the tokens of a stop string, too."""
-    rng, tokenizer, syntax = random.Random(seed), byte_level(), syntax_of(tools, reasoning)
+    rng = random.Random(seed)
+    tokenizer = byte_level()
+    syntax = syntax_of(tools, reasoning)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     stop = [text[(at := rng.randrange(len(text))) : at + 3]] if seed % 2 else []
-    completion, deltas = Completion(Mock(), Metrics(), watched=True), list[Delta]()
+    completion = Completion(Mock(), Metrics(), watched=True)
+    deltas = list[Delta]()
     completion.put = deltas.append  # type: ignore[method-assign, assignment]
     answers = AnswerFormat(Decoder(tokenizer), parser=lambda: AnswerParser(syntax, TOOLS))
     params = SamplingParams(max_tokens=999, logprobs=1, speculation={"trace": True})
@@ -116,7 +121,8 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
     left = list(tokens)
     while left:
         count = rng.randrange(1, 5)
-        given, left = left[:count], left[count:]
+        given = left[:count]
+        left = left[count:]
         stats = None if left else RequestStats(completion_tokens=len(tokens), accepted_by_position=[0] * 4)
         reason = None if left else "length"
         own = {"logprobs": logprobs_of(given, 1), "trace": trace_of(given, len(left))}
@@ -141,7 +147,8 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
 
 def check_items(deltas: list[Delta], texts: TokenTexts) -> None:
     """Output items of /v1/responses are the same however the answer comes, with the entries of their text."""
-    streamed, whole = ItemWriter(1, texts), ItemWriter(1, texts)
+    streamed = ItemWriter(1, texts)
+    whole = ItemWriter(1, texts)
     for delta in deltas:
         streamed.take(delta)
     whole.take(Delta.join(deltas))

@@ -89,7 +89,8 @@ def test_what_ends_unfinished_requests_leaves_answers_alone(
 def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no request that comes too late; the time for one begins with its first byte."""
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.0)
-    keep, end = WHOLE.replace(b"Connection: close\r\n", b""), b"HTTP/1.1 408 Request Timeout\r\n"
+    keep = WHOLE.replace(b"Connection: close\r\n", b"")
+    end = b"HTTP/1.1 408 Request Timeout\r\n"
     with send(own_server, b"") as connection:
         for _ in range(2):
             connection.sendall(keep)
@@ -125,7 +126,8 @@ def test_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_thousand_failing_accepts_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    errors, loop = LoopErrors(), asyncio.new_event_loop()
+    errors = LoopErrors()
+    loop = asyncio.new_event_loop()
     for _ in range(1000):
         errors(loop, {"message": "no", "exception": OSError(errno.EMFILE, "Too many open files"), "socket": None})
     assert [record.levelno for record in caplog.records] == [logging.ERROR]

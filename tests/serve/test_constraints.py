@@ -58,7 +58,8 @@ def expected(requests: list[Request], target: Path) -> dict[str, list[int]]:
     ends = list({*model.generation_config.to_dict().get("eos_token_id_list", []), 2})  # tests' end of text
     answers = {}
     for request in requests:
-        prompt, params = torch.tensor([request.prompt]), request.params
+        prompt = torch.tensor([request.prompt])
+        params = request.params
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -142,7 +143,8 @@ def test_masks_are_those_of_each_node() -> None:
 
 def test_a_request_that_may_end_is_free_again(build: Build) -> None:
     engine = build("eagle3", max_running=2)
-    stage, wanted = engine.stages[-1], []
+    stage = engine.stages[-1]
+    wanted = []
     run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: wanted.append(stage.wants([0, 1])))
     assert wanted[0]
     assert not wanted[-1]
@@ -150,7 +152,8 @@ def test_a_request_that_may_end_is_free_again(build: Build) -> None:
 
 def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build("eagle3")
-    counted, record = [], engine.planner.policy.record
+    counted = []
+    record = engine.planner.policy.record
 
     def watch(cells: Any, *others: Any) -> None:
         counted.append(len(cells))

@@ -159,10 +159,8 @@ def test_whatever_a_template_does_no_text_becomes_a_control_token(data: st.DataO
     body = "{% set x = m.content %}" + "".join(f"{{{{ {use} }}}}" for use in uses)
     frame = data.draw(st.sampled_from(FRAMES)) % body
     template = f"{{{{ date_string }}}}{{% for m in messages %}}{frame}{{% endfor %}}"
-    token, cut = (
-        data.draw(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])),
-        data.draw(st.sampled_from(CUTS)),
-    )
+    token = data.draw(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>"]))
+    cut = data.draw(st.sampled_from(CUTS))
     place = data.draw(st.integers(0, len(token)))
     attack = data.draw(st.sampled_from(["%s", "im_end", "end|>", "a%s\n%s"])).replace(
         "%s", token[:place] + cut + token[place:]

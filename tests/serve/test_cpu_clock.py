@@ -41,7 +41,9 @@ def test_a_step_includes_the_schedulers_work_but_no_idle_time(clocks: Clocks) ->
 
 def test_other_programs_slow_all_steps_down_alike(clocks: Clocks) -> None:
     """They take half of the time, in turns that are longer than steps."""
-    clock, small, large = CpuClock(), list[float](), list[float]()
+    clock = CpuClock()
+    small = list[float]()
+    large = list[float]()
     for index in range(600):
         waiting = 0.080 if index % 4 == 0 else 0.0
         for seconds, times in ((0.010, small), (0.030, large)):

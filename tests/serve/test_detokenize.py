@@ -58,7 +58,8 @@ TEXTS = st.text(alphabet=st.one_of(st.sampled_from("the abX.\n▁"), st.characte
 def push_in_chunks(stream: TextStream, tokens: list[int], seed: int, finish: str = "length") -> list[str]:
     """Pushes `tokens` in random chunks; the last one carries the finish reason."""
     chance = random.Random(seed)
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while start < len(tokens):
         end = min(start + chance.randint(1, 5), len(tokens))
         pieces.append(stream.push(tokens[start:end], finish if end == len(tokens) else None))
@@ -191,7 +192,8 @@ def word_level() -> PreTrainedTokenizerFast:
 def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, watched: bool) -> None:
     tokens = tokenizer("the fox jumps.", add_special_tokens=False).input_ids
     for end in range(len(tokens)):
-        before, whole = tokenizer.decode(tokens[:end]), tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        before = tokenizer.decode(tokens[:end])
+        whole = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         stream = TextStream(Decoder(tokenizer), watched=watched, prompt=tokens[:end])
         assert before + "".join(push_in_chunks(stream, tokens[end:], end)) == whole
 
@@ -200,12 +202,14 @@ def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, w
 @pytest.mark.parametrize("bytes_of_tokens", [b"\xa1", b"\xf0\x9f", b"\xe6\x97\xa5\xe6", b""])
 def test_the_work_is_linear_for_any_tokens(name: str, bytes_of_tokens: bytes) -> None:
     """Bytes that complete no character, and ids that have no text at all; text is told as it comes."""
-    tokenizer, count = TOKENIZERS[name](), 2000
+    tokenizer = TOKENIZERS[name]()
+    count = 2000
     texts = TokenTexts(tokenizer)
     ids = {texts.bytes_of(token): token for token in range(len(SPECIAL), len(tokenizer))}
     tokens = [ids[bytes([byte])] for byte in bytes_of_tokens] or [len(tokenizer) + 7]
     decoder = CountingDecoder(tokenizer)
-    stream, pieces = TextStream(decoder), list[str]()
+    stream = TextStream(decoder)
+    pieces = list[str]()
     for index in range(count):
         pieces.append(stream.push([tokens[index % len(tokens)]]))
     assert decoder.num_decoded < 20 * count
@@ -288,7 +292,8 @@ class Shouting(PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_backend_decodes_what_transformers_does(name: str) -> None:
-    tokenizer, rng = TOKENIZERS[name](), random.Random(7)
+    tokenizer = TOKENIZERS[name]()
+    rng = random.Random(7)
     decoder = Decoder(tokenizer)
     assert decoder._backend is not None
     for length in range(12):

@@ -94,7 +94,8 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
     @cache
     def make(family: str, variant: str) -> Path:
-        target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / family
+        target = make_target(family)
+        folder = tmp_path_factory.mktemp("drafts") / family
         save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), **VARIANTS[variant])
         return folder
 
@@ -113,7 +114,8 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
         self.naive = NaiveDFlash(draft, *shared_weights(self.model), candidates)
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
-        self.width, self.topk = width, topk
+        self.width = width
+        self.topk = topk
         self.depth = min(width - 1, self.naive.config["block_size"] - self.naive.first)
         self.slots = slots or self.depth + self.naive.first
 
@@ -149,7 +151,8 @@ def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int
 def test_proposals_of_a_batch_equal_the_oracle(
     variant: str, options: dict[str, Any], family: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target(family), make_draft(family, variant)
+    target = make_target(family)
+    draft = make_draft(family, variant)
     engine = build_engine(target, draft, **options)
     answers = run_checked(engine, Oracle(target, draft, engine.planner.limits.most_nodes), requests_of())
     assert tokens_of(answers) == plain_answers(target, requests_of())
@@ -177,7 +180,8 @@ def test_trees_equal_the_oracle(
     make_target: Callable[[str], Path],
     make_draft: MakeDraft,
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", variant)
     attention = OURS if options["topk"] == 3 else "auto"
     engine = build_engine(target, draft, drafter=options, attention=attention)
     width = engine.planner.limits.most_nodes
@@ -209,14 +213,16 @@ def test_candidates_may_be_the_whole_vocabulary_or_a_token_map(
     make_target: Callable[[str], Path],
     make_draft: MakeDraft,
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", variant)
     options = options | ({"token_map": save_map(tmp_path)} if cut else {})
     engine = build_engine(target, draft, drafter=options)
     oracle = Oracle(target, draft, engine.planner.limits.most_nodes)
     naive = oracle.naive
     if cut:
         ids = engine.runner.drafter.vocabulary.target_ids(torch.arange(60))
-        naive.head, naive.target_ids = naive.head[ids], ids
+        naive.head = naive.head[ids]
+        naive.target_ids = ids
         for name in ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight"):
             if name in naive.weights:
                 naive.weights[name] = naive.weights[name][ids]
@@ -237,7 +243,8 @@ def test_nodes_may_be_admitted_by_candidates_or_position(
     options: dict[str, Any], topk: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """Whatever a confidence head says; and the nodes are the same. Nodes that are not used stay so."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", "dspark")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "dspark")
     candidates = options.get("markov_candidates", 64) or 120
     for admit_by in ("candidates", "position"):
         engine = build_engine(target, draft, drafter=options | {"admit_by": admit_by})
@@ -259,7 +266,8 @@ def test_admission_by_a_confidence_that_is_not_there_is_refused(
 def test_a_window_limits_the_context_and_not_the_block(
     attention: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "plain")
     engine = build_engine(target, draft, drafter={"window": 2}, attention=attention, page_size=1)
     oracle = Oracle(target, draft, 4)
     layers = ["sliding_attention"] * oracle.naive.config["num_hidden_layers"]
@@ -275,7 +283,8 @@ def test_a_window_limits_the_context_and_not_the_block(
 def test_heads_that_start_as_the_identity_change_no_proposal(
     heads: dict[str, Any], tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "plain")
     config = load_config(target)
     plain = load_draft(DFlash, draft, config, None, torch.device("cpu"))
     module = DFlash(replace(plain.config, **heads))
@@ -302,7 +311,8 @@ def test_heads_that_start_as_the_identity_change_no_proposal(
 def test_blocks_are_as_long_as_asked(
     options: dict[str, Any], width: int, slots: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "windows")
     engine = build_engine(target, draft, **options)
     assert engine.planner.limits.most_nodes == width
     assert engine.planner.limits.reserve == width + slots
@@ -314,12 +324,14 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """KV of a slot depends on nothing behind it, so a hit may end anywhere before the last token."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "plain")
     check_prefix_hits(build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4), (39, 32, 50))
 
 
 def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    target, draft = make_target("llama"), make_draft("llama", "plain")
+    target = make_target("llama")
+    draft = make_draft("llama", "plain")
     engine = build_engine(target, draft, kv_cache_tokens=96)
     run_checked(engine, Oracle(target, draft, 4), requests_of(lengths=(13, 14, 15), max_tokens=40, ignore_eos=True))
     assert engine.scheduler.num_preemptions > 0
@@ -328,8 +340,10 @@ def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str]
 def test_behind_trees_of_ngrams_the_network_proposes_the_same(
     make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
-    requests, oracle = requests_of(), Oracle(target, draft, 4)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "windows")
+    requests = requests_of()
+    oracle = Oracle(target, draft, 4)
     expected = plain_answers(target, requests)
     engine = build_engine(target, draft, drafter={"ngram_first": 2, "ngram_nodes": 7})
     proposed = record_proposals(engine.runner.drafter)
@@ -350,7 +364,8 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
 def test_captured_steps_give_the_cpus_tokens(
     variant: str, page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", variant)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", variant)
     expected = run(build_engine(target, draft, device="cpu"), requests_of())
     on_gpu: dict[str, Any] = {"device": "cuda", "dtype": "float32", "attention": OURS, "page_size": page_size}
     for options in ({}, {"overlap": False}, {"cuda_graph": False, "overlap": False}, {"drafter": {"full_block": True}}):
@@ -365,7 +380,8 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
     """The results of every step and every number of the KV caches."""
     values: dict[str, Any] = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
     config = EngineConfig(target=str(make_target("qwen3")), draft=str(make_draft("qwen3", "windows")), **values)
-    engine, eager = CapturingBuilder(config).build(), PlayingBuilder(config).build()
+    engine = CapturingBuilder(config).build()
+    eager = PlayingBuilder(config).build()
     recorded = record(engine)
     run(engine, requests_of(ignore_eos=True))
     check_replay(recorded, engine, eager)
@@ -405,7 +421,9 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
-    state, row, lengths = RequestState(2, 4, 16, 11, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
+    state = RequestState(2, 4, 16, 11, torch.device("cpu"))
+    row = torch.tensor([0])
+    lengths = torch.tensor([14])
     state.pages[0, 0] = torch.tensor([3, 1, 4, 2])
     metadata = AttentionMetadata.uniform("verify", state, row, lengths, 11, 25)
     return Stage(drafter, target, metadata, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
@@ -419,7 +437,8 @@ def rows_of(metadata: AttentionMetadata) -> PassRows:
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:
     """One product and one kernel for all layers store what the module stores layer by layer."""
-    module, attention = stage.drafter.module, stage.attach()
+    module = stage.drafter.module
+    attention = stage.attach()
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
     found = stage.extended(rows_of(stage.metadata), stage.aux_states)
@@ -428,12 +447,16 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
 
 
 def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
-    path, tokens = [0, 3, 4, 9], torch.arange(20, 31)
+    path = [0, 3, 4, 9]
+    tokens = torch.arange(20, 31)
     stage.attach()
     ordered = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
     expected = stage.extended(rows_of(stage.metadata), ordered)[:, :, stage.metadata.slots.of(0)[:4]]
-    attention, state = stage.attach(), stage.metadata.state
-    stored, slots, padding = state.stored, stage.metadata.requests, state.padding
+    attention = stage.attach()
+    state = stage.metadata.state
+    stored = state.stored
+    slots = stage.metadata.requests
+    padding = state.padding
     stored.lengths[0], stored.tokens[0], stored.survivals[0] = 14, tokens, 1.0
     stored.parents[0] = torch.tensor([-1, 0, 0, 0, 3, 3, 1, 2, 0, 4, 4])
     chunks = Chunks(*(slots[:0] for _ in Chunks._fields))
@@ -478,7 +501,8 @@ def test_copies_of_the_targets_weights_must_be_equal(
 ) -> None:
     """Other trainers write them along. One that was trained further would draft other tokens than its own."""
     variant = "one window, few tokens, one aux hidden state"
-    draft, folder = make_draft("qwen3", variant), tmp_path / "draft"
+    draft = make_draft("qwen3", variant)
+    folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "config.json").write_text((draft / "config.json").read_text())
     tensors = load_file(draft / "model.safetensors")

@@ -98,7 +98,8 @@ def test_only_the_maps_tokens_are_drafted(
 def test_proposals_are_those_of_a_head_with_the_maps_rows(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    path, options = save_map(tmp_path), {"depth": 3, "topk": 3, "nodes": 9}
+    path = save_map(tmp_path)
+    options = {"depth": 3, "topk": 3, "nodes": 9}
     oracle = Oracle(target, drafts["eagle"], TreeOptions(**options))
     oracle.naive.target_ids = TokenMap.read(Path(path)).ids
     oracle.naive.head = oracle.naive.head[oracle.naive.target_ids]  # type: ignore[attr-defined]
@@ -108,9 +109,13 @@ def test_proposals_are_those_of_a_head_with_the_maps_rows(
 
 def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
     """Against a dict: an occurrence counts 2 ** (-age / half-life), and the map's own tokens never enter."""
-    generator, static, vocab_size, size = torch.Generator().manual_seed(0), 10, 50, 6
+    generator = torch.Generator().manual_seed(0)
+    static = 10
+    vocab_size = 50
+    size = 6
     ids = torch.cat((torch.randperm(vocab_size, generator=generator)[:static], torch.full((size,), -1)))
-    recent, scores = RecentTokens(ids, static, vocab_size), dict[int, float]()
+    recent = RecentTokens(ids, static, vocab_size)
+    scores = dict[int, float]()
     for step in range(30):
         tokens = torch.randint(-1, 3 + step, (8,), generator=generator)
         counts = (tokens >= 0) & (torch.rand(8, generator=generator) < 0.8)
@@ -139,7 +144,8 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
     vocabulary = DraftVocabulary(head, RecentTokens(ids, 10, 40))
 
     def observe(*next_tokens: int) -> None:
-        places, one = torch.zeros(len(next_tokens), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        places = torch.zeros(len(next_tokens), dtype=torch.int64)
+        one = torch.zeros(1, dtype=torch.int64)
         slots = KVSlots(lambda _: places)
         vocabulary.observe(PassRows(places, slots, torch.tensor(next_tokens), one, one))
 
@@ -154,7 +160,8 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
 
 def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
     """With a map of nearly nothing, what is drafted right comes from the prompt and the answer so far."""
-    options, accepted = {"token_map": save_map(tmp_path, size=4)}, []
+    options = {"token_map": save_map(tmp_path, size=4)}
+    accepted = []
     for dynamic in (0, 100):
         engine = build_engine(target, drafts["eagle"], drafter=options | {"token_map_dynamic": dynamic})
         answers = run(engine, [make_request("long", random_prompt(100, 33), max_tokens=60, ignore_eos=True)])

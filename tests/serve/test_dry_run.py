@@ -59,7 +59,8 @@ def test_a_quantised_draft_is_refused_as_the_server_would(
     shutil.copytree(draft, folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
     config = ServeConfig(target=str(target), draft=str(folder), dtype="bfloat16", device="cpu")
-    tensors, reason = load_file(folder / "model.safetensors"), "its config.json has quantization_config"
+    tensors = load_file(folder / "model.safetensors")
+    reason = "its config.json has quantization_config"
     (folder / "model.safetensors").unlink()
     if weights is not None:
         save: Any = save_file if weights.endswith("safetensors") else torch.save
@@ -93,7 +94,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, tmp_path: Path) -> None:
     """From the config files alone."""
-    folder, asked = tmp_path / name, "fp8" if name == "on-the-fly" else None
+    folder = tmp_path / name
+    asked = "fp8" if name == "on-the-fly" else None
     save_quantized(LAYOUTS[name], plain, folder)
     loaded = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"), quantization=asked)
     (folder / "model.safetensors").unlink()

@@ -72,12 +72,14 @@ class Oracle:
         )
         last = self.model.config.num_hidden_layers
         self.layers = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [last])
-        self.shape, self.nodes = (options.topk, options.depth), options.verified_nodes
+        self.shape = (options.topk, options.depth)
+        self.nodes = options.verified_nodes
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
         aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
-        key, temperature = noise_key(request.seed, request.choice), request.params.temperature
+        key = noise_key(request.seed, request.choice)
+        temperature = request.params.temperature
         return self.naive.tree(aux_states, tokens, self.shape, self.nodes, key, temperature)
 
 
@@ -87,7 +89,8 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
     @cache
     def make(family: str, drafter: str) -> Path:
-        target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
+        target = make_target(family)
+        folder = tmp_path_factory.mktemp("drafts") / drafter
         if drafter in WINDOWS:
             save_random_draft(target, folder, draft_vocab_size=100, sliding_window=WINDOWS[drafter])
         elif drafter in DEEP:
@@ -138,7 +141,8 @@ def test_proposals_of_a_batch_equal_the_oracle(
     name: str, case: tuple[str, float], make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     (drafter, options, engine_options), (family, temperature) = DRAFTS[name], case
-    target, draft = make_target(family), make_draft(family, drafter)
+    target = make_target(family)
+    draft = make_draft(family, drafter)
     engine = build_engine(target, draft, drafter=options, **engine_options)
     answers = run_checked(
         engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=temperature)
@@ -155,7 +159,8 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """Shared KV must fit the token that follows it too: the second request parts from the first behind 32 tokens."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", drafter)
     engine = build_engine(target, draft, page_size=page_size)
     # What a window needs within an answer is given back while it decodes; what it needs at its end, later.
     hits = (39, 31, 39) if drafter == "eagle3 window" else (39, 31, 49)
@@ -169,10 +174,15 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     """It is asked now and then, and behind by more or fewer rows, or by none where a window may give pages back.
     Meanwhile requests end and others get their slots and pages, since there are two slots."""
     monkeypatch.setattr(model_runner, "MOST_BEHIND", 40)
-    target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
-    engine, oracle = build_engine(target, draft, max_running=2), Oracle(target, draft, TreeOptions())
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", drafter)
+    engine = build_engine(target, draft, max_running=2)
+    oracle = Oracle(target, draft, TreeOptions())
     step = itertools.count()
-    passes, most_behind, most_deferred, num_checked = engine.runner.passes, 0, 0, 0
+    passes = engine.runner.passes
+    most_behind = 0
+    most_deferred = 0
+    num_checked = 0
 
     def choose(num_decoding: int, *_: object, **__: object) -> Choice:
         number = next(step)
@@ -203,7 +213,8 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
 def test_proposals_after_preemption_equal_the_oracle(
     page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("llama"), make_draft("llama", drafter)
+    target = make_target("llama")
+    draft = make_draft("llama", drafter)
     engine = build_engine(target, draft, kv_cache_tokens=96, page_size=page_size, prefill_budget=16)
     requests = [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in range(3)]
     run_checked(engine, Oracle(target, draft, TreeOptions()), requests)
@@ -215,7 +226,8 @@ def test_a_tree_accepts_at_least_what_its_chain_does(
     drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """In steps: the best chain of the same depth is in the tree here."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", drafter)
     steps = []
     for options in ({"depth": 3}, {"depth": 3, "topk": 4, "nodes": 16}):
         answers = run(build_engine(target, draft, drafter=options), sized_requests(temperature=0.0))
@@ -227,7 +239,8 @@ def test_a_tree_accepts_at_least_what_its_chain_does(
 def test_any_width_and_page_size_changes_no_token(
     width: int, page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    target, draft = make_target("qwen3"), make_draft("qwen3", "eagle")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "eagle")
     requests = [
         make_request(str(seed), random_prompt(11 * seed, seed), temperature=0.7, seed=seed, top_k=30, top_p=0.95)
         for seed in range(1, 4)
@@ -239,7 +252,9 @@ def test_any_width_and_page_size_changes_no_token(
 
 def test_trees_on_the_kernels_backend(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
     """On the CPU its references run."""
-    target, draft, options = make_target("llama"), make_draft("llama", "eagle"), {"depth": 3, "topk": 3, "nodes": 9}
+    target = make_target("llama")
+    draft = make_draft("llama", "eagle")
+    options = {"depth": 3, "topk": 3, "nodes": 9}
     engine = build_engine(target, draft, drafter=options, attention="prefill=sdpa,verify=triton,draft=triton")
     run_checked(engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=0.8))
 
@@ -255,15 +270,19 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
 
 def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
     """What it proposes behind such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
+    target = make_target("qwen3")
+    draft = make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
-    branched, num_checked = set[int](), 0
-    read, proposed = engine._read, record_proposals(engine.runner.drafter)
+    branched = set[int]()
+    num_checked = 0
+    read = engine._read
+    proposed = record_proposals(engine.runner.drafter)
 
     def reading(flight: InFlight) -> Arrived:
         arrived = read(flight)
-        slots, output = flight.plan.slots, arrived.output
+        slots = flight.plan.slots
+        output = arrived.output
         assert output.accepted is not None
         each = zip(slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
         branched.update(slot for slot, nodes, length in each if nodes[:length] != list(range(length)))
@@ -296,7 +315,8 @@ def test_an_embedding_of_its_own_is_drafted_with(
 ) -> None:
     """And a rounded copy of the target's is shared with it."""
     caplog.set_level(logging.INFO)
-    target, folder = make_target("qwen3"), tmp_path / "draft"
+    target = make_target("qwen3")
+    folder = tmp_path / "draft"
     shutil.copytree(make_draft("qwen3", drafter), folder)
     tensors = load_file(folder / "model.safetensors")
     copy = load_file(target / "model.safetensors")["model.embed_tokens.weight"]

@@ -60,9 +60,11 @@ def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama31-8b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
 def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
-    spec, config = published_spec(name), EngineConfig(target=name)
+    spec = published_spec(name)
+    config = EngineConfig(target=name)
     values = CONFIGS[name]
-    experts, top_k = values.get("num_experts", values.get("num_local_experts", 1)), values.get("num_experts_per_tok", 1)
+    experts = values.get("num_experts", values.get("num_local_experts", 1))
+    top_k = values.get("num_experts_per_tok", 1)
     found = pick_prompt_tokens(config, spec, "cuda")
     if experts == top_k:
         assert found == enough_prompt_tokens(config, found) == 1024
@@ -140,7 +142,8 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
     shutil.copytree(make_target("qwen2-yarn"), folder)
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     change_json(folder / "config.json", max_position_embeddings=80, rope_parameters=None, rope_scaling=rope)
-    engine, prompt = build_engine(folder), random_prompt(200, 1)
+    engine = build_engine(folder)
+    prompt = random_prompt(200, 1)
     assert engine.info.max_model_len == 256
     with pytest.raises(
         ValueError, match="lower it to 256, the most positions of this target, or extend it in its conf"
@@ -174,7 +177,8 @@ IDS: dict[str, Callable[[int], dict[str, Any]]] = {  # by field: a request that 
 
 @pytest.mark.parametrize("field", IDS)
 def test_token_ids_are_those_of_the_vocabulary(field: str, target: Path) -> None:
-    engine, whole = build_engine(target), {"prompt": [5], "min_tokens": 2}
+    engine = build_engine(target)
+    whole = {"prompt": [5], "min_tokens": 2}
     for token in (0, VOCAB - 1):
         engine.check(make_request("0", **whole | IDS[field](token)))
     for token in (VOCAB, 2**32, 2**64):
@@ -288,7 +292,8 @@ def test_prompts_are_computed_however_many_nodes_others_have(target: Path, draft
 
 @pytest.mark.parametrize("decoding", [False, True])
 def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding: bool, target: Path, draft: Path) -> None:
-    engine, sizes = build_engine(target, draft, prefill_budget=7), list[int]()
+    engine = build_engine(target, draft, prefill_budget=7)
+    sizes = list[int]()
     requests = [make_request(str(seed), random_prompt(50, seed), max_tokens=40, ignore_eos=True) for seed in range(3)]
 
     def count(event: str, plan: StepPlan) -> None:

@@ -53,7 +53,8 @@ def test_n_grams_of_one_child_are_chains() -> None:
 
 
 def test_fingerprints_tell_what_answers_depend_on(target: Path) -> None:
-    first, again = build_engine(target).info.fingerprint, build_engine(target).info.fingerprint
+    first = build_engine(target).info.fingerprint
+    again = build_engine(target).info.fingerprint
     assert first == again
     assert first.startswith("fp_")
     assert build_engine(target, page_size=1).info.fingerprint != first

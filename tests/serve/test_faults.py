@@ -40,7 +40,8 @@ def test_a_tokenizer_that_breaks_down_ends_one_request(
     client: httpx.Client, server: Server, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the prompt is encoded, and while the answer's tokens become text."""
-    encode, push = server.api.frontend.encode, TextStream.push
+    encode = server.api.frontend.encode
+    push = TextStream.push
 
     def encode_or_break(text: str, *arguments: Any, **options: Any) -> list[int]:
         if text == "break":
@@ -187,7 +188,8 @@ def answers(client: httpx.Client) -> bool:
 
 
 def test_lost_lines_are_told_once_there_is_room_again(tmp_path: Path) -> None:
-    handler, log = LogHandler(), logging.Logger("test")
+    handler = LogHandler()
+    log = logging.Logger("test")
     log.addHandler(handler)
     with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "log", "w") as roomy:
         handler.stream = io.TextIOWrapper(full, write_through=True)

@@ -56,8 +56,10 @@ def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -
 def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths follow from the host's bounds; those of nodes are read from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
-        scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
-        attention, metadata = backend(scene.kv, scene.ropes), scene.metadata()
+        scene = Scene(PASSES[name], 16, torch.float32, "cpu")
+        reads = []
+        attention = backend(scene.kv, scene.ropes)
+        metadata = scene.metadata()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
             attention.plan(metadata)
@@ -121,7 +123,8 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
 def test_kernels_for_prompts_are_compiled_in_the_background(
     backend: type[Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, dtype = sys.modules[backend.__module__], torch.bfloat16
+    module = sys.modules[backend.__module__]
+    dtype = torch.bfloat16
     for window, softcap in ((None, None), (9, None), (None, 30.0)):  # each has kernels of its own
         layer = asking_layer(head_dim=64, window=window, softcap=softcap).spec
         backend.prepare(KVFormat(torch.device("cpu"), dtype, (layer,)))

@@ -46,7 +46,8 @@ def choice(*texts: str) -> Grammar:
 @pytest.mark.parametrize("text", TEXTS)
 def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammars: Grammars) -> None:
     """At every place of the only text; after it the end."""
-    end, tokens = tokenizer.eos_token_id, tokenizer(text).input_ids
+    end = tokenizer.eos_token_id
+    tokens = tokenizer(text).input_ids
     matcher = grammars.matcher(grammars.compile(choice(text)).result(), [end])
     for place, last in enumerate([0, *tokens]):
         found, masks = matcher.forced(last, 64)
@@ -63,9 +64,13 @@ def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammar
 
 
 def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, grammars: Grammars) -> None:
-    text, end, rng = TEXTS[0], tokenizer.eos_token_id, random.Random(0)
+    text = TEXTS[0]
+    end = tokenizer.eos_token_id
+    rng = random.Random(0)
     for _ in range(20):
-        matcher, written, last = grammars.matcher(grammars.compile(choice(text)).result(), [end]), "", 0
+        matcher = grammars.matcher(grammars.compile(choice(text)).result(), [end])
+        written = ""
+        last = 0
         while written != text:
             found, _ = matcher.forced(last, 64)
             assert tokenizer.decode(found, skip_special_tokens=True) == text[len(written) :]
@@ -184,7 +189,8 @@ def test_captured_passes_have_room_for_them(
 ) -> None:
     """Without a draft, where a pass over roots alone was enough."""
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
-    engine, widest = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes)), 0
+    engine = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes))
+    widest = 0
 
     def watch(event: str, plan: StepPlan) -> None:
         nonlocal widest

@@ -41,7 +41,8 @@ from slipstream.tests.serve.engine_runs import (
 TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 FP8 = {"kv_cache_dtype": "fp8"}
 SCALE = 0.02
-LAYERS, HEADS = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
+LAYERS = SHAPE["num_hidden_layers"]
+HEADS = SHAPE["num_key_value_heads"]
 
 
 def scales_of(engine: Engine) -> list[list[list[float]]]:
@@ -273,7 +274,8 @@ def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
         torch.float32,
         {GROUP: torch.stack(scales)},
     )
-    attention, metadata = SDPABackend(scene.kv, scene.ropes), scene.metadata()
+    attention = SDPABackend(scene.kv, scene.ropes)
+    metadata = scene.metadata()
     attention.plan(metadata)
     out = attention.attend(*scene.qkv, scene.layer(with_norms=True), mask)
     known = SDPABackend(plain.kv, plain.ropes)

@@ -69,7 +69,8 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
     values: dict[str, Any] = {"draft": drafts[name], "max_running": 5, "dtype": dtype}
     values |= {"kv_cache_tokens": 2048, "prefill_budget": 40, "device": "cuda", "attention": OURS}
     config = EngineConfig(target=str(target), **values)
-    engine, eager = CapturingBuilder(config).build(), PlayingBuilder(config).build()
+    engine = CapturingBuilder(config).build()
+    eager = PlayingBuilder(config).build()
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     recorded = record(engine)
     run(engine, requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True))
@@ -101,7 +102,8 @@ def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
     requests = [make_request(str(end), [*shared, end], max_tokens=30) for end in range(5, 13)]
     expected = on_cpu(target, requests)
     engine = on_gpu(target, draft)
-    first, again = run(engine, requests), run(engine, requests)
+    first = run(engine, requests)
+    again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
     assert all(answer.counts.cached_tokens >= 48 for answer in again.values())
 
@@ -143,7 +145,8 @@ def test_exact_answers_are_equal_in_bf16(
     name: str, drafter: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Without a draft and alone; and with one, among others, in chunks, preempted, from cached prefixes."""
-    target, draft = tmp_path / "target", tmp_path / "draft"
+    target = tmp_path / "target"
+    draft = tmp_path / "draft"
     save_random_target(Qwen3Config(**SHAPE | EVEN, head_dim=64), target)
     save_random_draft(target, draft, draft_vocab_size=80)
     alike = {"device": "cuda", "dtype": "bfloat16", "attention": OURS, "exact": True}
@@ -166,7 +169,8 @@ def test_exact_answers_are_equal_in_bf16(
 def test_exact_answers_of_quantised_experts_are_equal_in_bf16(layout: str, tmp_path: Path) -> None:
     """As above, with a chain: in passes of few rows and of many, captured."""
     config = copy.deepcopy(MOE_CONFIG)
-    config.max_position_embeddings, config.num_hidden_layers = 1024, 4
+    config.max_position_embeddings = 1024
+    config.num_hidden_layers = 4
     save_random_target(config, tmp_path / "plain")
     save_quantized(LAYOUTS[layout], tmp_path / "plain", tmp_path / "target")
     save_random_draft(tmp_path / "plain", tmp_path / "draft", draft_vocab_size=80)
@@ -204,7 +208,8 @@ def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) 
         assert tokens_of(answers) == tokens_of(expected)
         for request, answer in answers.items():
             for field in ("logprobs", "prompt_logprobs"):
-                found, own = getattr(answer, field), getattr(expected[request], field)
+                found = getattr(answer, field)
+                own = getattr(expected[request], field)
                 assert (found is None) == (own is None)
                 if own is not None:
                     assert found.tokens == pytest.approx(own.tokens, abs=1e-3)
@@ -316,7 +321,8 @@ def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatc
 def test_soak(tmp_path: Path) -> None:
     """Five minutes at concurrency 64, prompts of 1 to 8,000 tokens, every kind of sampling, random aborts, too few
     pages; answers as on the CPU."""
-    target, draft = tmp_path / "target", tmp_path / "draft"
+    target = tmp_path / "target"
+    draft = tmp_path / "draft"
     save_random_target(Qwen3Config(**SHAPE | {"max_position_embeddings": 8192}, head_dim=16), target)
     save_random_draft(target, draft, draft_vocab_size=80)
     rng = random.Random(0)

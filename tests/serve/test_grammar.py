@@ -84,7 +84,8 @@ class Bytes:
 
     def write(self, compiled: Any, rng: random.Random, most: int = 600) -> str | None:
         """A text at random under the mask, mostly short; None if it does not end in time."""
-        matcher, text = self.matcher(compiled), []
+        matcher = self.matcher(compiled)
+        text = []
         while len(text) < most:
             allowed = allowed_after(matcher)
             visible = [token for token in allowed if ord(" ") < token < 127 or token == END] or allowed
@@ -123,7 +124,9 @@ def plain(value: Any) -> Any:
 
 def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> None:
     """Of a served one every valid value can be written, and no invalid one."""
-    served, refused, compiler = Counter[str](), Counter[str](), Bytes()
+    served = Counter[str]()
+    refused = Counter[str]()
+    compiler = Bytes()
     with gzip.open(SUITE, "rt") as lines:
         cases = [json.loads(line) for line in lines]
     for case in cases:
@@ -141,7 +144,8 @@ def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> N
 
 
 def test_schemas_that_users_send_are_served_and_every_text_under_the_mask_is_valid() -> None:
-    compiler, ended = Bytes(), 0
+    compiler = Bytes()
+    ended = 0
     formats = jsonschema.FormatChecker(["email", "date", "ipv4", "ipv6", "uuid"])
     for seed in range(300):
         rng = random.Random(seed)
@@ -263,7 +267,8 @@ VALUES += [
 
 def test_what_is_beside_one_another_holds_together() -> None:
     """Of random schemas with allOf, anyOf, $ref and keywords beside them: as jsonschema says of every value."""
-    rng, compared = random.Random(0), 0
+    rng = random.Random(0)
+    compared = 0
     for _ in range(600):
         parts = [rng.choice(PARTS) for _ in range(4)]
         schema = {
@@ -415,7 +420,8 @@ def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -
 
 def test_members_come_in_the_order_of_the_schema() -> None:
     """Of several schemas in that of the first one; in values as they are written, which are equal in any order."""
-    compiler, one = Bytes(), {"const": 1}
+    compiler = Bytes()
+    one = {"const": 1}
     for schema in (
         {"type": "object", "properties": {"b": one, "a": one}, "required": ["a", "b"]},
         {"type": "object", "properties": {"b": one}, "allOf": [{"properties": {"a": one}, "required": ["a", "b"]}]},
@@ -578,11 +584,15 @@ def grammars() -> Iterator[Grammars]:
 
 def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rng, grammar, end = random.Random(0), Grammar("regex", "[ab]{2,6}c*"), tokenizer.eos_token_id
+    rng = random.Random(0)
+    grammar = Grammar("regex", "[ab]{2,6}c*")
+    end = tokenizer.eos_token_id
     grammars.compile(grammar).result()
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcx"]
     for _ in range(20):
-        matcher, tokens, parents = grammars.matcher(grammars.compile(grammar).result(), [end]), [letters[0]], [-1]
+        matcher = grammars.matcher(grammars.compile(grammar).result(), [end])
+        tokens = [letters[0]]
+        parents = [-1]
         assert matcher.push(tokens)
         for node in range(1, 8):
             parents.append(rng.randrange(node))
@@ -603,15 +613,20 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
 def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
     """Heads are often larger than vocabularies; by 93 ids here."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    size, grammar, end = len(tokenizer), Grammar("regex", "[ab]+"), tokenizer.eos_token_id
+    size = len(tokenizer)
+    grammar = Grammar("regex", "[ab]+")
+    end = tokenizer.eos_token_id
     larger = Grammars(lambda: tokenizer, size + 93, [end])
     first, second = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
-    tokens, parents = [first, second, size + 90, second], [-1, 0, 1, 2]
+    tokens = [first, second, size + 90, second]
+    parents = [-1, 0, 1, 2]
     found = larger.matcher(larger.compile(grammar).result(), [end, size + 5])
     assert found.push([first])
-    masks, alone = found.allowed(tokens, parents), grammars.matcher(grammars.compile(grammar).result(), [end])
+    masks = found.allowed(tokens, parents)
+    alone = grammars.matcher(grammars.compile(grammar).result(), [end])
     assert alone.push([first])
-    right, words = alone.allowed(tokens[:2], parents[:2]), -(-size // 32)
+    right = alone.allowed(tokens[:2], parents[:2])
+    words = -(-size // 32)
     assert masks.shape == (4, -(-(size + 93) // 32))
     assert np.array_equal(masks[:2, :words], right)
     assert not masks[:2, words:].any()
@@ -623,8 +638,11 @@ def test_masks_of_many_requests_on_threads_are_those_of_each(
 ) -> None:
     monkeypatch.setattr("slipstream.serve.grammar.grammars.WORTH_SHARING_S", -1.0)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rng, letters, end = random.Random(1), tokenizer.convert_tokens_to_ids(list("abc")), tokenizer.eos_token_id
-    matchers, trees = [], []
+    rng = random.Random(1)
+    letters = tokenizer.convert_tokens_to_ids(list("abc"))
+    end = tokenizer.eos_token_id
+    matchers = []
+    trees = []
     for least in range(1, 6):
         matchers.append(grammars.matcher(grammars.compile(Grammar("regex", f"[ab]{{{least},9}}c*")).result(), [end]))
         assert matchers[-1].push(letters[:1])
@@ -710,7 +728,8 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
     assert {name: one.tokens for name, one in answers.items() if name != "free"} == expected(1.0, *GRAMMARS)
     ends = 0
     for request in asked:
-        answer, grammar = answers[request.id], request.params.grammar
+        answer = answers[request.id]
+        grammar = request.params.grammar
         assert grammar is not None
         matcher = grammars.matcher(grammars.compile(grammar).result(), [tokenizer.eos_token_id])
         assert matcher.push(answer.tokens), "a beginning at least"
@@ -771,7 +790,9 @@ def test_passes_begin_before_their_masks_are_there(
     draft = "none" if drafter == "none" else draft
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
-    begun, masked, begin = set[int](), list[int](), engine.runner.begin
+    begun = set[int]()
+    masked = list[int]()
+    begin = engine.runner.begin
 
     def watch(plan: StepPlan) -> None:
         assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
@@ -841,7 +862,8 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
 
 def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.serve.grammar.grammars.NUM_THREADS", 1)
-    may_go, compiled = threading.Event(), list[str]()
+    may_go = threading.Event()
+    compiled = list[str]()
 
     def compile_slowly(compiler: Any, grammar: Grammar, json_whitespace: int) -> Any:
         may_go.wait()

@@ -181,7 +181,8 @@ def test_a_prompt_that_is_tokenised_too_long_is_given_up(byte_target: str, monke
         serving(ServeConfig(target=byte_target, port=0, request_timeout=0.5)) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
-        encode, is_over = server.api.frontend.encode, Event()
+        encode = server.api.frontend.encode
+        is_over = Event()
 
         def encode_or_wait(text: str, *arguments: Any, **options: Any) -> list[int]:
             if text == "long":

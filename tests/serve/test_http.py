@@ -85,7 +85,8 @@ def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[
     assert len({event["id"] for event in pieces}) == 1
     if path == CHAT:
         assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    texts, reasons = [""] * request.get("n", 1), [""] * request.get("n", 1)
+    texts = [""] * request.get("n", 1)
+    reasons = [""] * request.get("n", 1)
     for event in pieces:
         assert event["usage"] is None
         [choice] = event["choices"]
@@ -113,7 +114,8 @@ def test_usage_in_every_event(client: httpx.Client, path: str, prompt: dict[str,
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**prompt, "n": 2, "max_tokens": 13, "cache_salt": "slow", "return_token_ids": True, "stream": True}
     *pieces, last = events(client.post(path, json={**body, "stream_options": options}))
-    num_prompt, counts = last["usage"]["prompt_tokens"], [0, 0]
+    num_prompt = last["usage"]["prompt_tokens"]
+    counts = [0, 0]
     for event in pieces:
         [choice] = event["choices"]
         counts[choice["index"]] += len(choice.get("token_ids", []))
@@ -144,7 +146,8 @@ def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
 
 
 def test_stop_ids(client: httpx.Client) -> None:
-    eos, assistant = 0, 3
+    eos = 0
+    assistant = 3
     prompt = [104, 105, assistant, 106, eos, 107]
     for request, num_tokens in (
         ({}, 5),

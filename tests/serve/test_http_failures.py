@@ -132,8 +132,11 @@ def test_a_request_that_turns_out_to_be_at_fault_gets_400(client: httpx.Client) 
 def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left(
     client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api, encode, prompts = server.api, server.api.frontend.encode, list[str]()
-    started, go_on = threading.Event(), threading.Event()
+    api = server.api
+    encode = server.api.frontend.encode
+    prompts = list[str]()
+    started = threading.Event()
+    go_on = threading.Event()
 
     def held_back(text: str, *arguments: Any, **options: Any) -> list[int]:
         prompts.append(text)
@@ -204,7 +207,8 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
 def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServeConfig(target=byte_target, port=0, max_running=1, max_waiting=0)
     with serving(config) as server, ThreadPoolExecutor() as pool:
-        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=120)
+        encode = server.api.frontend.encode
+        both_are_here = threading.Barrier(2, timeout=120)
 
         def encode_together(text: str, field: str, add_special_tokens: bool) -> list[int]:
             both_are_here.wait()

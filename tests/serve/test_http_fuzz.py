@@ -29,7 +29,8 @@ def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.C
 
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=SLOW)])
 def test_no_body_is_a_server_error(count: int, client: httpx.Client) -> None:
-    rng, statuses = random.Random(count), Counter[int]()
+    rng = random.Random(count)
+    statuses = Counter[int]()
     for number in range(count):
         path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
         sent = json.dumps(body(rng, path))

@@ -61,7 +61,8 @@ def test_completions(client: httpx.Client, ids: dict[str, int], stop: list[str],
     prompts = ["abcdef", "fed"]
     body = {"prompt": prompts, "n": 2, "max_tokens": 20, "logprobs": 2, "stop": stop}
     for index, choice in enumerate(answered(client, COMPLETIONS, body, stream=stream)):
-        text, found = choice["text"], choice["logprobs"]
+        text = choice["text"]
+        found = choice["logprobs"]
         whole = (prompts[index // 2] * 20)[:20]
         cut = min([whole.find(one) for one in stop if one in whole], default=20)
         assert text == whole[:cut]
@@ -230,7 +231,8 @@ def test_what_cannot_be_is_a_number() -> None:
 @settings(max_examples=60, deadline=None)
 def test_bytes_of_tokens_join_to_the_text(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    tokens, texts = tokenizer(text, add_special_tokens=False).input_ids, TokenTexts(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    texts = TokenTexts(tokenizer)
     joined = b"".join(map(texts.bytes_of, tokens)).decode()
     expected = tokenizer.decode(tokens)
     assert joined in (expected, f" {expected}"), "one tokenizer begins texts with a space of its own"
@@ -257,7 +259,9 @@ def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
     whole = byte_level().decode(tokens, skip_special_tokens=True)
     rng = random.Random(seed)
     stop = [whole[(at := rng.randrange(len(whole))) : at + 2]] if whole and rng.random() < 0.7 else []
-    stream, returned, settled = TextStream(Decoder(byte_level()), stop), 0, list[int]()
+    stream = TextStream(Decoder(byte_level()), stop)
+    returned = 0
+    settled = list[int]()
 
     def push(part: list[int], finish: Any) -> str:
         nonlocal returned
@@ -267,7 +271,9 @@ def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
         assert all(start < returned for start in stream.starts[: settled[-1]]) or finish
         return text
 
-    real, stream.push = stream.push, push  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    real = stream.push
+    stream.push = push
     push_in_chunks(stream, tokens, seed)
     assert settled == sorted(settled)
     if stream.stopped:
@@ -281,7 +287,8 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
     tokenizer = byte_fallback()
     target = write_target(tmp_path)
     tokenizer.save_pretrained(target)
-    prompt, count = tokenizer("the the", add_special_tokens=False).input_ids, 5
+    prompt = tokenizer("the the", add_special_tokens=False).input_ids
+    count = 5
     tokens = prompt + (prompt * count)[:count]
     starts = [len(tokenizer.decode(tokens[:index])) for index in range(len(tokens))]
     whole = tokenizer.decode(tokens)

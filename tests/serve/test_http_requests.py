@@ -53,7 +53,8 @@ def user(content: Any, **fields: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **fields}]
 
 
-REFUSE_ME, TEXT = user("refuse me"), {"type": "text", "text": "x"}
+REFUSE_ME = user("refuse me")
+TEXT = {"type": "text", "text": "x"}
 CONTEXT_NAMED = ["300", str(CONTEXT)]
 # (fields, param, what the message must hold): status 400 unless they name a model
 REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
@@ -278,7 +279,8 @@ def test_what_changes_logits_reaches_the_engine(tmp_path: Path) -> None:
 
 
 def test_grammars_reach_the_engine_by_the_names_of_all_servers(tmp_path: Path) -> None:
-    front, schema = frontend(tmp_path, {}), {"type": "object"}
+    front = frontend(tmp_path, {})
+    schema = {"type": "object"}
     text = json.dumps(schema)
 
     def grammar(**fields: Any) -> Grammar | None:

@@ -125,7 +125,8 @@ def test_figures_of_several_choices_are_sums(client: httpx.Client) -> None:
     one, three = (
         client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 8, "n": n}).json()["metrics"] for n in (1, 3)
     )
-    single, sums = one["speculative_decoding"], three["speculative_decoding"]
+    single = one["speculative_decoding"]
+    sums = three["speculative_decoding"]
     assert sums["acceptance_histogram"] == [3 * count for count in single["acceptance_histogram"]]
     assert sums["mean_acceptance_length"] == single["mean_acceptance_length"]
     assert sum(single["acceptance_histogram"]) == single["num_spec_steps"] == 3

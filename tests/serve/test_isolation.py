@@ -47,7 +47,9 @@ class Saboteur:
     each time, or the first one."""
 
     def __init__(self, stage: HostStage, method: str, *, once: bool) -> None:
-        self.slot, self.once, self.count = -1, once, 0
+        self.slot = -1
+        self.once = once
+        self.count = 0
         self.first = 4 if method in ("wants", "run") else 1  # call of it that raises: in the midst of an answer
         for name in {method, "admit", "release"}:
             setattr(stage, name, partial(self.call, getattr(stage, name), name, strikes=name == method))

@@ -47,7 +47,8 @@ def test_a_prompt_known_to_the_end_keeps_a_token_to_compute(lookahead: int) -> N
 
 def test_eviction_takes_the_longest_unused_leaf_first() -> None:
     cache = PageCache(7, 1)  # 6 pages
-    old, new = [1, 2, 3, 0], [4, 5, 6, 0]
+    old = [1, 2, 3, 0]
+    new = [4, 5, 6, 0]
     for tokens in (old, new):
         table = PageTable("", 0)
         assert cache.admit(table, tokens, 3, headroom=0)
@@ -137,7 +138,8 @@ class TextModel:
     """What each page's KV was made of, as a dict; and every text that a cache without eviction would know."""
 
     def __init__(self, page_size: int, lookahead: int) -> None:
-        self.page_size, self.lookahead = page_size, lookahead
+        self.page_size = page_size
+        self.lookahead = lookahead
         self.texts: dict[int, Text] = {}
         self.known: set[Text] = set()
 
@@ -276,7 +278,8 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
 
 def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> None:
     cache = windowed(8, num_pages=18)
-    ended, shared = list(range(20)), list(range(100, 112))
+    ended = list(range(20))
+    shared = list(range(100, 112))
     cache.release(compute(cache, ended), ended, 20)
     for _ in range(2):  # the second finds the pages of the first
         cache.release(compute(cache, [*shared, *range(200, 212)]), [*shared, *range(200, 212)], 24)
@@ -295,7 +298,8 @@ def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> N
 
 def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
     cache = windowed(8)
-    window, tokens = cache.windows[0], list(range(17))
+    window = cache.windows[0]
+    tokens = list(range(17))
     cache.release(compute(cache, tokens), tokens, 17)
     window._free = [window._take() for _ in range(window.total_pages)]  # the window has lost all, the tree nothing
     table = compute(cache, tokens)
@@ -320,7 +324,8 @@ def test_sequences_are_admitted_by_quota() -> None:
 
 def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
     cache = windowed(8, num_pages=11)
-    first, second = PageTable("", 0), PageTable("", 0)
+    first = PageTable("", 0)
+    second = PageTable("", 0)
     assert cache.admit(first, [1], 4, headroom=0, limit=400)
     assert (cache.reach(first, 400), cache.reach(first, 13)) == (40, 13)
     assert cache.admit(second, [1], 4, headroom=0, limit=400)
@@ -397,7 +402,8 @@ class GroupsModel(TextModel):
 
     def check_hit(self, run: Run, evicts: bool) -> None:
         """Exactly the pages that the first pass reads are there, and have its text; the hit is the longest there is."""
-        table, num_shared = run.table, len(run.table.nodes)
+        table = run.table
+        num_shared = len(run.table.nodes)
         for window, pages, written in zip(self.windows, table.windows, self.written, strict=True):
             assert pages.first == self.first_read(window, num_shared * self.page_size)
             assert pages.end == num_shared
@@ -417,7 +423,8 @@ class GroupsModel(TextModel):
 
     def run_pass(self, run: Run, end: int, num_spoiled: int, known: list[int]) -> None:
         """A pass over tokens [num_computed, end): it reads what windows show, and writes; `known` are all tokens."""
-        start, size = run.num_computed, self.page_size
+        start = run.num_computed
+        size = self.page_size
         for window, pages, written in zip(self.windows, run.table.windows, self.written, strict=True):
             for index in range(self.first_read(window, start), -(-start // size)):
                 assert index >= pages.first, "a page was given back too early"
@@ -430,7 +437,8 @@ class GroupsModel(TextModel):
 
     def share(self, run: Run, num_computed: int, ends: bool) -> None:
         """What the tree and the windows know after a publish or a release."""
-        table, is_known = run.table, True
+        table = run.table
+        is_known = True
         num_full = min(num_computed, len(run.tokens) - self.lookahead) // self.page_size
         shared = len(table.nodes)
         self.compute(table, run.tokens, num_computed, ends)
@@ -457,7 +465,9 @@ class Play:
     """Random operations on a cache with window groups and on the model."""
 
     def __init__(self, page_size: int, lookahead: int, windows: list[int], evicts: bool, rng: random.Random) -> None:
-        self.rng, self.evicts, self.lookahead = rng, evicts, lookahead
+        self.rng = rng
+        self.evicts = evicts
+        self.lookahead = lookahead
         longest = 18 * page_size + 20
         quotas = [WindowPages(2, page_size, window, RESERVE).quota(longest) for window in windows]
         sizes = [1 + (8 if evicts else 1_000) * quota for quota in quotas]
@@ -488,9 +498,11 @@ class Play:
         others = [other for other in self.running if other is not run]
         if run.num_computed < run.num_prompt:
             end = self.rng.randrange(run.num_computed, run.num_prompt) + 1
-            is_last, reach = end == run.num_prompt, self.cache.reach(run.table, run.num_prompt + RESERVE)
+            is_last = end == run.num_prompt
+            reach = self.cache.reach(run.table, run.num_prompt + RESERVE)
             if end + RESERVE * is_last > reach:
-                end, is_last = min(end, reach, run.num_prompt - 1), False
+                end = min(end, reach, run.num_prompt - 1)
+                is_last = False
             assert end > run.num_computed, "a chunk has a token at least"
             self.cache.extend_windows(run.table, end + RESERVE * is_last)
             self.model.take_in(run, others)

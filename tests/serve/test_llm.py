@@ -144,7 +144,8 @@ def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path
     """As transformers has them, for each token of the answer and of the prompt but its first."""
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=0)
-    prompt, whole = PROMPTS[1], plain.generate([PROMPTS[1]], params)[0].tokens
+    prompt = PROMPTS[1]
+    whole = plain.generate([PROMPTS[1]], params)[0].tokens
     with torch.inference_mode():
         rows = model(torch.tensor([prompt + whole])).logits[0, :-1].log_softmax(dim=-1)
     expected = rows.gather(1, torch.tensor(prompt + whole)[1:, None])[:, 0].tolist()
@@ -281,8 +282,10 @@ def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch
 def test_what_a_broken_pass_has_not_computed_is_not_shared(
     last_pass: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, params = random_prompt(40, last_pass), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    layer, num_passes = drafted.engine.runner.target.layers[1], 0
+    prompt = random_prompt(40, last_pass)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    layer = drafted.engine.runner.target.layers[1]
+    num_passes = 0
 
     def interrupted(*args: object, forward: Callable[..., object] = layer.forward) -> object:
         nonlocal num_passes

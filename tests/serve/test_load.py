@@ -49,7 +49,8 @@ def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
 class Foreign(BaseHTTPRequestHandler):
     """Some other server, which gives the answer `status` and `content` to every request."""
 
-    status, content = 200, ""
+    status = 200
+    content = ""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -70,7 +71,9 @@ def foreign() -> Iterator[str]:
         server.shutdown()
 
 
-SEPARATORS, LONG = "a\u2028b\u2029c\x85d", "a" * 300_000  # the first end lines for some readers
+# the first end lines for some readers
+SEPARATORS = "a\u2028b\u2029c\x85d"
+LONG = "a" * 300_000
 
 
 def event(text: str, **fields: object) -> str:

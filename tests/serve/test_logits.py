@@ -62,7 +62,8 @@ def requests_of(params: dict[str, Any]) -> list[Request]:
 def test_greedy_tokens_are_those_of_transformers_generate(
     drafter: str, params: dict[str, Any], build: Build, target: Path
 ) -> None:
-    engine, requests = build(drafter), requests_of(params)
+    engine = build(drafter)
+    requests = requests_of(params)
     answers = run(engine, requests)
     if drafter == "ngram":  # it knows what it has seen
         answers = run(engine, requests)
@@ -91,14 +92,16 @@ def test_counts_hold_what_was_emitted(drafter: str, build: Build) -> None:
     """After every step, for requests with penalties, whichever of them are preempted meanwhile."""
     params = {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": -0.3}
     requests = requests_of(params) + [make_request("plain", random_prompt(12, 3), temperature=0.8, max_tokens=30)]
-    engine, steps = build(drafter, kv_cache_tokens=110, page_size=1), 0
+    engine = build(drafter, kv_cache_tokens=110, page_size=1)
+    steps = 0
     state = engine.runner.state
 
     def check(*_: object) -> None:
         nonlocal steps
         for sequence in engine.scheduler._running:
             length = len(sequence.request.prompt)
-            text, counts = sequence.tokens, state.processors.counts[sequence.slot].tolist()
+            text = sequence.tokens
+            counts = state.processors.counts[sequence.slot].tolist()
             if sequence.request.id == "plain":
                 assert int(state.processors.flags[sequence.slot]) == 0
                 continue
@@ -127,7 +130,8 @@ def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
     for index, own in enumerate(params):
         engine.add(make_request(str(index), random_prompt(9 + index, index), max_tokens=60, ignore_eos=True, **own))
     engine.step()
-    sequences, reserve = decoding(engine), engine.planner.limits.reserve
+    sequences = decoding(engine)
+    reserve = engine.planner.limits.reserve
     assert len(sequences) == len(params)
     for sequence in sequences:
         assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * reserve)
@@ -151,7 +155,9 @@ def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyP
     """A step with a mask of its own for some nodes: the tokens are the best that are allowed."""
     engine = build(drafter)
     plan = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
-    width, generator, seen = engine.planner.limits.most_nodes, torch.Generator().manual_seed(0), list[Tensor]()
+    width = engine.planner.limits.most_nodes
+    generator = torch.Generator().manual_seed(0)
+    seen = list[Tensor]()
     allowed = torch.rand(4, VOCAB, generator=generator) < 0.1
     bits = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int64)
     for mask, token in allowed.nonzero().tolist():
@@ -184,10 +190,12 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
 ) -> None:
     """NaN in the rows of one request: its step emits -1 last, the next one runs, and the others do not notice."""
     params = [{"temperature": 0.7}, {}, {"presence_penalty": 0.5}]
-    broken, sound = build(drafter), build(drafter)
+    broken = build(drafter)
+    sound = build(drafter)
     outputs = []
     for engine in (sound, broken):
-        plan, state = started(engine, params), engine.runner.state
+        plan = started(engine, params)
+        state = engine.runner.state
         rows = admit(state.stored.survivals, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
         own = slice(rows[0], rows[0] + rows[1])
 
@@ -229,7 +237,8 @@ def test_nan_ends_a_request_and_the_next_one_is_served(
     """In its third pass; what it had said before stands."""
     requests = requests_of({})
     expected = tokens_of(run(build("none"), requests))
-    engine, passes = build(drafter, max_running=1), list[int]()
+    engine = build(drafter, max_running=1)
+    passes = list[int]()
 
     def poison(logits: Tensor) -> Tensor:
         passes.append(len(logits))

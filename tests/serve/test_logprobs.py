@@ -86,8 +86,10 @@ def check(found: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]
 
 def check_answers(model: Any, requests: list[Request], answers: dict[str, Answer]) -> None:
     for request in requests:
-        answer, size = answers[request.id], len(request.prompt)
-        rows, params = expected_rows(model, request, answer.tokens), request.params
+        answer = answers[request.id]
+        size = len(request.prompt)
+        rows = expected_rows(model, request, answer.tokens)
+        params = request.params
         check(answer.logprobs, params.logprobs, rows[size - 1 :], answer.tokens)
         check(answer.prompt_logprobs, params.prompt_logprobs, rows[: size - 1], request.prompt[1:])
 
@@ -133,7 +135,8 @@ def test_captured_passes(
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-windows"])
 def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
     """Log-probabilities of an answer use them; those of a prompt cannot."""
-    prompt, path = random_prompt(40, 1), make_target(family)
+    prompt = random_prompt(40, 1)
+    path = make_target(family)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = build_engine(path, page_size=1)
     for name, params, cached in (
@@ -161,7 +164,8 @@ def test_a_prompt_alone(build: Build, model: Any) -> None:
 
 
 def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes = build("none"), list[int]()
+    engine = build("none")
+    sizes = list[int]()
     logits = type(engine.runner.target).logits
 
     def watched(target: Any, hidden: Tensor) -> Tensor:
@@ -177,7 +181,8 @@ def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypat
 
 def test_processed(target: Path) -> None:
     """Of the distribution that tokens are sampled from: what cannot be sampled has none."""
-    bias, prompt = {7: 3.0, 9: -100.0}, random_prompt(9, 1)
+    bias = {7: 3.0, 9: -100.0}
+    prompt = random_prompt(9, 1)
     filtered = {"temperature": 0.5, "top_k": 4}
     kinds: dict[str, dict[str, Any]] = {"filters": filtered, "greedy": {"temperature": 0.0, "logit_bias": bias}}
     requests = [make_request(name, prompt, logprobs=6, seed=3, max_tokens=12, **own) for name, own in kinds.items()]
@@ -203,7 +208,8 @@ def test_processed(target: Path) -> None:
 
 def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = build("eagle3")
-    counted, record = list[int](), engine.planner.policy.record
+    counted = list[int]()
+    record = engine.planner.policy.record
 
     def watch(cells: Any, *others: Any) -> None:
         counted.append(len(cells))

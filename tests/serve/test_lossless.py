@@ -223,7 +223,8 @@ def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
 def test_captured_steps_change_no_token(
     drafter: str, sampling: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
 ) -> None:
-    requests, attention = uneven_requests(SAMPLINGS[sampling]), "prefill=sdpa,verify=triton,draft=triton"
+    requests = uneven_requests(SAMPLINGS[sampling])
+    attention = "prefill=sdpa,verify=triton,draft=triton"
     engine = build("qwen3", drafter, device="cuda", dtype="float32", attention=attention, **options)
     if drafter.startswith(BY_CHANCE):  # by measured times it does not pay to verify what is hardly ever right
         engine.planner.policy = WidestDrafts(engine.planner, random.Random(0))
@@ -242,7 +243,8 @@ def test_captured_steps_change_no_token(
 def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
-    requests, attention = uneven_requests(SAMPLINGS["plain"]), "prefill=sdpa,verify=triton,draft=triton"
+    requests = uneven_requests(SAMPLINGS["plain"])
+    attention = "prefill=sdpa,verify=triton,draft=triton"
     engine = build(family, drafter, device="cuda", dtype="float32", attention=attention)
     assert tokens_of(run(engine, requests)) == reference(family, requests)
 
@@ -254,7 +256,8 @@ def test_the_reference_is_transformers_generate(
     model = AutoModelForCausalLM.from_pretrained(make_target(family), dtype=torch.float32)
     requests = uneven_requests(SAMPLINGS["greedy"])
     for request, tokens in zip(requests, reference(family, requests).values(), strict=True):
-        prompt, length = torch.tensor([request.prompt]), request.params.max_tokens
+        prompt = torch.tensor([request.prompt])
+        length = request.params.max_tokens
         expected = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=length
         )
@@ -301,8 +304,10 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
 def test_requests_may_arrive_late_and_in_chunks(
     drafter: str, options: dict[str, Any], family: str, build: BuildDrafted, reference: Reference
 ) -> None:
-    requests, answers = uneven_requests(SAMPLINGS["plain"]), dict[str, Answer]()
-    engine, late = build(family, drafter, **options), iter(requests)
+    requests = uneven_requests(SAMPLINGS["plain"])
+    answers = dict[str, Answer]()
+    engine = build(family, drafter, **options)
+    late = iter(requests)
     for request in late:
         engine.add(request)
         collect(engine.step(), answers)
@@ -323,8 +328,11 @@ def test_an_answer_may_end_inside_a_draft(
     drafter: str, case: tuple[int, str], family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     page_size, ending = case
-    engine, requests = build(family, drafter, page_size=page_size), ending_requests()
-    whole, shorter, expected = run(engine, requests), [], {}
+    engine = build(family, drafter, page_size=page_size)
+    requests = ending_requests()
+    whole = run(engine, requests)
+    shorter = []
+    expected = {}
     assert tokens_of(whole) == reference(family, requests)
     for request in requests:
         tokens = whole[request.id].tokens
@@ -371,7 +379,9 @@ def test_preemption_changes_no_token(
     length, size = (150, 384) if is_windowed else (40, 128)  # longer than the draft's window of 24
     size = size * 3 // 4 if "windows" in family else size  # whose layers give pages back
     if "windows" in family and is_windowed and drafter != "dflash":
-        length, size = 60, 128  # two windows and what a block writes leave room for one request in the smaller cache
+        # two windows and what a block writes leave room for one request in the smaller cache
+        length = 60
+        size = 128
     requests = [
         make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=length)
         for seed in range(6)
@@ -413,7 +423,8 @@ def test_an_abort_leaves_the_others_alone(
 ) -> None:
     """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
     requests = uneven_requests(SAMPLINGS["plain"])
-    engine, answers = build(family, drafter, prefill_budget=40, max_running=5), dict[str, Answer]()
+    engine = build(family, drafter, prefill_budget=40, max_running=5)
+    answers = dict[str, Answer]()
     for request in requests:
         engine.add(request)
     for _ in range(steps):
@@ -451,14 +462,18 @@ class AnyPolicy(BudgetPolicy):
 
     def __init__(self, planner: Planner, rng: random.Random) -> None:
         super().__init__(planner.policy.costs, planner.policy.widths)
-        self.rng, self.limits, self.number = rng, planner.limits, 0
+        self.rng = rng
+        self.limits = planner.limits
+        self.number = 0
         self.survivals = np.ones(CELLS, np.float32)
 
     def choose(self, num_decoding: int, prompt_rows: int = 0, **_: Any) -> Choice:
-        rng, most = self.rng, num_decoding * self.limits.most_nodes
+        rng = self.rng
+        most = num_decoding * self.limits.most_nodes
         if rng.random() < 0.3:
             cells = np.random.default_rng(self.number).random(CELLS, np.float32)
-            self.survivals, self.number = np.where(cells < 0.1, np.float32(0), cells), self.number + 1
+            self.survivals = np.where(cells < 0.1, np.float32(0), cells)
+            self.number = self.number + 1
         nodes = rng.choice((num_decoding, rng.randint(num_decoding, most), most))
         return Choice(nodes, rng.choice(self.widths))
 
@@ -521,7 +536,8 @@ def record(engine: Engine, proposals: Proposals) -> None:
     """From now on notes what is proposed. Raises AssertionError where a text had another proposal before."""
 
     def look(event: str, plan: StepPlan) -> None:
-        slots, stored = drafting_slots(plan), engine.runner.state.stored
+        slots = drafting_slots(plan)
+        stored = engine.runner.state.stored
         for sequence in decoding(engine) if event == "committed" else ():
             if sequence.slot in slots:
                 nodes = [stored.tokens[sequence.slot].tolist(), stored.parents[sequence.slot].tolist()]
@@ -540,7 +556,8 @@ def record(engine: Engine, proposals: Proposals) -> None:
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""
     rng = random.Random(f"{drafter} {page_size} {family}")
-    kinds, proposals = kinds_of_requests(random.Random(f"texts of {family}"), 10, longest=30), Proposals()
+    kinds = kinds_of_requests(random.Random(f"texts of {family}"), 10, longest=30)
+    proposals = Proposals()
     alone = build(family, drafter, max_running=1)
     alone.planner.policy = RootsAlone(alone.planner, rng)
     record(alone, proposals)
@@ -576,11 +593,13 @@ def preempt_some(engine: Engine, rng: random.Random) -> None:
 def watch(engine: Engine) -> Counter[str]:
     """From now on counts steps with nodes and chunks, steps that verify different numbers of nodes of their requests,
     accepted tokens, and prompts that begin in the cache."""
-    seen, read = Counter[str](), engine._read
+    seen = Counter[str]()
+    read = engine._read
 
     def reading(flight: Any) -> Any:
         arrived = read(flight)
-        plan, output = flight.plan, arrived.output
+        plan = flight.plan
+        output = arrived.output
         seen["mixed"] += bool(plan.slots and plan.chunks)
         seen["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
         seen["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())

@@ -41,7 +41,8 @@ def scrape(metrics: Metrics, gauges: dict[str, float], counts: EngineCounts, num
 
 
 def test_what_a_scrape_shows() -> None:
-    metrics, engine = Metrics(), EngineCounts(kv_pages={("0", "used"): 7, ("1", "free"): 9})
+    metrics = Metrics()
+    engine = EngineCounts(kv_pages={("0", "used"): 7, ("1", "free"): 9})
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
     metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts), 2.0)
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1), 0.2)

@@ -54,7 +54,8 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
     requests = requests_of(temperature=temperature)
     expected = plain_answers(target, requests)
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "breadth": 1})
-    first, again = run(engine, requests), run(engine, requests)
+    first = run(engine, requests)
+    again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
     assert accept_length(again) > 6 > accept_length(first)
 
@@ -64,7 +65,8 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
 def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, target: Path) -> None:
     """Clients do where the drafter shares between keys, namespaces never. Prefixes are shared in a namespace."""
     options: dict[str, Any] = {"width": 16, "page_size": 1, "drafter": {"share_between_keys": share}}
-    engine, mine = build_engine(target, "ngram", **options), requests_of(**{name: "mine"})
+    engine = build_engine(target, "ngram", **options)
+    mine = requests_of(**{name: "mine"})
     alone = accept_length(run(build_engine(target, "ngram", **options), mine))
     run(engine, requests_of(**{name: "yours"}))
     answers = run(engine, mine)
@@ -79,7 +81,8 @@ def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, ta
 
 def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
-    commit, verified = engine.planner.commit, list[int]()
+    commit = engine.planner.commit
+    verified = list[int]()
 
     def count(plan: StepPlan, output: StepOutput, ms: float) -> Any:
         numbers = output.num_verified[: len(plan.slots)].tolist()
@@ -112,7 +115,8 @@ def test_steps_verify_what_pays(target: Path) -> None:
     policy.costs = CostlyNodes(policy.costs.most_rows)
     requests = requests_of(temperature=1.0)
     expected = plain_answers(target, requests)
-    first, again = run(engine, requests), run(engine, requests)
+    first = run(engine, requests)
+    again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
     assert drafted_per_step(first) < 2
     assert drafted_per_step(again) > 4
@@ -130,7 +134,8 @@ def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) ->
 def test_a_save_that_fails_stops_no_other_stage(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    engine, closed = build_engine(target, "ngram", drafter={"save": str(folder / "trie")}), list[str]()
+    engine = build_engine(target, "ngram", drafter={"save": str(folder / "trie")})
+    closed = list[str]()
     engine.stages[-1].close = lambda: closed.append("last")  # type: ignore[method-assign]
     (folder / "trie").mkdir()
     with pytest.raises(ValueError, match="folder/trie is a folder; name a file"):
@@ -160,7 +165,8 @@ def test_what_save_would_spoil_is_found_at_the_start(
 ) -> None:
     """A place that cannot be written, the corpus, a file of somebody else. An earlier file of n-grams is replaced."""
     (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2]}\n')
-    path, corpus = str(tmp_path / "trie"), str(tmp_path / "texts.jsonl")
+    path = str(tmp_path / "trie")
+    corpus = str(tmp_path / "texts.jsonl")
     build_engine(target, "ngram", drafter={"save": path}).close()
     build_engine(target, "ngram", drafter={"save": path, "load": path}).close()
     for options, message in (
@@ -251,7 +257,8 @@ def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> Non
     requests = requests_of(temperature=1.0)
     network = run(build_engine(target, draft), requests)
     engine = build_both(target, draft)
-    first, again = run(engine, requests), run(engine, requests)
+    first = run(engine, requests)
+    again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == tokens_of(network)
     assert accept_length(first) == pytest.approx(accept_length(network), rel=0.1)
     assert accept_length(again) > 2 * accept_length(first)
@@ -259,7 +266,8 @@ def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> Non
 
 def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     """One repeats, one does not, in the same batch: both keep what they would have alone."""
-    engine, requests = build_both(target, draft, ngram_first=8), requests_of()
+    engine = build_both(target, draft, ngram_first=8)
+    requests = requests_of()
     known = requests[0]
     run(engine, [known])
     alone = run(build_engine(target, draft), requests[1:2])["1"].counts

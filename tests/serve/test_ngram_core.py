@@ -158,7 +158,8 @@ def continuations(text: list[int], count: int) -> list[list[int]]:
 def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
     """A node counts as the request's own only where brute force finds its path in the request's text; with no other
     text in the trie, nearly every node does: all but those at places that the own text is not searched for."""
-    rng, num_nodes = random.Random(seed), Counter[bool]()
+    rng = random.Random(seed)
+    num_nodes = Counter[bool]()
     vocab, (text, *texts) = rng.choice((6, 30)), random_texts(seed, 6, 60, 30)
     for inserted in (texts, []):
         core = NgramCore(breadth=8)
@@ -216,7 +217,8 @@ def test_likeliest_first_and_last_used_first() -> None:
 
 def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
     options: dict[str, Any] = {"capacity": 500, "branch_length": 4, "min_match": 1, "max_match": 3, "breadth": 4}
-    core, model = NgramCore(queue_tokens=8, **options), NgramModel(order="probability", **options)
+    core = NgramCore(queue_tokens=8, **options)
+    model = NgramModel(order="probability", **options)
     core.admit(0, [1, 2, 3])
     core.flush()
     model.admit(0, [1, 2, 3], "")
@@ -354,7 +356,8 @@ print(core.stats()["inserted_tokens"], hook.denied())
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs Linux and g++")
 def test_the_inserting_thread_needs_no_memory(tmp_path: Path) -> None:
     """Nobody could catch its std::bad_alloc, which would end the process. Names and nodes come and go meanwhile."""
-    source, hook = Path(__file__).with_name("no_memory.cpp"), tmp_path / "no_memory.so"
+    source = Path(__file__).with_name("no_memory.cpp")
+    hook = tmp_path / "no_memory.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-o", str(hook), str(source)], check=True)
     script = [sys.executable, "-c", WITHOUT_MEMORY, str(hook), str(tmp_path / "trie")]
     ended = subprocess.run(script, env={**os.environ, "LD_PRELOAD": str(hook)}, capture_output=True, text=True)
@@ -513,7 +516,8 @@ def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
 
 def checksum(data: bytes) -> int:
     """The one of csrc/snapshot.cpp."""
-    mask, total = (1 << 64) - 1, len(data)
+    mask = (1 << 64) - 1
+    total = len(data)
     whole = len(data) // 8 * 8
     for (word,) in struct.iter_unpack("<Q", data[:whole]):
         total = (total ^ word) * 0x9E3779B97F4A7C15 & mask
@@ -524,10 +528,12 @@ def checksum(data: bytes) -> int:
 
 
 def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
-    path, rng = tmp_path / "trie", random.Random(0)
+    path = tmp_path / "trie"
+    rng = random.Random(0)
     core = filled_core()
     core.save(path)
-    data, branches = path.read_bytes(), core.branches()
+    data = path.read_bytes()
+    branches = core.branches()
     assert struct.unpack("<Q", data[-8:]) == (checksum(data[:-8]),)
     pieces = [data[:size] for size in (0, 1, 39, 40, 47, 48, len(data) // 2, len(data) - 1)]
     for piece in [*pieces, data + b"\0", bytes(len(data))]:

@@ -154,7 +154,8 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
     ]
     expected = plain_answers(target, requests)
     engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
-    costs, period = slow_down(engine), RECOMPUTE + PATIENCE + 14
+    costs = slow_down(engine)
+    period = RECOMPUTE + PATIENCE + 14
     ahead: dict[bool, list[bool]] = {True: [], False: []}
 
     def switch(step: int, _: object) -> None:
@@ -173,7 +174,8 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
 
 def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Path) -> None:
     """What they propose is verified in the very next step, though its tokens are handed out after its launch."""
-    engine, events = build_overlapping(target, "ngram"), list[str]()
+    engine = build_overlapping(target, "ngram")
+    events = list[str]()
     engine.trace = lambda event, plan: None if plan.chunks else events.append(event)
     slow_down(engine)
     answers = run(engine, [make_request("0", [5, 6, 7] * 9, max_tokens=40, ignore_eos=True)])
@@ -189,7 +191,8 @@ def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Pat
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
 def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., Engine], target: Path) -> None:
     """Also of one that ends within accepted drafts: at a stop id, or at its last token."""
-    engine, prompts = build(target, "ngram"), [random_prompt(9, seed) for seed in range(4)]
+    engine = build(target, "ngram")
+    prompts = [random_prompt(9, seed) for seed in range(4)]
     slow_down(engine)
     first = run(engine, [make_request(str(seed), prompt, max_tokens=40) for seed, prompt in enumerate(prompts)])
     requests = []

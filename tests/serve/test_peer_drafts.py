@@ -172,7 +172,8 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     oracle = save_eagle3(target, ours, LAYERS, *DEFAULTS)
     save_with_package("eagle3", ours, target, theirs, LAYERS)
     check(build.build_engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
@@ -181,7 +182,8 @@ def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
 
 
 def test_dflash_saved_by_the_package(target: Path, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     windows = {"sliding_window": 2048, "windowed_layers": (0, 1)}
     oracle = save_dflash(target, ours, draft_vocab_size=100, intermediate_size=48, **windows)
     save_with_package("dflash", ours, target, theirs, LAYERS)

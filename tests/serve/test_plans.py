@@ -44,7 +44,9 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
     options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
     options |= {"max_running": 3, "prefill_budget": 16, "kv_cache_tokens": 110, "page_size": 1}
     named = name if name in ("none", "ngram") else draft
-    engine, plans, outputs = build(target, named, **options), list[bytes](), dict[int, list[list[int]]]()
+    engine = build(target, named, **options)
+    plans = list[bytes]()
+    outputs = dict[int, list[list[int]]]()
 
     def record(event: str, plan: StepPlan) -> None:
         if event == "launched":
@@ -57,7 +59,8 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
         outputs[flight.plan.number] = emitted(arrived.output)
         return arrived
 
-    engine.trace, engine._read = record, reading
+    engine.trace = record
+    engine._read = reading
     run(engine, requests_of(temperature=0.8))
     assert engine.scheduler.num_preemptions > 0
     fresh = build(target, named, **options).runner
@@ -71,7 +74,8 @@ def test_a_step_may_draft_for_some_requests_alone(
     build: Any, name: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a probe; each step for another number of them here."""
-    requests, plans = requests_of(), list[StepPlan]()
+    requests = requests_of()
+    plans = list[StepPlan]()
     options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
     engine: Engine = build(target, draft, max_running=4, **options)
     own = engine.planner.policy.choose
@@ -88,7 +92,8 @@ def test_a_step_may_draft_for_some_requests_alone(
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
 def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: dict[str, Any], target: Path) -> None:
-    engine, limited = build_engine(target, max_running=3, prefill_budget=16), list[bool]()
+    engine = build_engine(target, max_running=3, prefill_budget=16)
+    limited = list[bool]()
     own = engine.planner.policy.chunk_rows
 
     def chunk_rows(num_decoding: int, *, filtered: bool) -> int:
@@ -115,7 +120,8 @@ def test_a_pass_without_memory_fails_its_requests_alone(
     requests = requests_of()
     expected = plain_answers(target, requests)
     engine: Engine = build(target, draft, max_running=2, prefill_budget=16)
-    own, calls = getattr(type(engine.runner.passes), which), 0
+    own = getattr(type(engine.runner.passes), which)
+    calls = 0
 
     def fail_once(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -145,7 +151,8 @@ class Watching(HostStage):
 
     def __init__(self, names: str = "01234", refused: int | None = None) -> None:
         self.seen: list[Proposed] = []
-        self.names, self.refused = names, refused
+        self.names = names
+        self.refused = refused
         self.slots: set[int] = set()  # of those requests
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
@@ -180,7 +187,8 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
     requests = requests_of()
     expected = plain_answers(target, requests)
     engine: Engine = build(target, draft if name == "draft" else name, max_running=3)
-    stage, verified = Watching(names), list[tuple[int, list[int]]]()
+    stage = Watching(names)
+    verified = list[tuple[int, list[int]]]()
     engine.stages.append(stage)
 
     def look(event: str, plan: StepPlan) -> None:
@@ -229,7 +237,8 @@ def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
 def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, draft: Path) -> None:
     """A plan brings the table of survivals where it has changed."""
     engine: Engine = build(target, draft)
-    policy, changes = engine.planner.policy, list[bool]()
+    policy = engine.planner.policy
+    changes = list[bool]()
 
     def look(event: str, plan: StepPlan) -> None:
         if event == "ready":
@@ -251,7 +260,8 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
     for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
         nodes = np.full((4, 1, 16), 5, np.int32)
         engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),)))
-        cells, survivals = nodes[2, 0], nodes[3, 0].view(np.float32)
+        cells = nodes[2, 0]
+        survivals = nodes[3, 0].view(np.float32)
         assert (cells[max(count, 1) :] == -1).all()
         assert (survivals[count:] == 0).all()
         if count:

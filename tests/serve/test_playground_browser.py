@@ -24,7 +24,8 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.browser
 
-QUESTION, TOKENS = "hello 你", 24
+QUESTION = "hello 你"
+TOKENS = 24
 Open = Callable[..., Any]  # (url, options of a browser's context) -> the page, connected
 
 
@@ -41,7 +42,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """Fails where the page logs an error, but for what it does without a key or a server."""
-    opened, errors = list[Any](), list[str]()
+    opened = list[Any]()
+    errors = list[str]()
 
     def make(url: str, **options: Any) -> Any:
         opened.append(browser.new_context(**options))
@@ -119,7 +121,8 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
     )
     place, one = next((i, one) for i, one in enumerate(trace["trace"]) if one["refused"] and one["token"].isalpha())
     chance = scored["content"][place]["logprob"]
-    refused, details = page.locator(".answer .token.refused", has_text=one["token"]).first, page.locator("#details")
+    refused = page.locator(".answer .token.refused", has_text=one["token"]).first
+    details = page.locator("#details")
     refused.hover()
     told = details.inner_text()
     assert f"{one['round']}: {one['drafted']} guessed tokens checked, in a pass of {one['rows']} rows" in told
@@ -143,7 +146,8 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
 
 
 def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
-    page, asked = open_page(server.url), list[dict[str, Any]]()
+    page = open_page(server.url)
+    asked = list[dict[str, Any]]()
 
     def change(route: Any) -> None:
         """The third call gets another question, and so another answer."""
@@ -168,7 +172,8 @@ def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
 
 def test_differences_are_the_fewest(open_page: Open, server: Server) -> None:
     """Against difflib without its heuristics, which never keeps more than the longest common subsequence."""
-    page, rng = open_page(server.url), random.Random(0)
+    page = open_page(server.url)
+    rng = random.Random(0)
     run = "async ([a, b]) => (await import('/playground/tokens.js')).differences(a, b).map((set) => [...set])"
     for _ in range(30):
         a, b = ([rng.randrange(4) for _ in range(rng.randrange(12))] for _ in range(2))
@@ -180,7 +185,8 @@ def test_differences_are_the_fewest(open_page: Open, server: Server) -> None:
 
 
 def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Server) -> None:
-    page, asked = open_page(server.url), list[dict[str, Any]]()
+    page = open_page(server.url)
+    asked = list[dict[str, Any]]()
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "one")
     ask(page, "two", waits=False)
@@ -204,7 +210,8 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
 
 def test_what_comes_at_once_is_laid_out_at_once(open_page: Open, server: Server) -> None:
     """A layout takes longer the longer an answer is: one for each of many tokens would hold up the page."""
-    page, count = open_page(server.url), 2000
+    page = open_page(server.url)
+    count = 2000
     scored = {"bytes": list(b"word "), "logprob": -1, "top_logprobs": []}
     trace = {"source": "target", "position": 0, "round": 1, "refused": [], "drafted": 0, "rows": 1, "id": 5}
     choice = {"delta": {"content": "word "}, "logprobs": {"content": [scored]}, "speculation": {"trace": [trace]}}
@@ -515,7 +522,8 @@ def test_a_setting_that_cannot_be_sent_is_shown(open_page: Open, server: Server)
 
 
 def test_a_question_is_taken_back(open_page: Open, server: Server) -> None:
-    page, asked = open_page(server.url), list[dict[str, Any]]()
+    page = open_page(server.url)
+    asked = list[dict[str, Any]]()
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     for question in ("one", "two", "three"):
         ask(page, question)

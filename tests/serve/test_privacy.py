@@ -21,7 +21,8 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, events, serving
 
 TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
-VICTIM, ATTACKER = "sk-victim", "sk-attacker"
+VICTIM = "sk-victim"
+ATTACKER = "sk-attacker"
 # What differs with speed, and names, which no text of a client reaches.
 FIGURES = (
     "metrics",
@@ -121,7 +122,9 @@ def answers(client: httpx.Client, path: str, body: Body) -> list[Any]:
 def told(responses: list[Any]) -> tuple[set[Any], int]:
     """Every text and number that answers hold, but for FIGURES, and how many tokens they withhold. Texts that come in
     pieces are joined."""
-    values, texts, num_withheld = set[Any](), list[str](), 0
+    values = set[Any]()
+    texts = list[str]()
+    num_withheld = 0
 
     def read(value: Any, name: str = "") -> None:
         nonlocal num_withheld

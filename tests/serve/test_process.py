@@ -57,7 +57,9 @@ def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None
 def test_refused_and_aborted_requests_end() -> None:
     async def run(client: EngineClient) -> None:
         await client.start(CONFIG)
-        refused, confusing, aborted = Collector(), Collector(), Collector()
+        refused = Collector()
+        confusing = Collector()
+        aborted = Collector()
         client.submit(request("refused", namespace="refuse"), refused)
         assert isinstance(await refused.end, ValueError)
         client.submit(request("confusing", namespace="confuse"), confusing)
@@ -94,7 +96,8 @@ def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) ->
 
     async def run(client: EngineClient) -> None:
         await client.start(CONFIG)
-        raising, other = Raising(), Collector()
+        raising = Raising()
+        other = Collector()
         client.submit(request("raising", max_tokens=10**6, namespace="slow"), raising)
         client.submit(request("other", max_tokens=30, namespace="slow"), other)
         assert isinstance(await raising.end, EngineError)
@@ -113,11 +116,14 @@ def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) ->
 def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None:
     async def run(client: EngineClient) -> None:
         assert (await client.start(CONFIG)).vocab_size == VOCABULARY
-        engine, was_late = psutil.Process(client.pid), threading.Event()
+        engine = psutil.Process(client.pid)
+        was_late = threading.Event()
         rescue = threading.Timer(120, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
         engine.suspend()
         rescue.start()
-        prompt, same, own = list(range(4, VOCABULARY)) * 400, list[Collector](), list[Collector]()
+        prompt = list(range(4, VOCABULARY)) * 400
+        same = list[Collector]()
+        own = list[Collector]()
         for index in range(30):  # 6 MB, if each were sent
             same.append(Collector())
             client.submit(request(f"same {index}", prompt=prompt), same[-1])

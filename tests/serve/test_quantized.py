@@ -72,7 +72,8 @@ def check_tokens(tokens: list[int], expected: Answer, tie: float) -> None:
 
 def test_the_option_quantises_all_but_head_and_embedding(models: tuple[Path, Path]) -> None:
     target, _ = models
-    plain, fp8 = build_engine(target), build_engine(target, quantization="fp8")
+    plain = build_engine(target)
+    fp8 = build_engine(target, quantization="fp8")
     tensors = read_tensors(target)
     assert torch.equal(fp8.runner.target.lm_head.weight, tensors["lm_head.weight"])
     assert torch.equal(fp8.runner.target.embed_tokens.weight, tensors["model.embed_tokens.weight"])

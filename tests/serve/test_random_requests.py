@@ -99,7 +99,8 @@ def accepted_with(generator: Generator, frontend: Frontend, path: str, field: st
 
 def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> tuple[list[int], Counter[str]]:
     """The tokens of one request, and how often the others ended for which reason."""
-    tokens, reasons = list[int](), Counter[str]()
+    tokens = list[int]()
+    reasons = Counter[str]()
     for request in (beside, *(one.request for one in answers.values())):
         engine.add(request)
     while engine.has_work:
@@ -128,7 +129,8 @@ def test_accepted_bodies_leave_the_engine_and_other_answers_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Every field of every endpoint, in each round."""
-    rng, reasons = random.Random(rounds), Counter[str]()
+    rng = random.Random(rounds)
+    reasons = Counter[str]()
     generator = Generator(rng, engine.info.vocab_size)
     pairs = [(path, field) for path, kind in BODIES.items() for field in kind.model_fields] * rounds
     rng.shuffle(pairs)

@@ -24,8 +24,11 @@ HEADER = "X-Request-Id"
 @pytest.fixture
 def lines() -> Iterator[list[dict[str, Any]]]:
     """All that is logged as JSON, in order."""
-    root, level, warn = logging.getLogger(), logging.getLogger("slipstream").level, warnings.showwarning
-    handler, found = logs.configure("json"), list[dict[str, Any]]()
+    root = logging.getLogger()
+    level = logging.getLogger("slipstream").level
+    warn = warnings.showwarning
+    handler = logs.configure("json")
+    found = list[dict[str, Any]]()
     handler.emit = lambda record: found.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
     yield found
     root.removeHandler(handler)
@@ -41,7 +44,8 @@ def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[di
     streamed = client.post(RESPONSES, json={"input": "abc", "max_output_tokens": 5, "stream": True})
     refused = client.post(COMPLETIONS, json={"prompt": 5}, headers={HEADER: 'bad "id"'})
     failed = client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "fail"})
-    unknown, _ = client.get("/nothing"), client.get("/health")
+    unknown = client.get("/nothing")
+    _ = client.get("/health")
     ids = [one.headers[HEADER] for one in (answer, streamed, refused, failed, unknown)]
 
     def own() -> dict[str, dict[str, Any]]:  # others end whenever their streams do

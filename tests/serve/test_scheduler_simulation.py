@@ -143,7 +143,9 @@ class Simulation:
     """An engine whose passes read and write digests; it checks all it reads."""
 
     def __init__(self, setting: Setting, rng: random.Random) -> None:
-        self.rng, self.lookahead, self.page_size = rng, setting.lookahead, setting.page_size
+        self.rng = rng
+        self.lookahead = setting.lookahead
+        self.page_size = setting.page_size
         windows = [setting.window_pages(window) for window in setting.windows]
         self.cache = PageCache(setting.num_pages, setting.page_size, windows)
         self.devices = [WindowDevice(setting.page_size, window, setting.lookahead) for window in setting.windows]
@@ -200,7 +202,8 @@ class Simulation:
 
     def step(self, *, decodes: bool, prompt_tokens: int, abort: bool = False) -> None:
         """One pass: nodes of what `decodes`, and so many tokens of prompts."""
-        scheduler, rng = self.scheduler, self.rng
+        scheduler = self.scheduler
+        rng = self.rng
         while decodes and sum(decoding for decoding, _ in self.flights) > 1:
             self.land(len(self.flights) - 1)
         reserve = rng.randrange(WIDTH, RESERVE + 1)
@@ -233,7 +236,8 @@ class Simulation:
         return Part(sequence, known, start + 1, start, len(known) - 1, start + reserve)
 
     def _compute(self, chunk: Chunk) -> Part:
-        known, num_known = list(chunk.sequence.tokens), len(chunk.sequence.tokens)
+        known = list(chunk.sequence.tokens)
+        num_known = len(chunk.sequence.tokens)
         if chunk.is_last:
             assert chunk.end == num_known
             known.append(next_token(known))
@@ -265,7 +269,8 @@ class Simulation:
 
     def _of_window(self, part: Part, group: int) -> WindowPart:
         """What a window group computes of it, with the pages that its plan would name."""
-        sequence, pages = part.sequence, part.sequence.table.windows[group]
+        sequence = part.sequence
+        pages = part.sequence.table.windows[group]
         first = max(self.num_sent.get((sequence, group), 0), pages.first)
         self.num_sent[sequence, group] = pages.end
         new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
@@ -291,7 +296,8 @@ class Simulation:
     def _read(self, sequence: Sequence, known: list[int], num_computed: int) -> None:
         text = digests(sequence.request.namespace, known)
         for index in range(num_computed):
-            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
+            page = sequence.table.pages[index // self.page_size]
+            slot = index % self.page_size
             assert self.target_kv[page][slot] == text[index + 1]
             if index + 1 + self.lookahead <= len(known):
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
@@ -303,7 +309,8 @@ class Simulation:
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
         for index in range(max(start - self.lookahead, first_own), end):
-            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
+            page = sequence.table.pages[index // self.page_size]
+            slot = index % self.page_size
             self.target_kv[page][slot] = text[index + 1]
             if index + 1 + self.lookahead < len(text):
                 self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
@@ -311,7 +318,8 @@ class Simulation:
     def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
         """What drafting and rejected nodes leave behind."""
         for index in range(start, end):
-            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
+            page = sequence.table.pages[index // self.page_size]
+            slot = index % self.page_size
             self.target_kv[page][slot] = self.draft_kv[page][slot] = GARBAGE
 
     def _take(self, outputs: list[Output]) -> None:
@@ -374,12 +382,14 @@ def test_random_operations(
 ) -> None:
     """sizes: tokens that the cache holds, max_running and the most prompt tokens of a step."""
     tokens, max_running, prefill_budget = sizes
-    num_pages, max_chunks = 1 + -(-tokens // page_size), 2 if prefill_budget == 64 else None
+    num_pages = 1 + -(-tokens // page_size)
+    max_chunks = 2 if prefill_budget == 64 else None
     setting = Setting(page_size, lookahead, num_pages, max_running, max_in_flight, max_chunks, windows)
     rng = random.Random(f"{sizes} {setting}")
     simulation = Simulation(setting, rng)
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
-    scheduler, number = simulation.scheduler, 0
+    scheduler = simulation.scheduler
+    number = 0
     num_steps = 2_000 if windows and page_size == 16 else 700  # windows make hits on such pages rare
     for _ in range(num_steps):
         kind = rng.choices(["add", "step", "abort"], weights=[6, 11, 0.3])[0]
@@ -389,7 +399,8 @@ def test_random_operations(
             if scheduler.num_waiting < 6 + len(scheduler._free_slots):
                 simulation.add(request)
         elif kind == "step":
-            decodes, chunk = rng.random() < 0.8, rng.choice([0, prefill_budget, rng.randrange(prefill_budget + 1)])
+            decodes = rng.random() < 0.8
+            chunk = rng.choice([0, prefill_budget, rng.randrange(prefill_budget + 1)])
             simulation.step(decodes=decodes, prompt_tokens=chunk, abort=rng.random() < 0.03)
         else:
             simulation.abort_one()

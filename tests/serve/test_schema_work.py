@@ -121,7 +121,8 @@ def test_hostile_schemas_are_read_in_linear_time_or_refused(family: str) -> None
     make, size = FAMILIES[family]
     counts = []
     for number in (max(size // 16, 1), max(size // 8, 2), size):
-        schema, work = make(number), Work()
+        schema = make(number)
+        work = Work()
         assert len(json.dumps(schema)) < 2 * MOST_CHARS
         counts.append(lines_of(lambda schema=schema, work=work: rewrite(schema, work)))  # type: ignore[misc]
         assert counts[-1] <= LINES_OF_STEP * min(work.num_steps, MOST_STEPS) + 200
@@ -134,7 +135,8 @@ def test_what_people_send_is_far_from_the_limit() -> None:
     fields = {f"field_{index}": parts[index % 2] for index in range(12)}
     definitions = {f"D{i}": {"type": "object", "properties": fields, "required": [*fields]} for i in range(40)}
     tables = {f"t{i}": {"type": "array", "items": {"$ref": f"#/$defs/D{i}"}} for i in range(40)}
-    schema, work = {"type": "object", "properties": tables, "$defs": definitions}, Work()
+    schema = {"type": "object", "properties": tables, "$defs": definitions}
+    work = Work()
     assert len(json.dumps(schema)) > MOST_CHARS / 2
     rewrite(schema, work)
     assert work.num_steps < MOST_STEPS / 4
@@ -191,7 +193,9 @@ def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:
     functions = [{"name": name, "strict": True, "parameters": schema} for name, schema in tools]
     choice = read_choice([{"type": "function", "function": one} for one in functions], "required", True)
     own = TOOL_FORMS[form]
-    grammars, work, texts = AnswerGrammar(own, None, Markers(NoTokens, texts_of(own))), Work(), list[str]()
+    grammars = AnswerGrammar(own, None, Markers(NoTokens, texts_of(own)))
+    work = Work()
+    texts = list[str]()
 
     def build() -> None:
         texts.append(grammars.build(choice, None, work, is_open=False, is_closed=False).text)
@@ -208,7 +212,8 @@ class Grower:
     """Grows small schemas of hostile kinds, whose meaning jsonschema can tell."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.definitions = rng, dict[str, Schema]()
+        self.rng = rng
+        self.definitions = dict[str, Schema]()
 
     def grow(self) -> Schema:
         for index in range(self.rng.randrange(3)):

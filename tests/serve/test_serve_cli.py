@@ -93,7 +93,9 @@ def test_exact_and_fast(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
-    draft, first, second = draft_folder(tmp_path / "draft"), tmp_path / "a.yaml", tmp_path / "b.yaml"
+    draft = draft_folder(tmp_path / "draft")
+    first = tmp_path / "a.yaml"
+    second = tmp_path / "b.yaml"
     first.write_text(f"draft: {draft}\ndrafter:\n  depth: 7\nport: 1234\nmax_running: 3\n")
     second.write_text("port: 2\n")
     config = read_config(["--config", str(first), "--no-overlap", f"--config={second}"])
@@ -206,7 +208,8 @@ def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    target, empty = str(write_target(tmp_path)), tmp_path / "keys"
+    target = str(write_target(tmp_path))
+    empty = tmp_path / "keys"
     empty.touch()
     for name in ("chat_template", "api_key_file", "kv_cache_calibration", "target"):
         options: dict[str, Any] = {"target": target, name: f"/no/{name}"}

@@ -33,7 +33,8 @@ from slipstream.tests.serve.test_overlap import build_overlapping
 DRAFTED = {name: options for name, options in DRAFTERS.items() if name != "none"} | {
     "ngram first": {"depth": 3, "ngram_first": 1, "ngram_nodes": 7}
 }
-OFF, TRACE = Speculation(enabled=False), Speculation(trace=True)
+OFF = Speculation(enabled=False)
+TRACE = Speculation(trace=True)
 
 
 def requests_of(count: int = 6, **params: Any) -> list[Request]:
@@ -84,8 +85,11 @@ class Watcher:
         self.verified: dict[str, list[tuple[list[list[int]], int]]] = {}  # by request: nodes, how many were verified
         self._owners: dict[int, str] = {}
         self._before: dict[int, list[tuple[str, list[list[int]]]]] = {}  # by plan
-        self._read, self._execute = engine._read, engine.runner.execute
-        engine._read, engine.runner.execute = self.read, self.execute  # type: ignore[method-assign]
+        self._read = engine._read
+        self._execute = engine.runner.execute
+        # type: ignore[method-assign]
+        engine._read = self.read
+        engine.runner.execute = self.execute
 
     def execute(self, plan: StepPlan) -> Any:
         engine = self.engine
@@ -112,8 +116,10 @@ def test_a_request_without_drafts_has_one_node_in_every_step(
     drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
 ) -> None:
     """Beside others, which go on drafting; also in the slot of one of these."""
-    engine, requests = build(drafter, make, max_running=4), with_speculation(requests_of(), OFF, every=2)
-    watcher, off = Watcher(engine), [request.id for request in requests[::2]]
+    engine = build(drafter, make, max_running=4)
+    requests = with_speculation(requests_of(), OFF, every=2)
+    watcher = Watcher(engine)
+    off = [request.id for request in requests[::2]]
     for _ in range(2):  # n-grams know the others' answers then
         answers = run(engine, requests)
         assert tokens_of(answers) == expected
@@ -136,7 +142,8 @@ def test_requests_without_drafts_teach_nothing(
     engine = build(drafter, make)
     before = engine.metrics()
     assert tokens_of(run(engine, with_speculation(requests_of(), OFF))) == expected
-    calibration, after = engine.planner.policy.calibration, engine.metrics()
+    calibration = engine.planner.policy.calibration
+    after = engine.metrics()
     assert calibration._tried.sum() == 0
     assert calibration._steps == 0
     same = [name for name in after if name.startswith("ngram") or name == "draft_width"]
@@ -175,7 +182,8 @@ def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[t
     pairs = zip(answer.starts[1:], ends, rounds, strict=False)
     for number, (start, end, (nodes, count)) in enumerate(pairs, 1):
         for place in range(start, end):
-            path, token = answer.tokens[start:place], answer.tokens[place]
+            path = answer.tokens[start:place]
+            token = answer.tokens[place]
             offered = alternatives(nodes, count, path)
             position = len(path) + 1 if token in offered else 0
             found.append((token in offered, position, number, [one for one in offered if one != token]))
@@ -189,7 +197,10 @@ def test_a_trace_says_where_each_token_comes_from(
     """Against the proposals on the device, with the passes' numbers of verified nodes: what was held back was not
     refused. Refused n-grams are named where the request's own text goes on with them."""
     engine = build(drafter, make)
-    requests, sources, refused, held_back = with_speculation(requests_of(), TRACE, every=2), set[str](), 0, 0
+    requests = with_speculation(requests_of(), TRACE, every=2)
+    sources = set[str]()
+    refused = 0
+    held_back = 0
     withheld = 0
     for _ in range(2):
         watcher = Watcher(engine)
@@ -197,7 +208,8 @@ def test_a_trace_says_where_each_token_comes_from(
         answers = run(engine, requests)
         assert tokens_of(answers) == expected
         for request in requests:
-            answer, rounds = answers[request.id], watcher.verified[request.id]
+            answer = answers[request.id]
+            rounds = watcher.verified[request.id]
             if not request.params.wants_trace:
                 assert answer.trace == []
                 continue
@@ -226,7 +238,8 @@ def named(refused: Sequence[int | None], offered: list[int]) -> list[int]:
 def check_names(prompt: list[int], answer: Answer, *, is_ngram: bool) -> int:
     """Returns how many refused tokens are withheld. Asserts that a named one, if n-grams alone draft, has followed the
     token before it in the request's own text."""
-    text, withheld = prompt + answer.tokens, 0
+    text = prompt + answer.tokens
+    withheld = 0
     for place, one in enumerate(answer.trace, len(prompt)):
         withheld += one.refused.count(None)
         pairs = set(pairwise(text[:place]))
@@ -250,14 +263,17 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
 ) -> None:
     """Rounds go on counting; a token that a prompt's pass gives when a request resumes is the target's. What the engine
     counts for /metrics is the sum of all that."""
-    engine, rng = build(drafter, make, page_size=1), random.Random(3)
+    engine = build(drafter, make, page_size=1)
+    rng = random.Random(3)
     requests = with_speculation(requests_of(), TRACE)
 
     def preempt(*_: object) -> None:
         if engine.scheduler.num_running > 1 and rng.random() < 0.3:
             engine.scheduler._preempt_newest()
 
-    accepted, drafted, emitted = Counter[tuple[str, str]](), 0, 0
+    accepted = Counter[tuple[str, str]]()
+    drafted = 0
+    emitted = 0
     for _ in range(2):
         answers = run(engine, requests, preempt)
         assert tokens_of(answers) == expected
@@ -287,11 +303,13 @@ def test_a_trace_of_a_request_without_drafts(build: Build, expected: dict[str, l
 def test_a_trace_tells_the_rows_of_each_pass(build: Build) -> None:
     """Of all requests: two without drafts, their prompts included; and one with drafts."""
     requests = with_speculation(requests_of(2), Speculation(enabled=False, trace=True))
-    engine, passes = build("eagle3", prefill_budget=64), list[int]()
+    engine = build("eagle3", prefill_budget=64)
+    passes = list[int]()
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     answers = run(engine, requests)
     assert [one.rows for one in answers["1"].trace] == passes  # the longest runs from the first step to the last
-    engine, passes = build("eagle3"), list[int]()
+    engine = build("eagle3")
+    passes = list[int]()
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     [answer] = run(engine, with_speculation(requests_of(1), TRACE)).values()
     assert [one.rows for one in answer.trace] == [passes[one.round] for one in answer.trace]
@@ -304,7 +322,8 @@ def rows_of(plan: StepPlan) -> int:
 
 @pytest.mark.parametrize("make", [build_engine, build_overlapping])
 def test_proposals_are_copied_only_where_somebody_traces(make: Callable[..., Engine], build: Build) -> None:
-    engine, plans = build("eagle3", make, max_running=2), list[StepPlan]()
+    engine = build("eagle3", make, max_running=2)
+    plans = list[StepPlan]()
     engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
     run(engine, requests_of())
     assert not any(plan.returns_proposals for plan in plans)

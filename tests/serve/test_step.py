@@ -56,7 +56,8 @@ class TreeDrafter(base.Drafter):
     widths = (1, 2, 5, 8)
 
     def __init__(self, texts: list[list[int]], aux_states: list[Tensor]) -> None:
-        self.texts, self.aux_states = texts, aux_states
+        self.texts = texts
+        self.aux_states = aux_states
         self.rng = random.Random(0)
         self.known: dict[int, int] = {}  # request slot -> index of its text
         self.start: dict[int, int] = {}  # request slot -> where its KV numbers begin
@@ -68,7 +69,8 @@ class TreeDrafter(base.Drafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
-        self.state, self.numbers = state, attention.kv.flat(0)[0, 0, :, 0, 0]
+        self.state = state
+        self.numbers = attention.kv.flat(0)[0, 0, :, 0, 0]
 
     def scratch(self, width: int) -> int:
         return width
@@ -93,11 +95,14 @@ class TreeDrafter(base.Drafter):
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         for slot, last in zip(rows.requests.tolist(), rows.last.tolist(), strict=True):
-            end, length = int(rows.positions[last]) + 1, self.committed.get(slot)
+            end = int(rows.positions[last]) + 1
+            length = self.committed.get(slot)
             self.committed[slot] = end
             if length is None:  # it may begin with cached tokens
                 continue
-            first, start, text = last + 1 - (end - length), self.start[slot], self.texts[self.known[slot]]
+            first = last + 1 - (end - length)
+            start = self.start[slot]
+            text = self.texts[self.known[slot]]
             end = min(end, len(text))
             expected = self.aux_states[self.known[slot]][length:end]
             torch.testing.assert_close(aux_states[first : first + end - length], expected, atol=1e-4, rtol=1e-4)
@@ -109,8 +114,11 @@ class TreeDrafter(base.Drafter):
 
     def _grow(self, truth: list[int], width: int) -> Tree:
         """A tree below truth[0]: most nodes below a right one are right; some last ones are unused."""
-        tokens, parents, depths = [truth[0]], [-1], [0]
-        right, children = {0}, {(0, truth[0])}
+        tokens = [truth[0]]
+        parents = [-1]
+        depths = [0]
+        right = {0}
+        children = {(0, truth[0])}
         for node in range(1, self.rng.randint(1, width)):
             parent = self.rng.choice([max(right), self.rng.randrange(node)])
             depth = depths[parent] + 1
@@ -165,7 +173,8 @@ def build_tree_engine(
 
 def watch_moves(engine: Engine) -> list[int]:
     """By step from now on: accepted nodes whose KV had to be moved."""
-    moves, read = list[int](), engine._read
+    moves = list[int]()
+    read = engine._read
 
     def reading(flight: InFlight) -> Arrived:
         arrived = read(flight)
@@ -192,7 +201,8 @@ def test_trees_change_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, family = case
-    target, requests = make_target(family), requests_of(SAMPLINGS[sampling])
+    target = make_target(family)
+    requests = requests_of(SAMPLINGS[sampling])
     truth = plain_answers(target, requests)
     engine, _ = build_tree_engine(target, requests, truth, monkeypatch, **options)
     moves = watch_moves(engine)
@@ -203,7 +213,8 @@ def test_trees_change_no_token(
 
 
 def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    target, requests = make_target("qwen3"), requests_of({"temperature": 1.0})
+    target = make_target("qwen3")
+    requests = requests_of({"temperature": 1.0})
     truth = plain_answers(target, requests)
     engine, _ = build_tree_engine(target, requests, truth, monkeypatch, kv_cache_tokens=70, page_size=1)
     assert tokens_of(run(engine, requests)) == truth
@@ -214,7 +225,8 @@ def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatc
 def test_numbers_of_nodes_may_change_from_step_to_step(
     drafter: str, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, requests = make_target("qwen3"), requests_of({"temperature": 0.7})
+    target = make_target("qwen3")
+    requests = requests_of({"temperature": 0.7})
     truth = plain_answers(target, requests)
     if drafter == "tree":
         engine, _ = build_tree_engine(target, requests, truth, monkeypatch)
@@ -252,14 +264,18 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
 @pytest.mark.parametrize("accept_length", [1.0, 1.3, 2.99, 4.0])
 def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
     """Beside a prompt, whose token stays as it is."""
-    count, width = 1000, 4
+    count = 1000
+    width = 4
     state = RequestState(count + 1, 30, 4, width, torch.device("cpu"), vocab_size=90)
-    stored, slots, prompt = state.stored, torch.arange(count), torch.tensor([count])
+    stored = state.stored
+    slots = torch.arange(count)
+    prompt = torch.tensor([count])
     stored.lengths.copy_(torch.arange(count + 2) % 97)
     state.keys.copy_(torch.arange(count + 2))
     stored.tokens.copy_(torch.arange(4 * (count + 2)).view(-1, width) % 90)
     stored.parents.copy_(torch.arange(-1, width - 1))
-    one, tokens = torch.ones(1, dtype=torch.int64), torch.arange(7)
+    one = torch.ones(1, dtype=torch.int64)
+    tokens = torch.arange(7)
     chunks = Chunks(prompt, 0 * one, 7 * one, one, tokens, -one)
     where = state.pages[0], state.page_size, 4 * count + 7, False, state.padding
     layout = lay_out(stored, torch.full((count,), width), slots, chunks, *where)

@@ -57,9 +57,11 @@ def test_all_steps_learn_from_each() -> None:
 
 def test_parts_are_told_apart_where_steps_differ() -> None:
     """The target takes what its table says, but passes of 64 rows 20 % longer; drafts of 4 nodes 30 %."""
-    costs, rng = StepCosts(TABLES), random.Random(0)
+    costs = StepCosts(TABLES)
+    rng = random.Random(0)
     for _ in range(3000):
-        rows, width = rng.choice([8, 64, 128]), rng.choice([1, 4])
+        rows = rng.choice([8, 64, 128])
+        width = rng.choice([1, 4])
         ms = TARGET[rows] * (1.2 if rows == 64 else 1.0) + DRAFT[8, width] * (1.3 if width == 4 else 1.0)
         costs.observe(rows, 8, width, ms, filtered=False)
     assert costs.target(64, filtered=False) == pytest.approx(6.0, rel=0.03)
@@ -102,9 +104,11 @@ def test_slow_steps_are_foreseen() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_fit_finds_the_coefficients(seed: int) -> None:
-    costs, rng = FittedCosts(1024), random.Random(seed)
+    costs = FittedCosts(1024)
+    rng = random.Random(seed)
     for step in range(1500):
-        requests, width = rng.randint(1, 16), rng.choice([1, 2, 4, 8])
+        requests = rng.randint(1, 16)
+        width = rng.choice([1, 2, 4, 8])
         rows = requests * width + rng.choice([0, 0, 0, 100])
         noise = rng.gauss(1, 0.05) * (5 if step % 50 == 0 else 1)
         costs.observe(rows, requests, width, noise * step_ms(rows, requests, width), filtered=False)
@@ -116,13 +120,15 @@ def test_a_fit_finds_the_coefficients(seed: int) -> None:
 
 def test_a_fit_learns_which_numbers_of_rows_are_fast() -> None:
     """A library may compute 8 rows as fast as 5, and take longer for a ninth."""
-    costs, rng = FittedCosts(256), random.Random(0)
+    costs = FittedCosts(256)
+    rng = random.Random(0)
 
     def stairs(rows: int, width: int) -> float:
         return 10.0 + 4.0 * ((rows > 4) + (rows > 8) + (rows > 24)) + 1.0 * (width > 1)
 
     for _ in range(3000):
-        rows, width = rng.choice([4, 5, 8, 9, 16, 24, 32, 40]), rng.choice([1, 4])
+        rows = rng.choice([4, 5, 8, 9, 16, 24, 32, 40])
+        width = rng.choice([1, 4])
         costs.observe(rows, 4, width, rng.gauss(1, 0.05) * stairs(rows, width), filtered=False)
     for rows in (4, 5, 8, 9, 16, 24, 32):
         for width in (1, 4):
@@ -144,9 +150,11 @@ def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_coefficient_of_a_fit_is_negative(seed: int) -> None:
     """Whatever was measured."""
-    costs, rng = FittedCosts(256), random.Random(seed)
+    costs = FittedCosts(256)
+    rng = random.Random(seed)
     for _ in range(300):
-        requests, width = rng.randint(0, 8), rng.choice([1, 8])
+        requests = rng.randint(0, 8)
+        width = rng.choice([1, 8])
         ms = 10 ** rng.uniform(-1, 2)
         costs.observe(requests * width + rng.choice([0, 64]), requests, width, ms, filtered=rng.random() < 0.5)
         assert (costs.coefficients >= 0).all()
@@ -164,9 +172,11 @@ def test_a_fit_starts_from_the_fastest_of_its_first_steps() -> None:
 
 
 def test_filtered_steps_of_a_fit_take_longer_by_a_factor() -> None:
-    costs, rng = FittedCosts(256), random.Random(0)
+    costs = FittedCosts(256)
+    rng = random.Random(0)
     for step in range(2000):
-        width, filtered = rng.choice([1, 2, 8]), step > 20 and rng.random() < 0.5
+        width = rng.choice([1, 2, 8])
+        filtered = step > 20 and rng.random() < 0.5
         costs.observe(width, 1, width, step_ms(width, 1, width) * (1.4 if filtered else 1), filtered=filtered)
     ratio = costs.time(4, 1, 4, filtered=True) / costs.time(4, 1, 4, filtered=False)
     assert ratio == pytest.approx(1.4, rel=0.05)
@@ -202,7 +212,8 @@ def test_other_json_is_refused(damage) -> None:  # type: ignore[no-untyped-def]
 
 def test_one_request_does_not_make_drafting_for_many_seem_dear() -> None:
     """A draft's passes take their time for any number of requests: what one request shows of them is not multiplied."""
-    costs, rng = FittedCosts(1024), random.Random(0)
+    costs = FittedCosts(1024)
+    rng = random.Random(0)
 
     def taken(rows: int, requests: int, width: int) -> float:
         return 10.0 + 0.15 * rows + (width - 1) * (1.4 + 0.1 * requests)

@@ -69,7 +69,8 @@ def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempP
 
     @cache
     def saved(family: str, name: str) -> str:
-        save, folder = CHECKPOINTS[name], tmp_path_factory.mktemp("drafts") / "draft"
+        save = CHECKPOINTS[name]
+        folder = tmp_path_factory.mktemp("drafts") / "draft"
         if save is None:
             return name
         save(make_target(family), folder)
@@ -86,7 +87,9 @@ def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempP
 
 def record(engine: Engine) -> Recorded:
     """From now on: the plans that are launched, and what they yield if that is read."""
-    recorded, places, read = Recorded(), dict[int, int](), engine._read
+    recorded = Recorded()
+    places = dict[int, int]()
+    read = engine._read
 
     def trace(event: str, plan: StepPlan) -> None:
         if event == "launched":
@@ -99,7 +102,9 @@ def record(engine: Engine) -> Recorded:
         recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(arrived.output))  # noqa: S301
         return arrived
 
-    engine.trace, engine._read = trace, reading  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    engine.trace = trace
+    engine._read = reading
     return recorded
 
 
@@ -128,8 +133,10 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
 
 def committed_places(engine: Engine, group: int, slots: Sequence[int]) -> Tensor:
     """Where the cache has the tokens of the requests in these slots."""
-    state, size = engine.runner.state, engine.config.page_size
-    pages, found = state.pages[group].cpu(), [torch.arange(0)]
+    state = engine.runner.state
+    size = engine.config.page_size
+    pages = state.pages[group].cpu()
+    found = [torch.arange(0)]
     for slot in slots:
         positions = torch.arange(int(state.lengths[slot]))
         found.append(pages[slot, positions // size] * size + positions % size)
@@ -140,7 +147,8 @@ def check_states(one: ModelRunner, other: ModelRunner) -> None:
     """Lengths, roots and proposals of all slots; the padding slot is as it was at first."""
     padding = one.state.padding
     for field in ("lengths", "roots", "tokens", "parents", "cells", "survivals"):
-        found, expected = getattr(one.state.stored, field), getattr(other.state.stored, field)
+        found = getattr(one.state.stored, field)
+        expected = getattr(other.state.stored, field)
         assert torch.equal(found[:padding], expected[:padding]), field
     for state in (one.state, other.state):
         assert int(state.lengths[padding]) == 0
@@ -173,7 +181,8 @@ def test_captured_steps_equal_those_launched_as_they_are(
     engine = play(config)
     assert engine.overlap
     engine.planner.policy = AnyPolicy(engine.planner, rng)
-    recorded, seen = record(engine), watch(engine)
+    recorded = record(engine)
+    seen = watch(engine)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, EagerBuilder(config).build())
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
@@ -205,7 +214,8 @@ def test_the_kernels_of_captured_steps(
     """Those of a ragged pass, interpreted."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
-    rng, requests = random.Random(0), sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
+    rng = random.Random(0)
+    requests = sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
     expected = plain_answers(make_target("mistral-window"), requests)
     config = configure("mistral-window", drafter, page_size=1, max_running=2, prefill_budget=16)
     engine = play(config)
@@ -237,14 +247,17 @@ def test_mixed_traffic_with_aborts_and_preemption(
     """With the policy's own choices, and as if memory had not held some graphs."""
     rng, (kinds, expected) = random.Random(1), traffic
     engine = play(configure("qwen3", drafter, max_running=24, kv_cache_tokens=900, page_size=1))
-    captured, recorded = engine.runner.steps._graphs, record(engine)  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    captured = engine.runner.steps._graphs
+    recorded = record(engine)
     for key in [key for key in captured if key[0] in (24, 32) or key[0] == 2 and key[3] == "all"]:
         del captured[key]
     kept = set(captured)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run(engine, [greedy])) == plain_answers(target, [greedy])
-    used, plans = replays_of(engine), [plan for plan, _ in recorded]
+    used = replays_of(engine)
+    plans = [plan for plan, _ in recorded]
     assert {mode for *_, mode in used} == {"plain", "all"}
     assert set(used) < set(captured) == kept, "nothing is captured while serving"
     assert {1, 2} <= {len(plan.chunks) for plan in plans}
@@ -257,7 +270,9 @@ def test_mixed_traffic_with_aborts_and_preemption(
 
 def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure: Configure) -> None:
     engine = play(configure("qwen3", "eagle3", kv_cache_tokens=900, max_running=4))
-    steps, drafts, policy = engine.runner.steps, engine.runner.drafts, engine.planner.policy
+    steps = engine.runner.steps
+    drafts = engine.runner.drafts
+    policy = engine.planner.policy
     assert steps is not None
     assert drafts is not None
     sizes = sorted({*steps.sizes, *steps.prompt_sizes})
@@ -265,7 +280,8 @@ def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure:
     keys = drafts.keys()
     draft = dict.fromkeys(target, {key[:2]: 0.0 for key in keys})
     policy.costs = EqualTimes(CostTables(target, draft))
-    recorded, most = record(engine), engine.planner.limits.most_nodes
+    recorded = record(engine)
+    most = engine.planner.limits.most_nodes
     run(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
     assert max(plan.nodes for plan, _ in recorded) == most
     recorded.clear()
@@ -291,7 +307,8 @@ def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, con
     expected = plain_answers(Path(config.target), requests)
     engine = play(config)
     recorded = record(engine)
-    first, again = run(engine, requests), run(engine, requests)
+    first = run(engine, requests)
+    again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
     check_replay(recorded, engine, EagerBuilder(config).build())
     assert any(answer.counts.cached_tokens for answer in again.values())
@@ -403,7 +420,8 @@ def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: 
 def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
     config = configure("qwen3", "eagle3", prefill_graph_tokens=0, kv_cache_tokens=4096)
     engine = play(config)
-    requests, recorded = sized_requests(LENGTHS, max_tokens=12), record(engine)
+    requests = sized_requests(LENGTHS, max_tokens=12)
+    recorded = record(engine)
     expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
     keys = engine.runner.steps.keys()  # type: ignore[union-attr]
@@ -415,7 +433,9 @@ def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
 def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Configure) -> None:
     """Whatever of the cache has no owner stays as it was, while passes are captured and as they are replayed."""
     engine = play(configure("qwen3", drafter, page_size=1, kv_cache_tokens=2048))
-    steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
+    steps = engine.runner.steps
+    drafts = engine.runner.drafts
+    state = engine.runner.state
     assert steps is not None
     assert drafts is not None
     for kv in caches_of(engine):
@@ -459,7 +479,9 @@ def test_the_largest_passes_are_timed(
     captured, longest = sizes
     options = {"prefill_graph_tokens": captured, "max_model_len": longest}
     engine = PlayingBuilder(configure("qwen3", "eagle3 tree", **options)).build()
-    steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
+    steps = engine.runner.steps
+    drafts = engine.runner.drafts
+    state = engine.runner.state
     assert steps is not None
     assert drafts is not None
     before = state.proposals.clone()
@@ -470,7 +492,8 @@ def test_the_largest_passes_are_timed(
     def replay_and_look(key: Any) -> None:
         embedded.clear()
         replay(key)
-        num_decoding, turns = min(key[0], steps.max_running), steps.results.tokens
+        num_decoding = min(key[0], steps.max_running)
+        turns = steps.results.tokens
         verified = int(turns[int(steps.passes) % len(turns), :num_decoding, 1].sum())
         timed.setdefault(key, []).append((verified, embedded[0]))
 
@@ -502,10 +525,12 @@ def test_step_times_of_other_sizes_are_measured_again(
     monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path))
     builder = PlayingBuilder(configure("qwen3", "eagle3 tree"))
     runner = builder.build().runner
-    steps, drafts = runner.steps, runner.drafts
+    steps = runner.steps
+    drafts = runner.drafts
     assert steps is not None
     assert drafts is not None
-    key, measured = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", ""), list[str]()
+    key = cost_files.CostKey("H100", "2.11", "3.6", "0.1", "", "")
+    measured = list[str]()
 
     def times(sizes: Collection[Any]) -> dict[str, dict[Any, float]]:
         measured.append("")

@@ -69,7 +69,9 @@ class Sampler:
         """The parts of an answer; None if it does not end in time."""
         assert answers.grammar is not None
         assert answers.parser is not None
-        ends, rng, tokens = [self.tokenizer.eos_token_id, *answers.stop_ids], random.Random(seed), list[int]()
+        ends = [self.tokenizer.eos_token_id, *answers.stop_ids]
+        rng = random.Random(seed)
+        tokens = list[int]()
         matcher = self.grammars.matcher(self.grammars.compile(answers.grammar).result(), ends)
         while len(tokens) < most and not matcher.is_over:
             bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
@@ -169,9 +171,11 @@ def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
     """Enforced calls, and JSON after reasoning: begun by the prompt, begun by the answer if it likes, ended before."""
     tokenizer = AutoTokenizer.from_pretrained(hermes)
     chat = ChatFormat(tokenizer, "auto", "auto")
-    ids, person = tokenizer.convert_tokens_to_ids, Grammar("json_schema", json.dumps(WEATHER))
+    ids = tokenizer.convert_tokens_to_ids
+    person = Grammar("json_schema", json.dumps(WEATHER))
     prompt = tokenizer("What is the weather?\n").input_ids
-    opened, closed = [*prompt, ids("<think>")], [*prompt, ids("<think>"), ids("</think>")]
+    opened = [*prompt, ids("<think>")]
+    closed = [*prompt, ids("<think>"), ids("</think>")]
     kinds: dict[str, tuple[Sequence[int], ToolChoice, Grammar | None]] = {
         "required": (prompt, read_choice(TOOLS, "required", True), None),
         "named": (closed, read_choice(TOOLS, NAMED, False), None),
@@ -183,7 +187,8 @@ def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
     likely = {ids('"'): 3.0, ids("}"): 6.0, ids("<think>"): 6.0, ids("</think>"): 9.0, ids("</tool_call>"): 5.0}
     spaces = [token for token in range(len(tokenizer)) if tokenizer.decode([token]).isspace()]
     likely |= dict.fromkeys(spaces, -20.0)
-    requests, formats = [], {}
+    requests = []
+    formats = {}
     for name, (tokens, choice, grammar) in kinds.items():
         formats[name] = chat.answer(choice, tokens, grammar)
         for seed in range(2):
@@ -244,7 +249,8 @@ def test_chat_offline(hermes: Path) -> None:
 
 
 def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
-    tokenizer, choice = AutoTokenizer.from_pretrained(hermes), read_choice(TOOLS, "auto", True)
+    tokenizer = AutoTokenizer.from_pretrained(hermes)
+    choice = read_choice(TOOLS, "auto", True)
     with pytest.raises(ToolError, match="tool_parser is none; start the server with --tool-parser and one of harmony"):
         ChatFormat(tokenizer, "none", "none").answer(choice, [5], None)
     tokenizer.chat_template = "{{ messages }}{{ tools }}"

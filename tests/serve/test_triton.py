@@ -37,7 +37,8 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 @torch.inference_mode()
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
-    attention, asking = Backend(scene.kv, scene.ropes), (scene.layer(), PASSES[name].mask)
+    attention = Backend(scene.kv, scene.ropes)
+    asking = (scene.layer(), PASSES[name].mask)
     attention.plan(scene.metadata())
     expected = attention.attend(*scene.qkv, *asking)
     stored = scene.cache.clone()
@@ -57,12 +58,14 @@ def test_replays_equal_eager_passes(name: str) -> None:
 def test_ragged_passes_equal_the_references_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
     """And a replay, which plans its work anew, equals the pass."""
     case = RAGGED[name]
-    reference, num_used = Scene(case, head_dim, torch.float32, "cpu"), sum(case.query_lens)
+    reference = Scene(case, head_dim, torch.float32, "cpu")
+    num_used = sum(case.query_lens)
     attention = Backend(reference.kv, reference.ropes)
     attention.plan(reference.ragged())
     expected = attention.attend(*reference.qkv, reference.layer(), case.mask)[:num_used]
     scene = Scene(case, head_dim, dtype, "cuda")
-    attention, metadata = Backend(scene.kv, scene.ropes), scene.ragged()
+    attention = Backend(scene.kv, scene.ropes)
+    metadata = scene.ragged()
 
     def attend() -> torch.Tensor:
         attention.plan(replace(metadata, works={}))

@@ -10,7 +10,9 @@ from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, document
 from slipstream.train.batches import Batch, collate
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
-BLOCK_SIZE, MAX_LENGTH, MASK_TOKEN = 5, 32, 7
+BLOCK_SIZE = 5
+MAX_LENGTH = 32
+MASK_TOKEN = 7
 
 
 def make_training(

@@ -32,7 +32,8 @@ def check_walk(
     rows = [[half_predictable(propose, one, n, depth) for n, one in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
     loss, metrics = training.eval()(collate(rows, 64))
-    emitted, rounds = sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)
+    emitted = sum(walk[0] for walk in walks)
+    rounds = sum(walk[1] for walk in walks)
     assert float(loss) == 0.0
     assert metrics["accept_length"].tolist() == [emitted, rounds]
     for position in range(depth):
@@ -43,7 +44,8 @@ def check_walk(
 def half_predictable(propose: Propose, document: Document, seed: int, depth: int) -> Document:
     """The document with chains of 0 to `depth` of the draft's own proposals written into its answers."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, mask = list(document[0]), document[1]
+    tokens = list(document[0])
+    mask = document[1]
     position = 2
     while position < len(tokens):
         length = int(torch.randint(0, depth + 2, (), generator=generator)) if mask[position] else 0
@@ -79,6 +81,8 @@ def naive_walk(propose: Propose, document: Document, depth: int) -> tuple[int, i
                 accepted_by_position[num_accepted] += 1
                 num_accepted += 1
             new_root = min(root + num_accepted + 1, last)
-            emitted, rounds, root = emitted + new_root - root, rounds + 1, new_root
+            emitted = emitted + new_root - root
+            rounds = rounds + 1
+            root = new_root
         first = last + 1
     return emitted, rounds, accepted_by_position

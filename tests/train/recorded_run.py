@@ -20,7 +20,8 @@ from slipstream.train import eagle3, loop
 from slipstream.train.batches import Batch, PackedRows, training_batches
 from slipstream.train.loop import Loop
 
-RANK, NUM_PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+NUM_PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def train(flags: list[str], stop_in: int | None) -> list[list[int]]:

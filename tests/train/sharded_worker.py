@@ -67,7 +67,8 @@ def is_equal(whole: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
 
 def refusal(path: Path, other: Path) -> str:
     mesh = sharding_mesh(DEVICE, within_machine=False)
-    model, source = empty_model(path, False), read_model(other, DEVICE, False)
+    model = empty_model(path, False)
+    source = read_model(other, DEVICE, False)
     try:
         share_out(model, decoder_layers(model), source if mesh.get_local_rank() == 0 else None, mesh, DEVICE)
     except ValueError as error:

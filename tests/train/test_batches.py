@@ -34,7 +34,9 @@ def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
             row = min(fitting, key=lambda row: (rooms[row], -stamp[row]))
         else:
             row = len(rows)
-            rows, rooms, stamp = [*rows, []], [*rooms, capacity], [*stamp, 0]
+            rows = [*rows, []]
+            rooms = [*rooms, capacity]
+            stamp = [*stamp, 0]
         rows[row].append(item)
         rooms[row] -= lengths[item]
         stamp[row] = tick
@@ -105,7 +107,8 @@ def all_documents(rows: PackedRows) -> list[tuple[int, ...]]:
 def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
     """Rows one by one: batches of more span epochs."""
     both = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
-    first, second = both[: len(rows)], both[len(rows) :]
+    first = both[: len(rows)]
+    second = both[len(rows) :]
     for epoch in (first, second):
         assert sorted(document for batch in epoch for document in documents_of(batch)) == all_documents(rows)
     assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
@@ -136,7 +139,8 @@ def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
 @pytest.mark.parametrize("stops", [(5,), (1, 6, 17)])
 def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, stops: tuple[int, ...]) -> None:
     """Two epochs in parts, each ending as a run that stops or ends does; every row of them comes twice."""
-    seen, bounds = [], [0, *stops, 2 * len(rows)]
+    seen = []
+    bounds = [0, *stops, 2 * len(rows)]
     for part, (start, end) in enumerate(itertools.pairwise(bounds)):
         processes = num + part
         passes = -(-(end - start) // (2 * processes)) + 1
@@ -178,7 +182,8 @@ def test_a_split_that_supervises_nothing_is_refused() -> None:
 
 def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data: SaveData, target_path: Path) -> None:
     expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
-    some, nothing = random_dataset(4, seed=0), Dataset.from_dict({"input_ids": [], "loss_mask": []})
+    some = random_dataset(4, seed=0)
+    nothing = Dataset.from_dict({"input_ids": [], "loss_mask": []})
     assert len(load_prepared(save_data(some, some), expected)[0]["train"]) == 4
     with pytest.raises(ValueError, match="another tokenizer .hash 99999999"):
         load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)

@@ -62,13 +62,15 @@ def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None
 
 def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
     """Of the M slots (the scorer's: of the B blocks' slots), from whole rows of logits."""
-    draft, head = training.draft, training.head.rows
+    draft = training.draft
+    head = training.head.rows
     unary = draft.unary(slots.states @ head.T)
     teacher = slots.read.final[slots.taught_by] @ head.T
     logits = unary
     if draft.markov is not None:
         logits = unary + draft.markov.markov_w2(draft.markov.features(slots.states, slots.previous))
-    log_q, p = logits.log_softmax(-1), teacher.softmax(-1)
+    log_q = logits.log_softmax(-1)
+    p = teacher.softmax(-1)
     distance = (log_q.exp() - p).abs().sum(-1)
     divergence = (p * (p.log() - log_q)).sum(-1)
     share = torch.exp(-3 * (1 - distance.detach() / 2))
@@ -89,7 +91,8 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
         query = draft.selector.predecessor_codebook[slots.previous] * draft.selector.hidden_projection(slots.states)
         scores = unary.gather(1, rows) + (draft.selector.successor_codebook[rows] @ query.unsqueeze(2)).squeeze(2)
         place = (rows == slots.labels.unsqueeze(1)).long().argmax(1)
-        own, wanted = scores.softmax(-1), teacher.gather(1, rows).softmax(-1)
+        own = scores.softmax(-1)
+        wanted = teacher.gather(1, rows).softmax(-1)
         found["selector_ce"] = -own.gather(1, place.unsqueeze(1)).squeeze(1).log()
         found["selector_tv"] = (own - wanted).abs().sum(-1) / 2
         overlaps = torch.minimum(own, p.gather(1, rows)).sum(-1)
@@ -104,7 +107,8 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
 
 
 def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, teacher: Tensor) -> dict[str, Tensor]:
-    draft, K = training.draft, slots.known.shape[1]
+    draft = training.draft
+    K = slots.known.shape[1]
     names = ("scorer_ce", "scorer_hinge", "scorer_regret")
     found: dict[str, Tensor] = {name: torch.zeros(len(slots.whole), K) for name in names}
     places = slots.places.tolist()
@@ -242,7 +246,8 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
 @torch.no_grad()
 def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedModel) -> None:
     """Whichever process has a row, and though one that runs out of rows repeats the first."""
-    training, rows = rough_training(target_model, "dspark").eval(), documents(4)
+    training = rough_training(target_model, "dspark").eval()
+    rows = documents(4)
     batches = [collate([row], 32, number) for number, row in enumerate(rows)]
 
     def fitted(*order: tuple[int, bool]) -> tuple[DFlashConfig, dict[str, float]]:

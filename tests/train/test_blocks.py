@@ -29,13 +29,19 @@ from slipstream.train.blocks import (
     visible_tiles,
 )
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_follow_the_rule(seed: int) -> None:
     batch, rows = packed(seed)
-    anchors, starts, positions, labels, counts = [], [], [], [], []
+    anchors = []
+    starts = []
+    positions = []
+    labels = []
+    counts = []
     for start, (tokens, mask) in flat_documents(rows, batch.tokens.shape[1]):
         for a in range(1, len(tokens) - 1):
             if not (mask[a] and mask[a + 1]):
@@ -93,11 +99,13 @@ def naive_mask(
     document_of = {}
     for number, (start, (tokens, _)) in enumerate(flat_documents(rows, batch_shape[1])):
         document_of |= dict.fromkeys(range(start, start + len(tokens)), number)
-    num_rows, size = batch_shape.numel(), blocks.size
+    num_rows = batch_shape.numel()
+    size = blocks.size
     mask = torch.zeros(len(blocks) * size, num_rows + len(blocks) * size, dtype=torch.bool)
     for block, anchor in enumerate(blocks.anchors.tolist()):
         for slot in range(size):
-            query, position = mask[block * size + slot], anchor + slot
+            query = mask[block * size + slot]
+            position = anchor + slot
             for row in range(anchor):
                 same = document_of.get(row) == document_of[anchor]
                 query[row] = same and (window is None or row > position - window)
@@ -110,7 +118,8 @@ def naive_mask(
 
 def dense(attention: BlockAttention, window: int | None, kind: Mask) -> Tensor:
     """What an implementation's mask lets through, in the shape of naive_mask."""
-    blocks, num_rows = attention.blocks, len(attention.positions)
+    blocks = attention.blocks
+    num_rows = len(attention.positions)
     num_slots = len(blocks) * blocks.size
     found = torch.zeros(num_slots, num_rows + num_slots, dtype=torch.bool)
     mask = attention.make_mask(window, kind)
@@ -147,7 +156,8 @@ def test_masks_equal_the_loops(kind: type[BlockAttention], window: int | None, n
     expected = naive_mask(attention.blocks, rows, shape, window, mask)
     assert torch.equal(dense(attention, window, mask), expected)
     places = Places.of(attention.blocks, shape.numel())
-    queries, keys = torch.arange(len(places.row)), torch.arange(len(places.key_row))
+    queries = torch.arange(len(places.row))
+    keys = torch.arange(len(places.key_row))
     assert torch.equal(sees(places, queries.unsqueeze(1), keys, window, mask), expected)
 
 

@@ -21,7 +21,8 @@ from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_roots
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
-EVERYTHING, DEPTH = 10**6, BLOCK_SIZE - 1
+EVERYTHING = 10**6
+DEPTH = BLOCK_SIZE - 1
 VARIANTS = {
     "plain": {},
     "windowed": {"sliding_window": 3, "windowed_layers": (0, 1)},
@@ -58,7 +59,8 @@ def naive_loss(
     training: DFlashTraining, model: PreTrainedModel, batch: Batch, rows: list[list[Document]]
 ) -> tuple[Tensor, dict[str, list[int]]]:
     """The loss over the drawn anchors, one slot after the other, and the metrics."""
-    naive, options = NaiveDFlash(training.draft, *shared_weights(model)), training.options
+    naive = NaiveDFlash(training.draft, *shared_weights(model))
+    options = training.options
     ids = training.target_ids.tolist()
     width = batch.tokens.shape[1]
     anchors, _ = draw_anchors(batch, options.anchors, training.seed)
@@ -66,7 +68,8 @@ def naive_loss(
     drawn = (anchors // width).tolist()
     gamma = options.gamma or 2.5  # of blocks of 5
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
-    loss, rates = torch.zeros(()), {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
+    loss = torch.zeros(())
+    rates = {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
     for start, (tokens, mask) in flat_documents(rows, width):
         aux_states = target_aux_states(model, tokens, AUX_STATE_LAYERS)
         for a in (row - start for row in anchors.tolist() if start <= row < start + len(tokens)):

@@ -19,7 +19,8 @@ from slipstream.train import losses
 from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
 
-DEPTH, MAX_LENGTH = 3, 64
+DEPTH = 3
+MAX_LENGTH = 64
 SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
 
 
@@ -31,8 +32,10 @@ def naive_terms(
     training: EagleTraining, model: PreTrainedModel, ids: Tensor, document: Document
 ) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
     """Per counting (row, step): step, aux hidden state loss, cross-entropy (None outside the vocabulary), agreement."""
-    tokens, mask = torch.tensor(document[0]), document[1]
-    naive, steps = NaiveEagle(training.draft, *shared_weights(model)), training.options.ttt_steps
+    tokens = torch.tensor(document[0])
+    mask = document[1]
+    naive = NaiveEagle(training.draft, *shared_weights(model))
+    steps = training.options.ttt_steps
     states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, steps)
     with torch.no_grad():
         output = model(input_ids=tokens[None], output_hidden_states=True)
@@ -41,7 +44,8 @@ def naive_terms(
             last = t + 2 + step
             if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
                 continue
-            wanted, state = output.hidden_states[-1][0, last - 1], states[t, step]
+            wanted = output.hidden_states[-1][0, last - 1]
+            state = states[t, step]
             gap = (state - wanted).abs()
             regression = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
             teacher = output.logits[0, last - 1]
@@ -65,7 +69,8 @@ def test_loss_gradient_and_metrics_equal_the_loops(
 ) -> None:
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
     ids = token_map.ids if reduced else torch.arange(120)
-    training, rows = make_training(target_model, ids if reduced else None, **options), documents(1)
+    training = make_training(target_model, ids if reduced else None, **options)
+    rows = documents(1)
     chosen = training.options
     terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
     expected = torch.zeros(())
@@ -103,8 +108,10 @@ def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) ->
 
 def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
     """Neither the other rows of a batch nor how often it is asked for matter; the seed does."""
-    training, rows = make_training(target_model, noise=0.2), documents(4)
-    both, second = collate(rows, MAX_LENGTH, 7), collate(rows[1:2], MAX_LENGTH, 8)
+    training = make_training(target_model, noise=0.2)
+    rows = documents(4)
+    both = collate(rows, MAX_LENGTH, 7)
+    second = collate(rows[1:2], MAX_LENGTH, 8)
     width = second.tokens.shape[1]
     assert torch.equal(training.noise(both)[1, :width], training.noise(second)[0])
     assert not torch.equal(training.noise(both)[0, :9], training.noise(both)[1, :9])

@@ -20,7 +20,9 @@ from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train.batches import collate
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training
 
-STEPS, DECAY, DEPTH = 4, 0.8, 3
+STEPS = 4
+DECAY = 0.8
+DEPTH = 3
 Distance = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -41,7 +43,8 @@ def naive_terms(
     distance: Distance = FORMULAS["soft_ce"],
 ) -> Iterator[tuple[int, Tensor | None, bool]]:
     """Per counting (row, step) of one document: step, distance (or None outside the vocabulary), agreement."""
-    tokens, mask = torch.tensor(document[0]), document[1]
+    tokens = torch.tensor(document[0])
+    mask = document[1]
     naive = NaiveEagle3(training.draft, model.get_input_embeddings().weight)
     states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, STEPS)
     with torch.no_grad():
@@ -114,11 +117,13 @@ def test_loss_gradient_and_metrics_equal_the_loops(
 @pytest.mark.parametrize("norm_output", [False, True])
 def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMap, norm_output: bool) -> None:
     """At every counting (row, step), whether or not the draft's vocabulary has the target's best token."""
-    training, rows = make_eagle3(target_model, token_map.ids, norm_output=norm_output), documents(4)
+    training = make_eagle3(target_model, token_map.ids, norm_output=norm_output)
+    rows = documents(4)
     training.options = replace(training.options, state_weight=2.5)
     loss, metrics = training.loss(collate(rows, 64))
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
-    expected, sums = torch.zeros(()), [0.0] * STEPS
+    expected = torch.zeros(())
+    sums = [0.0] * STEPS
     for tokens, mask in (document for row in rows for document in row):
         for step, term, _ in naive_terms(training, target_model, token_map.ids, (tokens, mask)):
             expected = expected + training.options.weight(step) * (0.0 if term is None else term)

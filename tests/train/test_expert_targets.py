@@ -30,7 +30,8 @@ SHARDED = ("qwen3-30b-a3b", "gpt-oss-120b")
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> dict[str, Path]:
     """By family, with the tokenizer that the data was prepared with."""
-    root, configs = tmp_path_factory.mktemp("experts"), EXPERT_FAMILIES | {"gemma3": FAMILIES["gemma3"]}
+    root = tmp_path_factory.mktemp("experts")
+    configs = EXPERT_FAMILIES | {"gemma3": FAMILIES["gemma3"]}
     for family, config in configs.items():
         save_random_target(config, root / family)
         for file in target_path.glob("tokenizer*"):

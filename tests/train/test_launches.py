@@ -55,7 +55,8 @@ def test_losses_are_those_of_ddp(
         if f"{each} {precision}" not in curves:
             launch(each, arguments(tmp_path / each, optim__name="adamw", optim__lr=1e-3, precision=precision))
             curves[f"{each} {precision}"] = curve(tmp_path / each / "metrics.jsonl")
-    found, expected = curves[f"{name} {precision}"], curves[f"ddp {precision}"]
+    found = curves[f"{name} {precision}"]
+    expected = curves[f"ddp {precision}"]
     assert len(expected) == 6
     tolerance = 1e-5 if precision == "fp32" else 1e-2  # bf16 weights' gradients are summed in another order
     assert found == [pytest.approx(line, rel=tolerance) for line in expected]

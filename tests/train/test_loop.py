@@ -193,7 +193,8 @@ def test_a_draft_of_other_width_starts_at_random(tmp_path: Path, arguments: Argu
 
 def test_a_frozen_head_stays_the_targets(tmp_path: Path, arguments: Arguments, target_path: Path) -> None:
     main(arguments(tmp_path, draft__head="frozen", optim__name="muon"))
-    state, target = weights(tmp_path), load_file(target_path / "model.safetensors")
+    state = weights(tmp_path)
+    target = load_file(target_path / "model.safetensors")
     ids = state["draft.d2t"] + torch.arange(DRAFT_VOCAB_SIZE)
     head = target.get("lm_head.weight", target["model.embed_tokens.weight"])
     torch.testing.assert_close(state["draft.lm_head.weight"], head[ids].float(), rtol=0, atol=0)

@@ -20,7 +20,8 @@ def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
 def naive_dpace(losses: Tensor, known: Tensor, counts: Tensor, alpha: float = 0.5) -> list[float]:
     """One block, by the formulas of arXiv 2605.18810; a slot that cannot be drafted has confidence 0."""
     num_slots = len(losses)
-    survival, product = [], 1.0
+    survival = []
+    product = 1.0
     for slot in range(num_slots):
         confidence = float(torch.exp(-losses[slot])) if known[slot] else 0.0
         product *= (1 - alpha) * confidence + alpha
@@ -50,7 +51,8 @@ def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, m
     monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", logits_at_once)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(10, 16, generator=generator, requires_grad=True)
-    head, labels = torch.randn(50, 16, generator=generator), torch.randint(50, (10,), generator=generator)
+    head = torch.randn(50, 16, generator=generator)
+    labels = torch.randint(50, (10,), generator=generator)
     weights = torch.rand(10, generator=generator)
     expected = F.cross_entropy(states @ head.t(), labels, reduction="none")
     (expected_gradient,) = torch.autograd.grad((weights * expected).sum(), states)
@@ -89,7 +91,8 @@ def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal() -> None:
 
 
 def test_without_gradients_none_is_made() -> None:
-    states, head = torch.randn(4, 8), torch.randn(20, 8)
+    states = torch.randn(4, 8)
+    head = torch.randn(20, 8)
     losses, _ = head_losses(states, head, torch.arange(4))
     assert not losses.requires_grad
     torch.testing.assert_close(losses, F.cross_entropy(states @ head.t(), torch.arange(4), reduction="none"))
@@ -104,5 +107,6 @@ def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
 
 
 def test_regression_is_smooth_l1() -> None:
-    states, aux_states = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
+    states = torch.tensor([[0.5, 3.0]])
+    aux_states = torch.zeros(1, 2)
     assert regression_losses(states, aux_states).tolist() == [pytest.approx((0.125 + 2.5) / 2)]

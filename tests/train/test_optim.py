@@ -50,9 +50,11 @@ def test_steps_take_as_many_rows_as_it_needs() -> None:
 def test_epochs_end_there_on_any_numbers_of_processes(numbers: tuple[int, ...], warmup_ratio: float) -> None:
     """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
     optim = {"epochs": 2, "warmup_ratio": warmup_ratio}
-    alone, progress = walk(schedule(501, size=1, **optim), Progress()), Progress()
+    alone = walk(schedule(501, size=1, **optim), Progress())
+    progress = Progress()
     for number, num_steps in zip(numbers, (37, 53, None), strict=True):
-        plan, first = schedule(501, size=1, processes=number, **optim), progress.rows
+        plan = schedule(501, size=1, processes=number, **optim)
+        first = progress.rows
         rates = [lr for _, lr in walk(plan, progress, num_steps)]
         largest = 2 * number * max(abs(b - a) for (_, a), (_, b) in zip(alone, alone[1:], strict=False))
         for index, rate in enumerate(rates):
@@ -122,7 +124,8 @@ def test_muon_moves_alike_in_full_precision() -> None:
     for kind in (torch.optim.Muon, FullPrecisionMuon):
         generator = torch.Generator().manual_seed(0)
         matrix = nn.Parameter(torch.randn(24, 40, generator=generator))
-        before, optimizer = matrix.detach().clone(), kind([matrix], lr=0.1)
+        before = matrix.detach().clone()
+        optimizer = kind([matrix], lr=0.1)
         matrix.grad = torch.randn(24, 40, generator=generator)
         optimizer.step()
         steps.append(matrix.detach() - before)

@@ -50,7 +50,8 @@ def remove_steps(run: Path) -> None:
 def test_another_token_map_at_the_same_place_is_refused(
     tmp_path: Path, run_flags: Arguments, vocabulary_path: Path, program: str
 ) -> None:
-    path, output = tmp_path / "map.safetensors", tmp_path / "run"
+    path = tmp_path / "map.safetensors"
+    output = tmp_path / "run"
     shutil.copy(vocabulary_path, path)
     module, changes = PROGRAMS[program]
     words = run_flags(output, draft__vocabulary=path, optim__steps=1, **changes)
@@ -112,7 +113,8 @@ def test_a_run_continues_without_the_draft_that_it_began_from(
     tmp_path: Path, finished: Path, run_flags: Arguments
 ) -> None:
     """Whose token map and target states it has."""
-    source, run = shutil.copytree(finished / "best", tmp_path / "draft"), tmp_path / "run"
+    source = shutil.copytree(finished / "best", tmp_path / "draft")
+    run = tmp_path / "run"
     flags = [flag for flag in run_flags(run, init_from=source) if not flag.startswith("--draft.vocabulary")]
     assert "training of eagle drafts starts from eagle drafts: name another init_from" in refusal(flags, eagle.main)
     eagle3.main(flags)
@@ -240,7 +242,8 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
 
 def call_in_third_step(patch: pytest.MonkeyPatch, second: Callable[[], None]) -> None:
     """Lets `second` run while a run trains, once."""
-    train_step, calls = Loop.train_step, [second]
+    train_step = Loop.train_step
+    calls = [second]
 
     def next_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
         if loop.progress.step == 2 and calls:

@@ -25,7 +25,8 @@ MAKERS: list[Make] = [  # of a random draft of each kind, without noise
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(make: Make, target_model: PreTrainedModel) -> None:
-    rounded, exact = make(copy.deepcopy(target_model).bfloat16()), make(target_model)
+    rounded = make(copy.deepcopy(target_model).bfloat16())
+    exact = make(target_model)
     rounded.target.read_as = torch.float32
     losses = check_like(rounded, exact)
     assert losses.dtype == torch.float32
@@ -47,7 +48,8 @@ def test_the_target_is_neither_trained_nor_saved(make: Make, target_model: PreTr
 @pytest.mark.parametrize("make", [MAKERS[0], partial(test_eagle.make_training, noise=0.2), MAKERS[2]])
 def test_weights_in_bf16_read_any_target(make: Make, target_dtype: torch.dtype, target_model: PreTrainedModel) -> None:
     """Under FSDP and DeepSpeed, which cast no inputs."""
-    rounded, exact = make(copy.deepcopy(target_model).to(target_dtype)), make(target_model)
+    rounded = make(copy.deepcopy(target_model).to(target_dtype))
+    exact = make(target_model)
     rounded.bfloat16()
     rounded.target.read_as = torch.bfloat16
     check_like(rounded, exact)
@@ -78,6 +80,7 @@ def check_like(rounded: DraftTraining, exact: DraftTraining) -> torch.Tensor:
 )
 def test_a_draft_reads_what_its_weights_take(precision: str, kind: DistributedType, dtype: torch.dtype | None) -> None:
     class Accelerator:
-        mixed_precision, distributed_type = precision, kind
+        mixed_precision = precision
+        distributed_type = kind
 
     assert dtype_of_weights(Accelerator()) == dtype  # type: ignore[arg-type]

@@ -23,7 +23,9 @@ from slipstream.tests.train.runs import ROOT, Arguments, Program, records, start
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.eagle3 import main
 
-KILLS_IN_START, KILLS_ANYWHERE, KILLS_IN_WRITING = 3, 8, 9
+KILLS_IN_START = 3
+KILLS_ANYWHERE = 8
+KILLS_IN_WRITING = 9
 LAST_STEP = 160
 
 
@@ -130,7 +132,8 @@ def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Pat
     program(run_flags(tmp_path / "whole", checkpoint__keep=9, **options))
     shutil.copytree(tmp_path / "whole" / "step-2", tmp_path / "stopped" / "step-2")
     program(run_flags(tmp_path / "stopped", checkpoint__keep=9, **options))
-    found, expected = tmp_path / "stopped" / "step-3", tmp_path / "whole" / "step-3"
+    found = tmp_path / "stopped" / "step-3"
+    expected = tmp_path / "whole" / "step-3"
     assert_checkpoint(found, expected)
     for file in ("config.json", "run.json"):
         assert read_json(found / file) == read_json(expected / file)
@@ -149,10 +152,13 @@ def test_killed_twenty_times(
         "evaluation__every": 4,
         "checkpoint__every": 2,
     }
-    undisturbed, output = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed = tmp_path / "undisturbed"
+    output = tmp_path / "killed"
     main(arguments(undisturbed, **changes, checkpoint__keep=LAST_STEP))
     assert len({line["eval_accept_length"] for line in records(undisturbed) if "eval_accept_length" in line}) > 3
-    moments, num_in_writing, num_later = random.Random(7), 0, 0
+    moments = random.Random(7)
+    num_in_writing = 0
+    num_later = 0
     for kind in kinds(moments):
         program = start_program(ROOT / "train" / "eagle3.py", *arguments(output, **changes))
         wait_for_moment(program, output, kind, moments)

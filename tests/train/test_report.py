@@ -165,7 +165,8 @@ def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> Non
     assert [label for label, _, _ in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
     assert figure.count(f'x="{dots[1][1]}" y="{dots[1][2]}"') == 2, "the dot and its ring"
     assert "best: 2.250 at step 20</span></div><svg" in figure
-    across, up = [float(x) for _, x, _ in dots], [float(y) for _, _, y in dots]
+    across = [float(x) for _, x, _ in dots]
+    up = [float(y) for _, _, y in dots]
     assert [b - a for a, b in zip(across, across[1:], strict=False)] == pytest.approx([across[1] - across[0]] * 3)
     assert up[1] == up[2] < up[3] < up[0]
     assert (up[3] - up[1]) / (up[0] - up[1]) == pytest.approx(0.25 / 0.75, abs=0.01)

@@ -33,7 +33,8 @@ def document(tokenizer: Any, *turns: tuple[str, str]) -> Document:
     for prompt, answer in turns:
         for text, supervised in ((prompt, False), (answer, True)):
             ids = tokenizer(text).input_ids
-            tokens, mask = tokens + ids, mask + [supervised] * len(ids)
+            tokens = tokens + ids
+            mask = mask + [supervised] * len(ids)
     return tokens, mask
 
 

@@ -25,7 +25,9 @@ from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import Blocks, find_blocks
 from slipstream.train.training import DraftTraining
 
-CPU, BLOCK_SIZE, DEPTH = torch.device("cpu"), 6, 3
+CPU = torch.device("cpu")
+BLOCK_SIZE = 6
+DEPTH = 3
 PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SEED = 5  # of requests at temperature 1
@@ -68,7 +70,9 @@ def check_served(
         return proposal
 
     drafter.propose = recorded
-    rows, emitted, rounds = [], 0, 0
+    rows = []
+    emitted = 0
+    rounds = 0
     for prompt in PROMPTS:
         served.clear()
         (answer,) = llm.generate([prompt], PARAMS)
@@ -226,7 +230,8 @@ def own_noise(training: Any, temperature: float) -> Any:
     def noise(batch: Batch, blocks: Blocks, _read: object) -> Tensor | None:
         if temperature == 0:
             return None
-        count, rows = blocks.num_proposals, blocks.anchors // batch.tokens.shape[1]
+        count = blocks.num_proposals
+        rows = blocks.anchors // batch.tokens.shape[1]
         keys = torch.tensor([noise_key(SEED + row, 0) for row in rows.tolist()]).repeat_interleave(count)
         positions = (blocks.anchors - blocks.starts + 1).unsqueeze(1) + torch.arange(count)
         drawn = gumbel(keys, positions.flatten(), training.head.ids)

@@ -24,7 +24,8 @@ from slipstream.train.training import Metrics, add
 
 def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
     """Of the n-th step, from 1. The loss stays as it is."""
-    whole, steps = Eagle3Training.loss, itertools.count(1)
+    whole = Eagle3Training.loss
+    steps = itertools.count(1)
 
     def loss(training: Eagle3Training, batch: Batch) -> tuple[Tensor, Metrics]:
         value, metrics = whole(training, batch)
@@ -85,7 +86,10 @@ def test_deepspeed_skips_by_itself_or_the_run_ends() -> None:
     deepspeed = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=True)
     optimizer = SimpleNamespace(step_was_skipped=True, step=lambda: None, zero_grad=lambda: None)
     own = object.__new__(Loop)
-    own.accelerator, own.optimizers, own.progress, own.skipped_in_a_row = deepspeed, [optimizer], Progress(), 0
+    own.accelerator = deepspeed
+    own.optimizers = [optimizer]
+    own.progress = Progress()
+    own.skipped_in_a_row = 0
     own.options = SimpleNamespace(optim=SimpleNamespace(lr=0.1))
     for norm in (float("inf"), -1.0, 3.0):  # by version: the last one keeps that of the step before
         own.update({"loss": 1.0, "grad_norm": norm})

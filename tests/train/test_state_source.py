@@ -63,7 +63,8 @@ def start(
     data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
-    files, splits = TargetFiles.find(run, accelerator, kind), load_from_disk(data.path)
+    files = TargetFiles.find(run, accelerator, kind)
+    splits = load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     store = open_states(data, {**files.origin(), "data_hash": "0123"})
     torch.manual_seed(3)
@@ -117,7 +118,8 @@ def test_losses_are_those_of_the_target_itself(
     """Captured at one length and in one order of layers, read at others."""
     training, rows = start(name, target_path, data_path, stores[kept], max_length)
     assert {parameter.device.type for parameter in training.target.layers.parameters()} == {"meta"}
-    found, expected = numbers(training, rows), online(name, max_length)
+    found = numbers(training, rows)
+    expected = online(name, max_length)
     assert found.keys() == expected.keys()
     assert sum("loss" in key for key in found) >= 5
     for key, value in found.items():
@@ -137,7 +139,8 @@ def test_documents_without_states_are_computed(
     batches = [rows["train"].batch([row]) for row in range(len(rows["train"]))]
     counts = [(len(batch.cached.rows), len(batch.cached.online_rows)) for batch in batches if batch.cached is not None]
     assert any(cached and computed for cached, computed in counts)
-    found, expected = numbers(training, rows), online(name, MAX_LENGTH)
+    found = numbers(training, rows)
+    expected = online(name, MAX_LENGTH)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=2e-5, atol=1e-5)
 
@@ -154,7 +157,8 @@ def test_states_are_those_of_the_target_up_to_rounding(
     expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
     assert cached is not None
     for found, wanted, read in ((aux_states, expected[0], cached.rows), (final, expected[1], cached.final_rows)):
-        found, wanted = found.flatten(0, 1), wanted.flatten(0, 1)
+        found = found.flatten(0, 1)
+        wanted = wanted.flatten(0, 1)
         assert found.shape == wanted.shape
         assert found.dtype == torch.float32
         error = (found - wanted)[read].unflatten(-1, (-1, 32))
@@ -182,7 +186,8 @@ def test_a_batch_is_made_while_the_last_one_is_copied(
 ) -> None:
     _, rows = start("dflash", target_path, data_path, stores["all"])
     expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
-    copy, may_copy = StateSource.copy, Event()
+    copy = StateSource.copy
+    may_copy = Event()
 
     def slow(*arguments: Any) -> None:
         assert may_copy.wait(60)
@@ -277,7 +282,8 @@ def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str,
 def test_aux_states_of_something_else_and_missing_shards_end_in_a_sentence(
     tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
 ) -> None:
-    folder, layers = tmp_path / "features", (changes or {}).get("layers", "[2, 0, 4]")
+    folder = tmp_path / "features"
+    layers = (changes or {}).get("layers", "[2, 0, 4]")
     shutil.copytree(stores["all"], folder)
     for path in () if changes is not None else folder.glob("shard-*"):
         path.unlink()

@@ -7,7 +7,8 @@ import torch
 from slipstream.kernels.sampling.sample import gumbel
 from slipstream.train.text_noise import noise_behind
 
-ROWS, SIZE = 40_000, 6
+ROWS = 40_000
+SIZE = 6
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAFT = torch.tensor([1.0, 1.5, -0.5, 1.0, 0.0, -1.0])  # another distribution, of a draft
 
@@ -15,7 +16,8 @@ DRAFT = torch.tensor([1.0, 1.5, -0.5, 1.0, 0.0, -1.0])  # another distribution, 
 def test_the_text_is_what_the_noise_makes_the_target_say() -> None:
     """Texts that were sampled with noise of their own: what is drawn for them has the law of that noise, and a draft
     meets the text as often as with it."""
-    ids, rows = torch.arange(SIZE), torch.arange(ROWS)
+    ids = torch.arange(SIZE)
+    rows = torch.arange(ROWS)
     real = gumbel(torch.full((ROWS,), 5), rows, ids)
     said = (LOGITS + real).argmax(dim=1)
     logits = LOGITS.expand(ROWS, -1)

@@ -93,7 +93,8 @@ class FakeWandb:
         self.plot = SimpleNamespace(bar=lambda table, x, y, title: ("bar", table, x, y, title))
 
     def init(self, **options: Any) -> "FakeWandb":
-        self.options, self.id = options, options["id"]
+        self.options = options
+        self.id = options["id"]
         return self
 
     def define_metric(self, name: str, summary: str) -> None:

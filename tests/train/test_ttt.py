@@ -15,7 +15,8 @@ from slipstream.train.ttt import find_rows
 def test_rows_follow_the_rule(seed: int) -> None:
     batch, documents = packed(seed)
     rows = find_rows(batch, num_steps=4)
-    asking, counts = [], {}
+    asking = []
+    counts = {}
     for start, (ids, mask) in flat_documents(documents, batch.tokens.shape[1]):
         for t in range(len(ids)):
             supervised = [t + 1 + i < len(ids) and mask[t + 1 + i] for i in range(6)]
@@ -28,7 +29,8 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert rows.asking_positions.tolist() == [int(batch.positions.flatten()[t]) for t in asking]
     assert len(set(rows.context.tolist()) & set(asking)) == 0
     assert sum(rows.num_asking) == len(asking)
-    positions, seen = batch.positions.flatten().tolist(), []
+    positions = batch.positions.flatten().tolist()
+    seen = []
     for count, first_key, num_keys in rows.runs:  # each row sees its document up to itself
         numbers = sorted([*rows.context.tolist(), *asking])[first_key : first_key + num_keys]
         seen += [numbers[: num_keys - behind] for behind in reversed(range(count))]
@@ -43,7 +45,8 @@ def test_every_state_is_the_one_of_the_chain_run_token_by_token(
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
     rows, tokens, aux_states, _ = training.read(batch, 4)
     states = torch.stack(list(training.chain(rows, tokens, aux_states, 4)))  # (4, N, H)
-    index, compared = {row: n for n, row in enumerate(rows.asking.tolist())}, 0
+    index = {row: n for n, row in enumerate(rows.asking.tolist())}
+    compared = 0
     for start, (ids, _) in flat_documents(documents, batch.tokens.shape[1]):
         expected = target_aux_states(target_model, ids, training.draft.config.aux_layers)
         for (t, step), state in naive.chains(expected, torch.tensor(ids), 4).items():

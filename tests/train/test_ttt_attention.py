@@ -16,8 +16,11 @@ from slipstream.tests.train.conftest import random_document
 from slipstream.train.batches import Batch, collate
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-MAX_LENGTH, NUM_STEPS = 64, 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
+MAX_LENGTH = 64
+NUM_STEPS = 4
 ONE_ASKING_ROW = [7] * 5, [False, False, True, True, False]
 TWO_ANSWERS = [8] * 12, [False, True, True, True, False, False, True, True, True, True, False, False]
 
@@ -45,7 +48,8 @@ class Inputs:
             values = scale * torch.randn(count, heads, HEAD_DIM, generator=generator)
             return values.bfloat16().to(device, dtype).requires_grad_()
 
-        num_asking, num_context = len(rows.asking), len(rows.context)
+        num_asking = len(rows.asking)
+        num_context = len(rows.context)
         shapes = (HEADS, 2.0), (KV_HEADS, 1.0), (KV_HEADS, 1.0)
         return cls(
             context=(random(num_context, KV_HEADS), random(num_context, KV_HEADS)),
@@ -65,7 +69,8 @@ def run(is_packed: bool, batch: Batch, num_steps: int, dtype: torch.dtype, devic
     rows = find_rows(batch, num_steps)
     inputs = Inputs.random(rows, num_steps, dtype, device)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, MAX_LENGTH + num_steps).to(torch.device(device))
-    attention, outputs = TTTAttention(rows.to(torch.device(device)), rope, is_packed=is_packed), []
+    attention = TTTAttention(rows.to(torch.device(device)), rope, is_packed=is_packed)
+    outputs = []
     attention.write(*inputs.context, asking_layer())
     for step in inputs.steps:
         outputs.append(attention.attend(*step, asking_layer(), "causal"))
@@ -75,9 +80,11 @@ def run(is_packed: bool, batch: Batch, num_steps: int, dtype: torch.dtype, devic
 
 def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
     """Row by row: the step-0 keys of its document up to its own, and its own key of every later step."""
-    rows, theta = find_rows(batch, num_steps), RopeConfig().theta
+    rows = find_rows(batch, num_steps)
+    theta = RopeConfig().theta
     inputs = Inputs.random(rows, num_steps, dtype)
-    documents, positions = batch.documents.flatten().tolist(), batch.positions.flatten().tolist()
+    documents = batch.documents.flatten().tolist()
+    positions = batch.positions.flatten().tolist()
     stored: dict[int, tuple[Tensor, Tensor]] = {}
     for k, v, numbers in ((*inputs.context, rows.context), (*inputs.steps[0][1:], rows.asking)):
         for index, row in enumerate(numbers.tolist()):
@@ -115,7 +122,8 @@ def test_the_batch_holds_what_it_should() -> None:
 
 def plain(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """What FlashAttention computes for `runs`: (N, Q, D) and (Q, N), run by run, causal from the last key backwards."""
-    outputs, sums = [], []
+    outputs = []
+    sums = []
     seen = (x.split(runs.key_ends.diff().tolist()) for x in (k, v))
     pairs = zip(q.split(runs.row_ends.diff().tolist()), *seen, strict=True)
     for rows, keys, values in pairs:
@@ -182,7 +190,8 @@ def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch:
     """As those of a network without autocast may differ."""
     monkeypatch.setattr(module, "DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
-    rope, inputs = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128), Inputs.random(rows, 2, torch.float32)
+    rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128)
+    inputs = Inputs.random(rows, 2, torch.float32)
     attention = TTTAttention(rows, rope, is_packed=is_packed)
     with torch.no_grad():
         attention.write(inputs.context[0], inputs.context[1].bfloat16(), asking_layer())

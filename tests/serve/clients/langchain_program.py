@@ -27,10 +27,8 @@ def texts(message: Any) -> str:
 
 def main(url: str, question: str, bias: str) -> None:
     settings: dict[str, Any] = {"model": "byte-model", "base_url": f"{url}/v1", "api_key": "any", "temperature": 0}
-    chat, response = (
-        ChatOpenAI(**settings, max_tokens=20),
-        ChatOpenAI(**settings, max_tokens=20, use_responses_api=True),
-    )
+    chat = ChatOpenAI(**settings, max_tokens=20)
+    response = ChatOpenAI(**settings, max_tokens=20, use_responses_api=True)
     brief = {"extra_body": {"logit_bias": json.loads(bias)}}
     scored = ChatOpenAI(**settings, max_tokens=20, logprobs=True, top_logprobs=1).invoke(question)
     told: dict[str, Any] = {
