@@ -5,12 +5,12 @@ ones, and without a draft.
 
 Each phase keeps its number of requests in flight. The next phase begins as soon as the last request of a phase has
 started and, where fewer are wanted, enough of them have ended. All settings answer the same questions, so their total
-times can be compared; with --seconds the phases last equally long instead, and tokens per second count. The error of
-step times is how far the engine's predictions of the last 200 steps were off (median).
+times can be compared. The error of step times is how far the engine's predictions of the last 200 steps were off
+(median).
 
 A setting is `auto` (the draft, all options as given), `none` (no draft), or options of the engine or of the drafter as
 in width=2 or depth=5,width=4. Engines of different settings run one after another. Prints a Markdown table, then one
-JSON line per setting and repeat; --plot draws both.
+JSON line per setting and repeat.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -18,33 +18,30 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import gc
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from slipstream.bench.engines import PromptBenchConfig, split_draft
 from slipstream.bench.lines import Lines, milliseconds, origin, table
-from slipstream.bench.serving import ENGINE_OPTIONS, default_device, split_draft
-from slipstream.bench.serving_run import own_namespace
+from slipstream.bench.serving_run import task_namespace
 from slipstream.bench.streams import Stream, Streams, accept_length, gaps_ended, num_tokens
-from slipstream.bench.workload import KINDS, Task, Workload
+from slipstream.bench.workload import Task
 from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
-from slipstream.models.files.checkpoint import resolve
-from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import read_levels
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 
 WARMUP_TOKENS = 16
 RECORDED = (  # options that a line repeats
-    *("draft", "target", "seconds", "prompts", "input_len", "output_len", "ignore_eos", "temperature", "seed"),
+    *("draft", "target", "prompts", "input_len", "output_len", "ignore_eos", "temperature", "seed"),
     *("engine", "drafter"),
 )
 COLUMNS = (  # heading, key of a line, format
@@ -59,25 +56,17 @@ COLUMNS = (  # heading, key of a line, format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadTraceConfig:
+class LoadTraceConfig(PromptBenchConfig):
     """Serving under a load that rises and falls."""
 
-    draft: str = "none"
-    """Draft checkpoint, or the name of a drafter that needs none."""
-    target: str = ""
-    """Target checkpoint. Default: the target of the draft."""
     settings: list[str] = field(default_factory=lambda: ["none", "auto", "width=2", "width=4"])
     """Settings to compare: auto, none, or options of engine and drafter as option=value,option=value."""
     levels: str = "1,2,4,8,16,32,64,128,64,32,16,8,4,2,1"
     """Requests in flight in each phase, separated by commas."""
     requests: int | None = None
     """Requests that start in each phase. Default: twice the phase's level, at least 8."""
-    seconds: float | None = None
-    """Let each phase last so long, instead of a number of requests."""
     repeats: int = 1
     """Run the whole trace so many times with each setting; the table has medians."""
-    prompts: str = "gsm8k"
-    """gsm8k, random (token ids), or a file of questions and answers."""
     input_len: int = 0
     """Longest prompt in tokens; 0 asks questions without examples."""
     output_len: int = 256
@@ -86,51 +75,27 @@ class LoadTraceConfig:
     """Continue after end of text, so that all answers have the requested length."""
     temperature: float = 0.0
     """0: greedy."""
-    seed: int = 0
-    """Seed of prompts. Request i samples with seed + i."""
-    template: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as enable_thinking."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of every engine by name."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of every drafter by name."""
-    output: str | None = None
-    """File to append the JSON lines to."""
-    plot: str | None = None
-    """PNG file to draw the phases and total times to."""
 
     def __post_init__(self) -> None:
+        self.check_prompts()
         read_levels(self.levels)
         check_at_least(self, 1, "requests", "output_len", "repeats")
-        if self.seconds is not None and self.seconds <= 0:
-            raise ValueError(f"seconds is {self.seconds}; it must be above 0")
-        if self.seconds is not None and self.requests is not None:
-            raise ValueError(f"requests is {self.requests} and seconds {self.seconds}; give one of them")
-        if self.prompts not in KINDS and not Path(self.prompts).is_file():
-            raise ValueError(f"prompts is {self.prompts!r}; choose one of {', '.join(KINDS)}, or a file of questions")
         if self.draft == "none" and set(self.settings) != {"none"}:
             raise ValueError(f"draft is none, but settings are {' '.join(self.settings)}; name a draft")
         for setting in self.settings:
-            self.own_options(setting)
+            split_draft(self.draft_of(setting))
 
     @property
     def phases(self) -> list[int]:
         """The level of each phase."""
         return read_levels(self.levels)
 
-    def own_options(self, setting: str) -> dict[str, Any]:
-        """Options of engine and drafter that `setting` names."""
-        return {} if setting in ("none", "auto") else split_draft(f"draft,{setting}")[1]
+    def draft_of(self, setting: str) -> str:
+        """NAME[,option=value...] of a setting."""
+        return {"none": "none", "auto": self.draft}.get(setting, f"{self.draft},{setting}")
 
     def engine_config(self, setting: str) -> EngineConfig:
-        target = self.target or find_target(EngineConfig(draft=self.draft))[0]
-        options = {"max_running": max(self.phases), **self.engine, "target": target}
-        if setting == "none":
-            return EngineConfig(**options)
-        own = self.own_options(setting)
-        options |= {name: value for name, value in own.items() if name in ENGINE_OPTIONS}
-        drafter = self.drafter | {name: value for name, value in own.items() if name not in ENGINE_OPTIONS}
-        return EngineConfig(**options, draft=self.draft, drafter=drafter)
+        return EngineConfig(**self.engine_options(self.draft_of(setting), max_running=max(self.phases)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +118,10 @@ def trace(config: LoadTraceConfig) -> None:
         engine = build_engine(engine_config)
         warm_up(engine, config, work)
         for repeat in range(config.repeats):
-            found = measure(engine, config, work, repeat)
-            place = {**origin("load_trace", device_of(config)), "setting": setting, "repeat": repeat}
-            lines.add({**place, **{name: getattr(config, name) for name in RECORDED}, "levels": config.phases, **found})
+            figures = measure(engine, config, work, repeat)
+            labels = {**origin("load_trace", config.device), "setting": setting, "repeat": repeat}
+            options = {name: getattr(config, name) for name in RECORDED}
+            lines.add({**labels, **options, "levels": config.phases, **figures})
         engine.close()
         del engine  # frees its memory before the next one measures what is free
         gc.collect()
@@ -163,30 +129,20 @@ def trace(config: LoadTraceConfig) -> None:
     rows = summary(lines.all)
     print(table((*COLUMNS, *phase_columns(config.phases)), rows))
     lines.print(hidden=["answers"])
-    if config.plot is not None:
-        from slipstream.bench.load_trace_plot import plot_trace  # matplotlib takes a second
-
-        plot_trace(rows, config.phases, Path(config.plot))
-
-
-def device_of(config: LoadTraceConfig) -> str:
-    return "cpu" if config.engine.get("device") == "cpu" else default_device()
 
 
 def read_work(config: LoadTraceConfig) -> list[list[Task]]:
-    """The tasks of each phase; with `seconds` they start over where a phase needs more."""
-    names = ("input_len", "output_len", "template")
-    tokenizer = load_tokenizer(resolve(config.engine_config("none").target))
-    work = Workload(tokenizer=tokenizer, kind=config.prompts, **{name: getattr(config, name) for name in names})
+    """The tasks of each phase."""
     counts = [config.requests or max(8, 2 * level) for level in config.phases]
+    work = config.workload(input_len=config.input_len, output_len=config.output_len)
     tasks = iter(work.tasks(sum(counts), str(config.seed)))
     return [[next(tasks) for _ in range(size)] for size in counts]
 
 
 def warm_up(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Task]]) -> None:
     """Short answers to as many requests at once as there will ever be."""
-    streams, most = Streams(engine), max(config.phases)
-    tasks = [task for phase in work for task in phase][:most]
+    streams = Streams(engine)
+    tasks = [task for phase in work for task in phase][: max(config.phases)]
     params = SamplingParams(max_tokens=WARMUP_TOKENS, temperature=config.temperature, seed=config.seed, ignore_eos=True)
     for index, task in enumerate(tasks):
         streams.add(Request(id=str(index), prompt=task.prompt, params=params, namespace="warm-up"))
@@ -195,13 +151,15 @@ def warm_up(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Tas
 
 def measure(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Task]], repeat: int) -> dict[str, Any]:
     """Runs the trace once. Prompts of a repeat share cached text with no other."""
-    streams, started = Streams(engine), time.perf_counter()
+    streams = Streams(engine)
+    start_s = time.perf_counter()
     begins = run_phases(streams, config, work, f"repeat {repeat}")
     streams.finish()
-    ended = time.perf_counter()
-    seconds, all_streams = ended - started, list(streams.all.values())
-    total = num_tokens(all_streams, started, ended)
-    times = zip(config.phases, begins, [*begins[1:], ended], strict=True)
+    end_s = time.perf_counter()
+    seconds = end_s - start_s
+    all_streams = list(streams.all.values())
+    total = num_tokens(all_streams, start_s, end_s)
+    times = zip(config.phases, begins, [*begins[1:], end_s], strict=True)
     phases = [phase_figures(all_streams, *phase) for phase in times]
     return {
         "requests": len(all_streams),
@@ -211,7 +169,7 @@ def measure(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Tas
         "tok_s": round(total / seconds, 2),
         "accept_length": accept_length(all_streams),
         "phases": [asdict(phase) for phase in phases],
-        "answers": None if config.seconds else [zlib.crc32(repr(one.tokens).encode()) for one in all_streams],
+        "answers": [zlib.crc32(repr(stream.tokens).encode()) for stream in all_streams],
     }
 
 
@@ -219,32 +177,24 @@ def run_phases(
     streams: Streams, config: LoadTraceConfig, work: Sequence[Sequence[Task]], namespace: str
 ) -> list[float]:
     """Returns when each phase began. Answers of the last one are still open then."""
-    begins, number = list[float](), count(config.seed)
+    begins = list[float]()
+    seeds = count(config.seed)
     params = {name: getattr(config, name) for name in ("temperature", "ignore_eos")}
     for index, (level, tasks) in enumerate(zip(config.phases, work, strict=True)):
         wait_for_room(streams, level)
         begins.append(time.perf_counter())
-        until_s = None if config.seconds is None else begins[-1] + config.seconds
-        for task in tasks if until_s is None else endless(tasks):
-            seed = next(number)
+        for task in tasks:
+            seed = next(seeds)
             sampling = SamplingParams(max_tokens=task.max_tokens, seed=seed, **params)
-            own = own_namespace(f"{namespace}, phase {index}", task)
-            streams.add(Request(id=str(seed), prompt=task.prompt, params=sampling, namespace=own))
-            wait_for_room(streams, level, until_s)
-            if until_s is not None and time.perf_counter() >= until_s:
-                break
+            salt = task_namespace(f"{namespace}, phase {index}", task)
+            streams.add(Request(id=str(seed), prompt=task.prompt, params=sampling, namespace=salt))
+            wait_for_room(streams, level)
     return begins
 
 
-def endless(tasks: Sequence[Task]) -> Iterator[Task]:
-    """The tasks again and again, each time as repeats of their own."""
-    for turn in count():
-        yield from (replace(task, repeat=task.repeat + turn * len(tasks)) for task in tasks)
-
-
-def wait_for_room(streams: Streams, level: int, until_s: float | None = None) -> None:
-    """Steps until fewer than `level` requests are open, but not beyond `until_s`."""
-    while len(streams.open) >= level and (until_s is None or time.perf_counter() < until_s):
+def wait_for_room(streams: Streams, level: int) -> None:
+    """Steps until fewer than `level` requests are open."""
+    while len(streams.open) >= level:
         streams.step()
 
 
@@ -287,12 +237,10 @@ def phase_speeds(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [median(phase) for phase in zip(*speeds, strict=True)]
 
 
-def num_identical(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, Any]]) -> int | None:
-    """Equal answers, over all repeats; None where the number of answers was left to the clock."""
-    if plain[0]["answers"] is None:
-        return None
-    pairs = zip(plain, drafted, strict=True)
-    return sum(a == b for one, other in pairs for a, b in zip(one["answers"], other["answers"], strict=True))
+def num_identical(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, Any]]) -> int:
+    """Equal answers, over all repeats."""
+    runs = zip(plain, drafted, strict=True)
+    return sum(a == b for before, after in runs for a, b in zip(before["answers"], after["answers"], strict=True))
 
 
 def phase_columns(levels: Sequence[int]) -> list[tuple[str, str, str]]:

@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from slipstream.bench.engines import EngineBenchConfig
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.random_targets import random_pair
@@ -61,18 +62,14 @@ COUNTED = 4  # rounds, of a mixture's experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundConfig:
+class RoundConfig(EngineBenchConfig):
     """Time of a round by batch size."""
 
-    target: str = ""
-    """Target checkpoint."""
     shape: str = ""
     """Random weights of these sizes in place of a checkpoint (bench/random_targets.py), made on the device."""
     draft: str = "none"
     """Draft checkpoint to compare with none; with `shape`, random: an EAGLE3 draft, or random:NAME: one of the block
     drafts of bench/random_targets.py, such as random:dflash2."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of the drafter by name, such as depth."""
     width: list[int] = field(default_factory=lambda: [4])
     """Nodes that a round with the draft verifies of each request, measured one after another; 0: as the engine
     chooses."""
@@ -90,12 +87,8 @@ class RoundConfig:
     """Nucleus sampling; below 1 it measures the filters."""
     simulate_accept_length: float | None = None
     """Simulated tokens per round, for drafts with random weights."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine by name, such as attention or cuda_graph."""
     profile: bool = False
     """List the kernels of each round by time."""
-    output: str | None = None
-    """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
         if bool(self.target) == bool(self.shape):

@@ -7,11 +7,13 @@
     python bench/serving.py --draft runs/a/best,depth=5 --draft ngram,nodes=8 --target TARGET --prompts gsm8k \
         --input-len 0 --ignore-eos false --output runs/lines.jsonl --resume
     python bench/serving.py --draft ngram --target TARGET --prompts gsm8k --input-len 0 --ignore-eos false --turns 5
+    python bench/serving.py --draft none,grammar_drafts=false --target TARGET --prompts gsm8k --input-len 0 \
+        --ignore-eos false --schema order.json --turns 5
 
 Write a draft as NAME[,option=value...], with options of its drafter or of the engine. `--engine.NAME` sets an option
 of every engine (of `serve` with `--mode http`), `--drafter.NAME` of every drafter. Each concurrency level has its own
 prompts and its own cache namespace; all drafts get the same prompts. `same answers` counts answers equal to those
-without a draft; `correct` is the share of questions answered correctly.
+without a draft; `correct` is the share of questions answered correctly. With --schema all answers follow a JSON schema.
 
 Drafts are measured one after another, or with --turns by turns: each turn has new prompts, all engines stay and take
 turns going first, and a speed-up is the median over turns, by wall time and (offline) by this process's CPU time, which
@@ -26,34 +28,33 @@ tokens. With --resume the same command skips what OUTPUT already has.
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
+import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
-import yaml
 
+from slipstream.bench.engines import PromptBenchConfig, label, split_draft
 from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
-from slipstream.bench.workload import KINDS, Task, Workload
+from slipstream.bench.workload import Task, Workload
 from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
-from slipstream.models.files.checkpoint import resolve
 from slipstream.models.files.names import is_checkpoint
-from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.request import Grammar
 
 WARMUP_TASKS = 2
-ENGINE_OPTIONS = {one.name for one in fields(EngineConfig)} - {"target", "draft", "drafter"}
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),
     ("requests at once", "concurrency", "d"),
@@ -78,13 +79,11 @@ HOST_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingConfig:
+class ServingConfig(PromptBenchConfig):
     """Serving without a draft and with drafts."""
 
-    draft: list[str] = field(default_factory=list)
+    draft: list[str] = field(default_factory=list)  # type: ignore[assignment]
     """Drafts, each NAME[,option=value...]: checkpoints, or drafters that need none."""
-    target: str = ""
-    """Target checkpoint. Default: the target of the first draft checkpoint."""
     baseline: bool = True
     """Measure without a draft first."""
     mode: Literal["offline", "http"] = "offline"
@@ -97,6 +96,8 @@ class ServingConfig:
     """Measure so many times, with new prompts; above 1 the engines of all drafts are in memory together."""
     prompts: str = "random"
     """random: token ids; gsm8k, or a file of questions and answers: questions after solved examples."""
+    schema: str | None = None
+    """File with a JSON schema that all answers follow."""
     input_len: int = 512
     """Longest prompt in tokens; 0 asks questions without examples."""
     output_len: int = 256
@@ -107,27 +108,16 @@ class ServingConfig:
     """Continue after end of text, so that answers have the requested length."""
     temperature: float = 0.0
     """0: greedy."""
-    seed: int = 0
-    """Seed of prompts and lengths. Request i, counted over turns, samples with seed + i."""
-    template: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as enable_thinking."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of every engine (with http: of `serve`) by name."""
-    drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of every drafter by name."""
     simulate_accept_length: float | None = None
     """Simulate rounds that emit this many tokens on average, for drafts with random weights."""
-    output: str | None = None
-    """File to append the JSON lines to."""
     resume: bool = False
     """Skip what an earlier run with these options has written to OUTPUT."""
 
     def __post_init__(self) -> None:
+        self.check_prompts()
         read_levels(self.concurrency)
         check_at_least(self, 1, "requests", "output_len", "turns")
-        known = self.prompts in KINDS or Path(self.prompts).is_file()
         for name, valid, remedy in (
-            ("prompts", known, f"choose one of {', '.join(KINDS)}, or a file of questions"),
             (
                 "input_len",
                 self.input_len >= (self.prompts == "random"),
@@ -161,24 +151,30 @@ class ServingConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the options leave open of an engine's sizes. Engines beside others take no more than they need."""
-        most, length = max(self.levels), max(1024, self.input_len + self.output_len)
-        together = {"max_model_len": length, "kv_cache_tokens": (length + 128) * most} if self.turns > 1 else {}
-        return {"max_running": most, **together}
+        """Sizes of an engine that no option sets. Engines beside others take no more than they need."""
+        level = max(self.levels)
+        length = max(1024, self.input_len + self.output_len)
+        shares = {"max_model_len": length, "kv_cache_tokens": (length + 128) * level} if self.turns > 1 else {}
+        return {"max_running": level, **shares}
 
-    def engine_options(self, draft: str) -> dict[str, Any]:
+    def draft_options(self, draft: str) -> dict[str, Any]:
         """Fields of EngineConfig, or of ServeConfig, for `draft`."""
-        name, own = split_draft(draft)
-        options = {**self.sizes, **self.engine, "target": self.target_name, "draft": name}
-        if name == "none":
-            return options
-        simulated: dict[str, Any] = {}
-        if self.simulate_accept_length is not None:
-            simulated["simulate_accept_length"] = self.simulate_accept_length
-            simulated |= {"unsafe_simulate": True} if self.mode == "http" else {}
-        drafter = self.drafter | {key: value for key, value in own.items() if key not in ENGINE_OPTIONS}
-        own_engine = {key: value for key, value in own.items() if key in ENGINE_OPTIONS}
-        return options | own_engine | simulated | ({"drafter": drafter} if drafter else {})
+        options = self.engine_options(draft, **self.sizes)
+        if options["draft"] != "none" and self.simulate_accept_length is not None:
+            options["simulate_accept_length"] = self.simulate_accept_length
+            options |= {"unsafe_simulate": True} if self.mode == "http" else {}
+        return options
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of every request."""
+        params: dict[str, Any] = {"temperature": self.temperature, "ignore_eos": self.ignore_eos}
+        if self.schema is not None:
+            schema = Path(self.schema).read_text()
+            is_http = self.mode == "http"
+            grammar = {"json": json.loads(schema)} if is_http else Grammar("json_schema", schema)
+            params["structured_outputs" if is_http else "grammar"] = grammar
+        return params
 
     def settings(self, draft: str, level: int) -> dict[str, Any]:
         """The settings that identify a measurement."""
@@ -189,19 +185,10 @@ class ServingConfig:
             "concurrency": level,
             "batch": min(level, self.count(level)),
             "requests": self.count(level),
-            **{name: getattr(self, name) for name in (*names, "seed", "template")},
+            **{name: getattr(self, name) for name in (*names, "seed", "template", "schema")},
             "simulate_accept_length": None if draft == "none" else self.simulate_accept_length,
             "options": {**self.engine, **({} if draft == "none" else {"drafter": self.drafter})},
         }
-
-
-def split_draft(draft: str) -> tuple[str, dict[str, Any]]:
-    """NAME,option=value,... -> name and options."""
-    name, *options = draft.split(",")
-    if not name or not all("=" in option for option in options):
-        raise ValueError(f"draft is {draft!r}; write NAME or NAME,option=value,option=value")
-    pairs = (option.split("=", 1) for option in options)
-    return name, {key.strip().replace("-", "_"): yaml.safe_load(value) for key, value in pairs}
 
 
 # Answers tasks, so many at a time, in a namespace, from this seed on: only its requests share cached text.
@@ -212,9 +199,7 @@ def measure(config: ServingConfig, lines: Lines) -> None:
     """Adds one line per draft and level as soon as it is measured: first lines of an earlier run, then the baseline."""
     for line in read_lines(config.output) if config.resume and config.output else []:
         lines.all += [line] if is_of(config, line) else []
-    tokenizer = load_tokenizer(resolve(config.target_name))
-    lengths = {name: getattr(config, name) for name in ("input_len", "output_len", "range_ratio", "template")}
-    work = Workload(tokenizer=tokenizer, kind=config.prompts, **lengths)
+    work = config.workload(**{name: getattr(config, name) for name in ("input_len", "output_len", "range_ratio")})
     for drafts in [config.drafts] if config.turns > 1 else [[draft] for draft in config.drafts]:
         missing = {
             level: [draft for draft in drafts if find(lines.all, draft, level) is None] for level in config.levels
@@ -241,17 +226,16 @@ def measure_level(
             runs[draft].append(measures[draft](asked, level, name, config.seed + turn * count))
     for draft in measures:
         result = pool(runs[draft])
-        where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
-        found: dict[str, Any] = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
-        found |= {"tok_s_turns": [one.tok_s for one in runs[draft]], "cpu_s_turns": [one.cpu_s for one in runs[draft]]}
-        found |= {"answers": checksums(result)}
-        found |= compare(config, found, find(lines.all, "none", level), draft)
-        lines.add({**where, **config.settings(draft, level), **found})
+        line: dict[str, Any] = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
+        line |= {"tok_s_turns": [run.tok_s for run in runs[draft]], "cpu_s_turns": [run.cpu_s for run in runs[draft]]}
+        line |= {"answers": checksums(result)}
+        line |= compare(config, line, find(lines.all, "none", level), draft)
+        lines.add({**origin("serving", config.device), **config.settings(draft, level), **line})
 
 
 def namespace(config: ServingConfig, draft: str, name: str) -> str:
     """No name for a dynamic token map, which learns from all requests, so that the engine refuses namespaces."""
-    return "" if config.engine_options(draft).get("drafter", {}).get("token_map_dynamic") else name
+    return "" if config.draft_options(draft).get("drafter", {}).get("token_map_dynamic") else name
 
 
 def is_of(config: ServingConfig, line: Mapping[str, Any]) -> bool:
@@ -266,15 +250,11 @@ def find(lines: Sequence[dict[str, Any]], draft: str, level: int) -> dict[str, A
     return next((line for line in lines if (line["draft"], line["concurrency"]) == (draft, level)), None)
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @contextmanager
 def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     """Runs an engine or a server while one draft is measured."""
-    options = config.engine_options(draft)
-    params: dict[str, Any] = {"temperature": config.temperature, "ignore_eos": config.ignore_eos}
+    options = config.draft_options(draft)
+    params = config.params
     if config.mode == "http":
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as url:
             yield lambda tasks, level, name, seed: run_http(url, tasks, level, name, seed, **params)
@@ -320,12 +300,6 @@ def compare(
         compared["num_identical"] = sum(one == other for one, other in pairs)
         compared["identical"] = compared["num_identical"] == len(found["answers"])
     return compared
-
-
-def label(draft: str) -> str:
-    """A draft's name in the table: the last two parts of its path, and its options."""
-    name, *options = draft.split(",")
-    return ", ".join(("/".join(Path(name).parts[-2:]), *options))
 
 
 def serving(config: ServingConfig) -> None:

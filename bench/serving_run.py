@@ -100,7 +100,7 @@ def run_offline(
             id=str(index),
             prompt=task.prompt,
             params=SamplingParams(max_tokens=task.max_tokens, seed=seed + index, **params),
-            namespace=own_namespace(namespace, task),
+            namespace=task_namespace(namespace, task),
         )
         for index, task in enumerate(tasks)
     ]
@@ -126,7 +126,7 @@ def run_offline(
     )
 
 
-def own_namespace(namespace: str, task: Task) -> str:
+def task_namespace(namespace: str, task: Task) -> str:
     """Without a namespace for all, as a dynamic token map wants it, tasks have none of their own either."""
     return f"{namespace}, repeat {task.repeat}" if namespace and task.repeat else namespace
 
@@ -156,7 +156,7 @@ def run_http(
     """
     prompts = [task.prompt for task in tasks]
     own = [
-        {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": own_namespace(namespace, task)}
+        {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": task_namespace(namespace, task)}
         for index, task in enumerate(tasks)
     ]
     load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)

@@ -12,10 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bench import serving, serving_run
+from slipstream.bench.engines import label, split_draft
 from slipstream.bench.lines import table
 from slipstream.bench.server import flags
-from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compare, label, main, split_draft
-from slipstream.bench.serving_run import Run, own_namespace, pool, run_http, run_offline
+from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compare, main
+from slipstream.bench.serving_run import Run, pool, run_http, run_offline, task_namespace
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine.build import build_engine
@@ -88,6 +89,20 @@ def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureF
         assert len(line["speed_up_cpu_turns"]) == 2
         assert 0 < line["stages_us"] < line["host_us"] < 1000 * line["round_ms"]
         assert line["host_share"] == pytest.approx(line["host_us"] / 1000 / line["round_ms"], abs=0.01)
+
+
+def test_drafts_of_forced_tokens_are_compared(tmp_path: Path) -> None:
+    """Answers that follow a schema are the same with them and without, and take fewer rounds."""
+    schema, output = tmp_path / "schema.json", tmp_path / "lines"
+    schema.write_text(
+        '{"type": "object", "properties": {"apples in each box": {"const": 12}}, "required": ["apples in each box"]}'
+    )
+    options = ["--target", str(TINY), "--prompts", "gsm8k", "--input-len", "0", "--output-len", "40"]
+    options += ["--ignore-eos", "false", "--concurrency", "2", "--requests", "2", "--output", str(output)]
+    main([*options, "--schema", str(schema), "--draft", "none,grammar_drafts=false", "--engine.max_model_len", "512"])
+    drafted, plain = (json.loads(line) for line in output.read_text().splitlines())
+    assert (plain["num_identical"], plain["accept_length"]) == (2, 1.0)
+    assert drafted["rounds"] < plain["rounds"] == drafted["completion_tokens"] - 2
 
 
 def test_the_median_turn_counts() -> None:
@@ -261,9 +276,9 @@ def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path:
     tasks = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(2 * 381 + 1, "a")
     first, again, third = tasks[0], tasks[381], tasks[-1]
     assert first.prompt == again.prompt == third.prompt != tasks[1].prompt
-    assert len({own_namespace("at 8", task) for task in (first, again, third)}) == 3
-    assert own_namespace("at 8", tasks[1]) == "at 8"
-    assert own_namespace("", again) == ""
+    assert len({task_namespace("at 8", task) for task in (first, again, third)}) == 3
+    assert task_namespace("at 8", tasks[1]) == "at 8"
+    assert task_namespace("", again) == ""
     (empty := tmp_path / "questions.jsonl").write_text('{"question": "1+1?", "answer": "2", "split": "train"}\n')
     with pytest.raises(ValueError, match="questions.jsonl has no questions"):
         Workload(tokenizer=tokenizer, kind=str(empty), input_len=0, output_len=3).tasks(1, "a")
@@ -329,11 +344,11 @@ def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
     }
     config = ServingConfig(**options)
     assert config.drafts == ["none", drafted]
-    engine = EngineConfig(**config.engine_options(drafted))
+    engine = EngineConfig(**config.draft_options(drafted))
     assert (engine.max_running, engine.max_model_len, engine.drafter) == (16, 98, {"depth": 5, "topk": 2})
-    baseline = EngineConfig(**config.engine_options("none"))
+    baseline = EngineConfig(**config.draft_options("none"))
     assert (baseline.max_model_len, baseline.drafter) == (99, {})
-    served = read_config(flags(ServingConfig(**options, mode="http").engine_options(drafted)))
+    served = read_config(flags(ServingConfig(**options, mode="http").draft_options(drafted)))
     assert (served.max_running, served.max_model_len, served.drafter["depth"]) == (16, 98, 5)
     assert served.target == config.target_name == str(TINY)
 
@@ -342,8 +357,8 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     options: dict[str, Any] = {"draft": [str(draft)], "simulate_accept_length": 2.5}
     for mode in ("offline", "http"):
         config = ServingConfig(**options, mode=mode)
-        assert "simulate_accept_length" not in config.engine_options("none")
-        words = flags(config.engine_options(str(draft)))
+        assert "simulate_accept_length" not in config.draft_options("none")
+        words = flags(config.draft_options(str(draft)))
         assert "--simulate_accept_length=2.5" in words
         assert ("--unsafe_simulate=true" in words) == (mode == "http")
     line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
