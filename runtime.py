@@ -3,7 +3,7 @@
 OpenMP's threads meet after every operator of a model. By default one that waits there spins for milliseconds, on the
 core that the last one needs: beside one other busy program that costs 80 to 95 % of the speed. Threads that sleep at
 once cost half of it on an idle machine, where waking a core takes longer than an operator. So they spin for some
-microseconds and then sleep (figures: docs/benchmarks.md).
+microseconds and then sleep (figures: docs/log/2026-11-22.md).
 
 Importing this module, or any other of the package, sets that, and how Triton compiles. It imports no torch: OpenMP
 reads its settings once, when torch is imported.

@@ -39,7 +39,7 @@ from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
-TENSOR_FLOPS = 790e12  # of an H200 in bf16, as docs/benchmarks.md measured
+TENSOR_FLOPS = 790e12  # of an H200 in bf16, as docs/performance.md says
 SHAPES = {  # H, I, E, k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "qwen3-235b-a22b": (4096, 1536, 128, 8),

@@ -42,7 +42,7 @@ from slipstream.serve.runner.request_state import RequestState
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
 USUAL_NODES = 8  # that a draft proposes, where its options do not say
 LOGITS_BYTES = 8  # per row with logits and token: logits and what sampling keeps of them
-# Seconds of a start on a server, with kernels compiled by an earlier one (docs/benchmarks_gpu.md, "Start-up").
+# Seconds of a start on a server, with kernels compiled by an earlier one (docs/log/2026-11-23.md, "Start-up").
 START_S = 5.0
 CAPTURE_S = 0.03
 COMPILE_S = 12.0

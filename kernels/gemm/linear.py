@@ -25,7 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O).
 
     The CPU library reads row-major weights about twice as fast when they are the left operand with at least two
-    columns on the right, so we compute the transposed product there (docs/benchmarks.md, "Linear layers on the CPU").
+    columns on the right, so we compute the transposed product there (docs/log/2026-11-21.md, "Linear layers on the
+    CPU").
     """
     rows = x.numel() // x.shape[-1]
     if x.is_cuda and len(weight) <= MAX_OUTPUTS and few_on_gpu(x, weight):

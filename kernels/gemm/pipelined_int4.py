@@ -6,7 +6,7 @@ each gets little shared memory and none is set aside for copying: the warps that
 zeros and inputs into a ring in shared memory (`cp.async`). They multiply with `mma.sync`, whose sums have the bits of
 `wgmma`'s.
 
-Two choices were measured in whole passes on an H200 (docs/benchmarks_gpu.md). Before the rows are ready, only one chunk
+Two choices were measured in whole passes on an H200 (docs/log/2026-11-27.md). Before the rows are ready, only one chunk
 is requested, since requests slow down the kernel that still runs. And the next kernel may start a few steps early,
 which helps attention most.
 Letters: M rows, I inputs, O outputs.

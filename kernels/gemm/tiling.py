@@ -13,7 +13,7 @@ from slipstream.kernels.kv.rope import NO_ROTATION, Rotation
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles need: sm_90 and sm_100 have them
 UNIT = 128  # inputs that are never shared out
-MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
+MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/log/2026-11-21.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -436,7 +436,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
     stops far from the end, so shallow targets give an early, a middle and the last but one layer's output, from which
-    drafts learnt fastest (docs/benchmarks.md, "What decides the accept length").
+    drafts learnt fastest (docs/log/2026-11-21.md, "What decides the accept length").
     """
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)
