@@ -12,12 +12,10 @@ How: hidden channels, heads, neurons, layers and vocabulary rows are added so th
 ones compute (bench/inflate_weights.py). At both 8B shapes 70 % of the target's weights are random at their ordinary
 size, 30 % (o_proj, down_proj, padding of embeddings) are random but so small that they vanish in every sum, 0.1 % are
 the small target's and 0.007 % are zero. Activations beyond the small model's channels are as small, too.
-`--random-weights` writes the same shapes with nothing but ordinary random weights, to be measured beside it: zeros, and
-what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-or a block draft, with its convolutions, selector, Markov head, LiLiCorr scorer and confidence head.
+or a block draft, with its convolutions, selector, Markov head and confidence head; LiLiCorr's scorer is refused.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -37,7 +35,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from slipstream.bench.inflate_scorer import ScorerInflation, big_scorer
 from slipstream.bench.inflate_weights import (
     RANK,
     SHAPES,
@@ -96,8 +93,6 @@ class InflateConfig:
     """The small target. Default: the target of the draft."""
     shape: Literal["llama31-8b", "qwen3-8b", "mid", "small"] = "llama31-8b"
     """Sizes to reach."""
-    random_weights: bool = False
-    """Write ordinary random weights of these shapes instead."""
     seed: int = 0
     """Seed of the random weights."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -173,19 +168,15 @@ class Draft:
 
     def tensors(self, inflation: Inflation, shape: Shape) -> dict[str, Make]:
         """What makes each tensor of the big draft. The small one's tokens come first in its vocabulary."""
-        config, big = self.config, self.big_config(shape)
+        config = self.config
+        big = self.big_config(shape)
         with torch.device("meta"):
             like = public_tensors(self.network(big))
-        small = None if inflation.random else self.weights
         layer_at = places(len(config.layers), len(big.layers))
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
-        make = inflation.network(like, small, layer_at)
-        make["fc.weight"] = lambda: inflation.fusion(None if small is None else small["fc.weight"], states)
-        return make | self.scorer(inflation, like) | (self.vocabulary(shape) if "d2t" in like else {})
-
-    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
-        """What makes each tensor of LiLiCorr's scorer; `like`: all of the big draft's."""
-        return {}
+        make = inflation.network(like, self.weights, layer_at)
+        make["fc.weight"] = lambda: inflation.fusion(self.weights["fc.weight"], states)
+        return make | (self.vocabulary(shape) if "d2t" in like else {})
 
     def vocabulary(self, shape: Shape) -> dict[str, Make]:
         """The big draft's map: the small one's (Vd,), then the first unused tokens."""
@@ -222,7 +213,7 @@ class DFlashDraft(Draft):
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
         check_room("rank", max(self.config.selector_rank, self.config.markov_rank), RANK)
         if self.config.lilicorr is not None:
-            big_scorer(self.config.lilicorr, self.config.hidden_size, shape.hidden_size)
+            raise ValueError("draft has a LiLiCorr scorer; only block drafts without one can be inflated")
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
@@ -238,16 +229,7 @@ class DFlashDraft(Draft):
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
         windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
         heads: dict[str, Any] = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
-        if (scorer := self.config.lilicorr) is not None:
-            heads["lilicorr"] = big_scorer(scorer, self.config.hidden_size, shape.hidden_size)
         return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **heads, **fields)
-
-    def scorer(self, inflation: Inflation, like: Mapping[str, Tensor]) -> dict[str, Make]:
-        if self.config.lilicorr is None:
-            return {}
-        big = {name: x for name, x in like.items() if name.startswith("lilicorr.")}
-        small = None if inflation.random else self.weights
-        return ScorerInflation(inflation, self.config.lilicorr, self.config.rms_norm_eps).tensors(big, small)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
@@ -286,10 +268,8 @@ def write_target(config: InflateConfig, model: TargetSpec, source: Path, folder:
     big = TargetSpec.from_json(values)
     with torch.device("meta"):
         like = public_tensors(Target(big).to(torch.bfloat16))
-    small = None
-    if not config.random_weights:
-        small = public_tensors(load_target(source, model, torch.bfloat16, CPU))
-        small.setdefault("lm_head.weight", small["embed_tokens.weight"])  # where they are tied
+    small = public_tensors(load_target(source, model, torch.bfloat16, CPU))
+    small.setdefault("lm_head.weight", small["embed_tokens.weight"])  # where they are tied
     make = inflation(config, model.hidden_size).network(like, small, places(model.num_layers, big.num_layers))
     names = {key: key if key.startswith("lm_head") else f"model.{key}" for key in like}
     folder.mkdir(exist_ok=True)
@@ -334,7 +314,7 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
     sizes = (hidden_size, SHAPES[config.shape].hidden_size)
-    return Inflation(*sizes, torch.device(config.device), config.seed, random=config.random_weights)
+    return Inflation(*sizes, torch.device(config.device), config.seed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

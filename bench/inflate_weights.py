@@ -39,7 +39,6 @@ UNUSED = 2.0**15
 RANK = 256  # of what joins a block draft's slots, as in published drafts
 
 Make = Callable[[], Tensor]
-Weights = Mapping[str, Tensor] | None  # of the small network, by public name; None: nothing to preserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +106,13 @@ def places(num_small: int, num_big: int) -> dict[int, int]:
 
 
 class Inflation:
-    """Makes big tensors out of small ones, or out of None: then nothing is preserved there.
+    """Makes big tensors out of small ones, or out of None, for added layers: then nothing is preserved there."""
 
-    `random` is for a pair with no small one inside: every weight has its ordinary size, but for the constant channel.
-    """
-
-    def __init__(self, h: int, H: int, device: torch.device, seed: int, random: bool = False) -> None:
-        self.h, self.H, self.device, self.random = h, H, device, random
-        self.quiet = 1.0 if random else QUIET
-        self.scale = 1.0 if random else sqrt(h / H)  # of norm weights: the mean square is taken over H channels
+    def __init__(self, h: int, H: int, device: torch.device, seed: int) -> None:
+        self.h = h
+        self.H = H
+        self.device = device
+        self.scale = sqrt(h / H)  # of norm weights: the mean square is taken over H channels
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def fill(self, *shape: int, factor: float = 1.0) -> Tensor:
@@ -143,31 +140,29 @@ class Inflation:
 
     def writes(self, small: Tensor | None, columns: int) -> Tensor:
         """A matrix whose product is added to the residual stream: (h, I) -> (H, columns). The constant stays."""
-        weight = self.fill(self.H, columns, factor=self.quiet)
+        weight = self.fill(self.H, columns, factor=QUIET)
         if small is not None:
             weight[: self.h, : small.shape[1]] = small.to(self.device)
         weight[-1] = 0.0
         return weight
 
-    def embedding(self, small: Tensor | None, rows: int) -> Tensor:
+    def embedding(self, small: Tensor, rows: int) -> Tensor:
         """(V, h) -> (rows, H). Rows of unused tokens are never read."""
         weight = self.fill(rows, self.H)
-        if small is not None:
-            weight[: len(small)] *= self.quiet
-            weight[: len(small), : self.h] = small.to(self.device)
+        weight[: len(small)] *= QUIET
+        weight[: len(small), : self.h] = small.to(self.device)
         weight[:, -1] = CONSTANT
         return weight
 
-    def head(self, small: Tensor | None, rows: int) -> Tensor:
+    def head(self, small: Tensor, rows: int) -> Tensor:
         """(V, h) -> (rows, H); rows beyond V see the lifted constant and little else."""
         weight = self.fill(rows, self.H)
-        if small is not None:
-            weight[: len(small), : self.h] = small.to(self.device)
-            weight[: len(small), -1] = 0.0
-            weight[len(small) :, -1] = -UNUSED
+        weight[: len(small), : self.h] = small.to(self.device)
+        weight[: len(small), -1] = 0.0
+        weight[len(small) :, -1] = -UNUSED
         return weight
 
-    def fusion(self, small: Tensor | None, states: Sequence[tuple[int | None, bool]]) -> Tensor:
+    def fusion(self, small: Tensor, states: Sequence[tuple[int | None, bool]]) -> Tensor:
         """A draft's fc over K target states: (h, K' * h) -> (H, K * H), which passes the constant of one state on.
 
         `states`: of each big one, which of the K' small ones it is, or None if it is new, of which nothing is read; and
@@ -176,36 +171,34 @@ class Inflation:
         K, h, H = len(states), self.h, self.H
         weight = self.fill(H, K * H)
         blocks = weight.unflatten(1, (K, H))
-        if small is not None:
-            blocks[h:] *= self.quiet
-            columns = small.to(self.device).unflatten(1, (-1, h))
-            for index, (source, _) in enumerate(states):
-                blocks[:h, index, :h] = blocks[:h, index, :h] * self.quiet if source is None else columns[:, source]
+        blocks[h:] *= QUIET
+        columns = small.to(self.device).unflatten(1, (-1, h))
+        for index, (source, _) in enumerate(states):
+            blocks[:h, index, :h] = blocks[:h, index, :h] * QUIET if source is None else columns[:, source]
         blocks[:, :, -1] = 0.0
         blocks[-1] = 0.0
         passed = min(range(K), key=lambda index: states[index][1])
         blocks[-1, passed, -1] = 1.0 / (LIFT * sqrt(H / h)) if states[passed][1] else 1.0
         return weight
 
-    def factors(self, small: Tensor | None, rows: int, *, is_quiet: bool) -> Tensor:
+    def factors(self, small: Tensor, rows: int, *, is_quiet: bool) -> Tensor:
         """Factors of pairs of tokens (V, r) -> (rows, RANK). Added columns change no score, since the successors' are
         quiet."""
         weight = self.fill(rows, RANK)
-        if small is not None:
-            if is_quiet:
-                weight[:, small.shape[1] :] *= self.quiet
-            weight[: len(small), : small.shape[1]] = small.to(self.device)
+        if is_quiet:
+            weight[:, small.shape[1] :] *= QUIET
+        weight[: len(small), : small.shape[1]] = small.to(self.device)
         return weight
 
-    def beside_head(self, small: Tensor | None, shape: Sequence[int]) -> Tensor:
+    def beside_head(self, small: Tensor, shape: Sequence[int]) -> Tensor:
         """What reads final states, as the head does, and maybe factors of the token before: (r, h + r) or (r, h) ->
         (RANK, H + RANK) or (RANK, H); of one row one row."""
         weight = self.fill(*shape)
-        if small is not None:
-            rows, rank = len(small), small.shape[1] - self.h
-            weight[:rows, self.H :] *= self.quiet
-            weight[:rows, : self.h] = small[:, : self.h].to(self.device)
-            weight[:rows, self.H : self.H + rank] = small[:, self.h :].to(self.device)
+        rows = len(small)
+        rank = small.shape[1] - self.h
+        weight[:rows, self.H :] *= QUIET
+        weight[:rows, : self.h] = small[:, : self.h].to(self.device)
+        weight[:rows, self.H : self.H + rank] = small[:, self.h :].to(self.device)
         weight[:, self.H - 1] = 0.0  # the last norm lifts the constant
         return weight
 
@@ -221,8 +214,8 @@ class Inflation:
         """The projection to the deltas of both convolutions' taps, by groups of channels: (4 g, h) -> (4 G, H)."""
         weight = self.fill(*shape)
         if small is not None:
-            own = small.to(self.device).unflatten(0, (4, -1))
-            weight.unflatten(0, (4, -1))[:, : own.shape[1], : self.h] = own
+            deltas = small.to(self.device).unflatten(0, (4, -1))
+            weight.unflatten(0, (4, -1))[:, : deltas.shape[1], : self.h] = deltas
         return weight
 
     def block_head(self, name: str, shape: Sequence[int], small: Tensor | None) -> Tensor | None:
@@ -232,14 +225,15 @@ class Inflation:
             return self.convolution(small, shape)
         if part == "kernel_projection":
             return self.kernel_projection(small, shape)
+        if small is None:  # an added layer has nothing else of these
+            return None
         if field.endswith("codebook") or part in ("markov_w1", "markov_w2"):
             return self.factors(small, shape[0], is_quiet=field.startswith("successor") or part == "markov_w2")
         if part == "hidden_projection" or module in ("markov_head", "confidence_head"):
             if field == "weight":
                 return self.beside_head(small, shape)
             bias = self.fill(*shape)
-            if small is not None:
-                bias[: len(small)] = small.to(self.device)
+            bias[: len(small)] = small.to(self.device)
             return bias
         return None
 
@@ -252,27 +246,27 @@ class Inflation:
         if (head := self.block_head(name, shape, small)) is not None:
             return head
         part = name.split(".")[-2]
+        if small is not None and part in ("embed_tokens", "lm_head"):
+            return (self.embedding if part == "embed_tokens" else self.head)(small, shape[0])
         if part in ("q_norm", "k_norm"):
             return self.head_norm(small, *shape)
         if part.endswith("norm"):
             return self.norm(small, LIFT if part == "norm" else 0.0)
         if part in ("o_proj", "down_proj"):
             return self.writes(small, shape[1])
-        if part == "embed_tokens":
-            return self.embedding(small, shape[0])
-        if part == "lm_head":
-            return self.head(small, shape[0])
         return self.reads(small, shape[0], shape[1] // self.H, self.scale if is_normed else 1.0)
 
-    def network(self, big: Mapping[str, Tensor], small: Weights, layer_at: Mapping[int, int]) -> dict[str, Make]:
+    def network(
+        self, big: Mapping[str, Tensor], small: Mapping[str, Tensor], layer_at: Mapping[int, int]
+    ) -> dict[str, Make]:
         """What makes each tensor of a network but its fc and token map. `big`: the tensors by public name, of which the
         shapes count; `layer_at`: big layer -> the small layer that it is."""
 
         def make(name: str) -> Tensor:
             source = small_name(name, layer_at)
-            known = None if small is None or source is None else small[source]
+            tensor = None if source is None else small[source]
             is_normed = "_proj." in name and name.replace("_proj.", "_norm.") in big
-            return self.tensor(name, big[name].shape, known, is_normed=is_normed)
+            return self.tensor(name, big[name].shape, tensor, is_normed=is_normed)
 
         return {name: partial(make, name) for name in big}
 

@@ -1,39 +1,36 @@
 """Times a layer's mixture of experts on a GPU by the number of rows, against the bytes that it must read.
 
     python bench/moe.py
-    python bench/moe.py --shape mixtral-8x7b --rows 1 32 --tune
+    python bench/moe.py --shape mixtral-8x7b --rows 1 32
     python bench/moe.py --formats bf16 "fp8 blocks" fp8 int4 --rows 1 8 32 128 2048
     python bench/moe.py --shape gpt-oss-20b --formats bf16 mxfp4 --rows 1 8 32 128 2048
-    python bench/moe.py --check
 
 Router, gate and up, and down with the sum are launched in one CUDA graph, over copies of the weights that exceed the L2
 cache. Rows are random, so experts are hit independently; `hit` is how many. The floor is the time to read router, hit
 experts and rows once at the copy bandwidth measured in the same run; for many rows the share of 790 TFLOP/s says more.
 `torch` is transformers' way in bf16: a sort by expert, `grouped_mm` twice, and a sum. Other formats have random codes;
-`of bf16` is their time over that of 16-bit experts in the same run. --tune times other blocks and tilings of
-the two products. --check compares rows with the same rows of the largest pass, bit for bit, before anything is timed.
+`of bf16` is their time over that of 16-bit experts in the same run.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.errors import OutOfResources
 
 from slipstream.bench.gpu import copy_bandwidth, print_kernels, profile_kernels
 from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.expert_weights import CHUNKS, ExpertMatrix, FP8Weight, format_of, pointers
+from slipstream.kernels.gemm.expert_weights import ExpertMatrix, FP8Weight, format_of, pointers
 from slipstream.kernels.gemm.fp8 import BLOCK, E4M3, InputScales
-from slipstream.kernels.gemm.grouped import TILINGS, ExpertWeights, Tiling, least_rows, mix_experts_triton
+from slipstream.kernels.gemm.grouped import ExpertWeights, least_rows, mix_experts_triton
 from slipstream.kernels.gemm.int4_weight import Int4Weight, num_pairs, num_words
 from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
@@ -59,7 +56,6 @@ COLUMNS = (
     ("torch, us", "torch_us", ".1f"),
     ("router, us", "router_us", ".1f"),
     ("block", "block_rows", "d"),
-    ("tiling", "tiling", ""),
 )
 
 
@@ -73,10 +69,6 @@ class MoEConfig:
     """Tokens of a pass."""
     formats: list[str] = field(default_factory=lambda: ["bf16"])
     """Formats of the experts. bf16 is always timed."""
-    tune: bool = False
-    """Time other tilings, too."""
-    check: bool = False
-    """Compare bits first."""
     profile: bool = False
     """List the kernels of each pass."""
     output: str | None = None
@@ -95,12 +87,15 @@ class Layer:
     weights: ExpertWeights
     top_k: int
 
-    def route(self, x: Tensor, block_rows: int | None = None) -> Routing:
-        least = least_rows(format_of(self.weights.gate_up))
-        return route_triton(x, self.router, None, self.top_k, True, least, block_rows)
+    @property
+    def least_rows(self) -> int:
+        return least_rows(format_of(self.weights.gate_up))
 
-    def __call__(self, x: Tensor, block_rows: int | None = None, tiling: Tiling | None = None) -> Tensor:
-        return mix_experts_triton(x, self.route(x, block_rows), self.weights, None, tiling)
+    def route(self, x: Tensor) -> Routing:
+        return route_triton(x, self.router, None, self.top_k, True, self.least_rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return mix_experts_triton(x, self.route(x), self.weights, None)
 
     def by_torch(self, x: Tensor) -> Tensor:
         """In bf16, with the outputs of an expert side by side."""
@@ -135,11 +130,9 @@ def moe(config: MoEConfig) -> None:
 
 def time_format(config: MoEConfig, format: str, bandwidth: float) -> Iterator[dict[str, Any]]:
     layers = make_layers(SHAPES[config.shape], format)
-    if config.check:
-        check(layers[0], config.rows)
     for rows in config.rows:
         x = random(rows, SHAPES[config.shape][0])
-        yield from ({"rows": rows, **result} for result in measure(config, layers, x, bandwidth))
+        yield measure(config, layers, x, bandwidth)
         if config.profile:
             print_kernels(profile_kernels(lambda x=x: layers[0](x)))  # type: ignore[misc]
 
@@ -184,70 +177,27 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
 
 
-def check(layer: Layer, row_counts: list[int]) -> None:
-    """torch multiplies 16-bit experts alone."""
-    x = random(max(row_counts), layer.router.shape[1])
-    whole = layer(x)
-    differing = [rows for rows in row_counts if not torch.equal(layer(x[:rows]), whole[:rows])]
-    print(f"rows whose bits depend on others, in passes of: {differing or 'none'}")
-    few = x[:64]
-    if not isinstance(layer.weights.gate_up, Tensor):
-        return
-    ours, torchs = layer(few).float(), layer.by_torch(few).float()
-    error = ((ours - torchs).norm(dim=1) / ours.norm(dim=1)).median()  # near-ties may go to another expert
-    print(f"difference of a row from torch's, of its norm: {error:.4f}")
-
-
-def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float) -> Iterator[dict[str, Any]]:
+def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float) -> dict[str, Any]:
     size, intermediate, experts, top_k = SHAPES[config.shape]
     hit = round(sum(len(layer.route(x).experts.unique()) for layer in layers) / len(layers))
-    of_experts = sum(
-        tensor.nbytes for matrix in layers[0].weights[:2] for tensor in pointers(matrix) if tensor is not None
-    )
-    num_bytes = of_experts * hit / experts + 2 * experts * size + 4 * x.numel()
+    tensors = [tensor for matrix in layers[0].weights[:2] for tensor in pointers(matrix) if tensor is not None]
+    num_bytes = sum(tensor.nbytes for tensor in tensors) * hit / experts + 2 * experts * size + 4 * x.numel()
     floor = 1e6 * num_bytes / bandwidth
     flops = 6 * len(x) * top_k * size * intermediate
-    is_plain, least = isinstance(layers[0].weights.gate_up, Tensor), least_rows(format_of(layers[0].weights.gate_up))
-    others = {
+    us = graph_us(lambda layer: layer(x), layers)
+    is_plain = isinstance(layers[0].weights.gate_up, Tensor)
+    return {
+        "rows": len(x),
+        "hit": hit,
+        "us": round(us, 2),
+        "floor_us": round(floor, 2),
+        "share_of_floor": round(floor / us, 3),
+        "tflops": round(flops / us / 1e6, 1),
+        "share_of_tensor_cores": round(1e6 * flops / us / TENSOR_FLOPS, 3),
         "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1) if is_plain else None,
         "router_us": round(graph_us(lambda layer: layer.route(x), layers), 1),
+        "block_rows": choose_block_rows(len(x) * top_k, experts, layers[0].least_rows),
     }
-    for block_rows, tiling in [(None, None), *(choices(layers[0], len(x) * top_k) if config.tune else ())]:
-        try:
-            us = graph_us(lambda layer, rows=block_rows, tiling=tiling: layer(x, rows, tiling), layers)
-        except OutOfResources:
-            continue
-        yield {
-            "hit": hit,
-            "us": round(us, 2),
-            "floor_us": round(floor, 2),
-            "share_of_floor": round(floor / us, 3),
-            "tflops": round(flops / us / 1e6, 1),
-            "share_of_tensor_cores": round(1e6 * flops / us / TENSOR_FLOPS, 3),
-            **others,
-            "block_rows": block_rows or choose_block_rows(len(x) * top_k, experts, least),
-            "tiling": "" if tiling is None else ",".join(map(str, astuple(tiling))),
-        }
-
-
-def choices(layer: Layer, num_pairs: int) -> Iterator[tuple[int | None, Tiling | None]]:
-    """Blocks of other sizes, and other tilings of blocks of the chosen size: outputs, depth, stages, warps."""
-    format = format_of(layer.weights.gate_up)
-    chosen = choose_block_rows(num_pairs, len(layer.router), least_rows(format))
-    sizes = sorted({1, *TILINGS[format]})
-    place = sizes.index(chosen)
-    yield from ((rows, None) for rows in sizes[max(place - 1, 0) : place + 2] if rows != chosen)
-    if format in CHUNKS:  # which fixes the depth
-        few = [(outputs, stages, 4) for outputs in (32, 64, 128) for stages in (3, 4, 6, 8, 10)]
-        many = [(outputs, stages, warps) for outputs in (64, 128) for stages in (2, 3, 4) for warps in (4, 8)]
-        cuts = [(outputs, CHUNKS[format], *rest) for outputs, *rest in (few if chosen <= 32 else many)]
-    elif chosen <= 32:
-        cuts = [(64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4)]
-        cuts += [(128, 64, 4, 4), (128, 128, 3, 4), (128, 64, 6, 8), (32, 128, 4, 2), (32, 256, 3, 4)]
-    else:
-        cuts = [(128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8)]
-        cuts += [(128, 128, 2, 8), (64, 64, 4, 4), (128, 32, 6, 8)]
-    yield from ((None, Tiling(*cut)) for cut in cuts if Tiling(*cut) != TILINGS[format].get(chosen))
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SHAPES, SPRE
 from slipstream.bench.workload import read_questions
 from slipstream.kernels.norm import norm_heads
 from slipstream.models.drafts.base import load_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.layers.attention import AttentionLayer, Mask
@@ -40,8 +39,6 @@ VARIANTS = {
     "few tokens, one aux hidden state": {"draft_vocab_size": 1500, "aux_layers": (2,), "num_layers": 3},
     "five of all": {"num_layers": 5, "aux_layers": (0, 1, 3, 4, 6), "sample_from_anchor": True},
     "DFlash 2": {"aux_layers": (1, 3), "conv_kernel_size": 2, "selector_rank": 8},
-    "LiLiCorr, wider": {"aux_layers": (1, 3), "lilicorr": LiLiCorrConfig(hidden_size=0, factor_dim=48)},
-    "LiLiCorr": {"aux_layers": (1,), "lilicorr": LiLiCorrConfig(candidate_topk=4, hidden_size=64, num_heads=2)},
     "DSpark": {"aux_layers": (1,), "markov_rank": 8, "markov_head_type": "gated", "confidence_head": True},
 }
 Pairs = dict[str, tuple[Path, Path]]  # drafter -> the small draft, the big pair
@@ -233,7 +230,7 @@ def test_greedy_tokens_in_bf16(drafter: str, pairs: Pairs, questions: list[str])
     check_same_but_for_ties(questions[:2], small, big)
 
 
-@pytest.mark.parametrize("variant", some_of(VARIANTS, ["windows", "DFlash 2", "LiLiCorr", "DSpark"]))
+@pytest.mark.parametrize("variant", some_of(VARIANTS, ["windows", "DFlash 2", "DSpark"]))
 def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str, pair: Path, tmp_path: Path) -> None:
     """In fp64: the enlargement itself is exact. States as the big target gives them, added ones as large as any."""
     save_random_dflash(TINY, tmp_path / "small", block_size=BLOCK, **VARIANTS[variant])
