@@ -63,7 +63,6 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 12288, 151936, 32000, 40960),
     "mid": Shape(1024, 8, 8, 2, 1536, 8192, 2048, 4096),
     "small": Shape(1024, 7, 8, 2, 800, 5120, 2048, 2048),  # little more than the bundled target: for quick trials
-    "tiny": Shape(64, 8, 4, 2, 96, 512, 128, 4096),  # smaller than it: for bench/training.py on a CPU
 }
 
 

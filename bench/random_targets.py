@@ -40,6 +40,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
     | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "vocab_size": 128_256}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072},
+    "qwen3-8b": SHARED
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+    | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "vocab_size": 151_936}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
     "qwen3-30b-a3b": SHARED
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151_936}
@@ -59,6 +63,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["sliding_attention", "full_attention"] * 12, "rope_parameters": YARN}
     | {"quantization_config": {"quant_method": "mxfp4"}},
 }
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 512, "head_dim": 16}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+CONFIGS["tiny"] = CONFIGS["qwen3-8b"] | TINY  # for a CPU
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 CONFIGS["llama31-8b-w4a16"] = CONFIGS["llama31-8b"] | {"quantization_config": INT4}
 CONFIGS["llama31-8b-fp8"] = CONFIGS["llama31-8b"] | {"quantization_config": BLOCKS}
@@ -69,8 +76,6 @@ MARKOV = ANCHOR | {"markov_rank": 256, "confidence_head": True}
 DRAFTS: dict[str, dict[str, Any]] = {  # block drafts: fields of their configs
     "dflash": {"block_size": 8},
     "dflash2": {"block_size": 8, "conv_kernel_size": 2, "selector_rank": 256},
-    "conv": {"block_size": 8, "conv_kernel_size": 2},
-    "selector": {"block_size": 8, "selector_rank": 256},
     "dspark": MARKOV,
     "dspark-gated": MARKOV | {"markov_head_type": "gated"},
     "dspark-map": MARKOV | {"draft_vocab_size": 32_768},

@@ -23,10 +23,8 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.bench.gpu import print_kernels, profile_kernels
-from slipstream.bench.inflate_weights import SHAPES, Shape
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.random_targets import CONFIGS, DRAFT_VOCABULARY, published_spec, published_target
 from slipstream.bench.training_flops import step_flops
@@ -36,8 +34,7 @@ from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
-from slipstream.models.targets.decoder import Target
-from slipstream.models.targets.frozen import DecoderTarget, FrozenTarget, TransformersTarget
+from slipstream.models.targets.frozen import DecoderTarget
 from slipstream.train import dflash, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.loop import start
@@ -73,9 +70,9 @@ class StepConfig:
     """Options of this benchmark."""
 
     shape: str = "qwen3-8b"
-    """Sizes of target and draft: qwen3-8b, llama31-8b, mid or tiny, or a target of bench/random_targets.py."""
+    """Sizes of target and draft: one of bench/random_targets.py."""
     quantization: Literal["fp8"] | None = None
-    """Quantise the target's 16-bit weights on the fly; the decoder runs it."""
+    """Quantise the target's 16-bit weights on the fly."""
     drafter: Literal["dflash", "eagle3"] = "dflash"
     """Which training program."""
     sequence: int = 4096
@@ -99,10 +96,8 @@ class StepConfig:
     """Steps of EAGLE3's training-time test."""
     reduced: bool = False
     """Give a block draft EAGLE3's reduced vocabulary."""
-    reader: Literal["decoder", "transformers"] = "decoder"
-    """What runs the target: the decoder that serves it, or transformers."""
-    compile: Literal["none", "draft", "target", "all"] = "none"
-    """What torch compiles: the draft, the target's layers if transformers runs it."""
+    compile: bool = False
+    """Compile the draft."""
     steps: int = 10
     """Steps measured, after three that warm up."""
     profile: bool = False
@@ -111,25 +106,16 @@ class StepConfig:
     """File to append the JSON line to."""
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES | CONFIGS:
-            raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(SHAPES | CONFIGS)}")
-        if self.quantization is not None and self.shape not in CONFIGS:
-            raise ValueError(f"quantization is {self.quantization}; then shape must be one of {', '.join(CONFIGS)}")
+        if self.shape not in CONFIGS:
+            raise ValueError(f"shape is {self.shape!r}; choose of {', '.join(CONFIGS)}")
         if self.heads not in HEADS:
             raise ValueError(f"heads is {self.heads!r}; choose of {', '.join(HEADS)}")
         if self.heads != "none" and self.drafter != "dflash":
             raise ValueError(f"heads is {self.heads!r}; drafter {self.drafter} has no such heads: give drafter dflash")
-        if self.is_published and self.reader == "transformers":
-            raise ValueError(f"reader is transformers; for shape {self.shape!r}, or with quantization, give decoder")
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the target is one of bench/random_targets.py."""
-        return self.quantization is not None or self.shape not in SHAPES
 
     @property
     def draft_vocab_size(self) -> int:
-        return SHAPES[self.shape].draft_vocab_size if self.shape in SHAPES else DRAFT_VOCABULARY
+        return min(DRAFT_VOCABULARY, CONFIGS[self.shape]["vocab_size"] // 4)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -179,55 +165,21 @@ def clock(device: torch.device) -> float:
 
 def build(config: StepConfig, device: torch.device) -> DraftTraining:
     """Target and draft with random weights, made on the device."""
-    model, hf = (published_spec(config.shape), None) if config.is_published else spec_of(SHAPES[config.shape])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        draft = make_draft(config, model)
-        layers = draft.config.aux_layers
-        if config.reader == "decoder":
-            frozen: FrozenTarget = DecoderTarget(make_decoder(config, model, dtype, device), layers)
-        else:
-            target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
-            frozen = TransformersTarget(target, layers)
+        draft = make_draft(config, published_spec(config.shape))
+        target = published_target(config.shape, dtype, device, config.quantization)
+        frozen = DecoderTarget(target, draft.config.aux_layers)
         length = config.sequence + max(config.block, config.ttt_steps)
         rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, length).to(device)
-    if config.compile in ("draft", "all"):
+    if config.compile:
         draft.compile()
-    if config.compile in ("target", "all"):
-        frozen.compile_layers()
     if isinstance(draft, Eagle3):
         options = eagle3.DraftOptions(ttt_steps=config.ttt_steps)
         return eagle3.Eagle3Training(draft, frozen, rope, options, depth=config.ttt_steps)
     block_options = dflash.DraftOptions(anchors=config.anchors, loss=config.loss)
     return dflash.DFlashTraining(draft, frozen, rope, block_options, depth=config.block - 1, seed=0)
-
-
-def spec_of(shape: Shape) -> tuple[TargetSpec, Qwen3Config]:
-    names = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
-    hf = Qwen3Config(
-        **{name: getattr(shape, name) for name in names},
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    return TargetSpec.from_json(hf.to_dict()), hf
-
-
-def make_decoder(config: StepConfig, spec: TargetSpec, dtype: torch.dtype, device: torch.device) -> Target:
-    if config.is_published:
-        return published_target(config.shape, dtype, device, config.quantization)
-    with torch.device("meta"):
-        target = Target(spec)
-    target = target.to(dtype).to_empty(device=device)
-    for parameter in target.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=0.02)
-        else:
-            parameter.data.fill_(1.0)
-    return target
 
 
 def make_draft(config: StepConfig, model: TargetSpec) -> Eagle3 | DFlash:

@@ -4,8 +4,6 @@ left out. A product of (m, k) and (k, n) is 2 m k n operations; backward it is t
 Of elementwise arithmetic the convolutions' taps alone are counted, a multiplication and an addition each.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -37,10 +35,10 @@ def weights_of(module: nn.Module) -> int:
 
 def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
     """The frozen target's pass without its head."""
-    config: Any = target.model.config
+    config: TargetSpec = target.model.config
     lengths = document_lengths(batch)
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    width = (config.num_heads if isinstance(config, TargetSpec) else config.num_attention_heads) * config.head_dim
+    width = config.num_heads * config.head_dim
     return {
         "target": 2 * weights_read(target) * batch.tokens.numel(),
         "target attention": 4 * width * pairs * len(target.layers),
@@ -49,10 +47,9 @@ def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
 
 def weights_read(target: FrozenTarget) -> int:
     """Entries of the matrices of the target's layers that a token is multiplied by: of experts, those it chooses."""
-    config: Any = target.model.config
-    if not isinstance(config, TargetSpec):
-        return weights_of(target.layers)
-    total, size = 0, config.hidden_size
+    config: TargetSpec = target.model.config
+    size = config.hidden_size
+    total = 0
     for layer in config.layers:
         attention, mlp = layer.attention, layer.mlp
         total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)

@@ -130,7 +130,10 @@ def test_quantised_random_weights_serve(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_are_of_what_their_names_say(name: str) -> None:
     layers = TargetSpec.from_json(CONFIGS[name]).layers
-    assert all(isinstance(layer.mlp, MLPSpec if name.startswith("llama") else MoESpec) for layer in layers)
+    assert all(
+        isinstance(layer.mlp, MLPSpec if name.startswith(("llama", "qwen3-8b", "tiny")) else MoESpec)
+        for layer in layers
+    )
 
 
 def test_either_a_target_or_a_shape() -> None:
