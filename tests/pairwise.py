@@ -1,12 +1,15 @@
 """Products of options, of which the gate runs a few cases and the nightly run all."""
 
-from collections.abc import Collection, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 Case = tuple[Any, ...]
+Test = Callable[..., None]
 
 
 def pairwise(*factors: Collection[Any]) -> list[Any]:
@@ -35,6 +38,56 @@ def gate_of(cases: Iterable[Case], kept: Collection[Case]) -> list[Any]:
 def some_of(values: Iterable[str], kept: Collection[str]) -> list[Any]:
     """All values of one factor, all but `kept` marked slow."""
     return gate_of([(value,) for value in values], [(value,) for value in kept])
+
+
+def grouped(names: Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:
+    """As parametrize, but slow cases with equal first values are one test, which runs all of them and names those that
+    fail. Each has a `tmp_path` of its own, and a `monkeypatch` that it finds unused."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run_all(*, batch: Sequence[Case], **fixtures: Any) -> None:
+            errors: list[Exception] = []
+            for index, case in enumerate(batch):
+                try:
+                    test(**dict(zip(names, case, strict=True)), **_fresh(fixtures, index))
+                except Exception as error:
+                    error.add_note(f"case: {dict(zip(names, case, strict=True))}")
+                    errors.append(error)
+                if "monkeypatch" in fixtures:
+                    fixtures["monkeypatch"].undo()
+            if len(errors) == 1:
+                raise errors[0]
+            if errors:
+                raise ExceptionGroup(f"{len(errors)} of {len(batch)} cases failed", errors)
+
+        signature = inspect.signature(test)
+        parameters = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        batch = inspect.Parameter("batch", inspect.Parameter.KEYWORD_ONLY)
+        run_all.__signature__ = signature.replace(parameters=[*parameters, batch])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("batch", _batches(cases))(run_all)
+
+    return decorate
+
+
+def _batches(cases: Iterable[Any]) -> list[Any]:
+    """Cases of the gate alone, slow ones together by their first value."""
+    gate = []
+    slow: dict[str, list[Case]] = {}
+    for case in cases:
+        if case.marks:
+            slow.setdefault(str(case.values[0]), []).append(case.values)
+        else:
+            gate.append(pytest.param([case.values], id="-".join(map(str, case.values))))
+    return gate + [pytest.param(batch, id=f"{name}, all", marks=pytest.mark.slow) for name, batch in slow.items()]
+
+
+def _fresh(fixtures: dict[str, Any], index: int) -> dict[str, Any]:
+    if "tmp_path" not in fixtures:
+        return fixtures
+    folder = fixtures["tmp_path"] / str(index)
+    folder.mkdir()
+    return fixtures | {"tmp_path": folder}
 
 
 def _pairs(case: Case) -> set[Any]:

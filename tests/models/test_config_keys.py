@@ -22,7 +22,7 @@ from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.pairwise import gate_of
+from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_targets import CAPPED, FAMILIES, roughen
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
@@ -189,7 +189,7 @@ def reference_model(path: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize(("family", "key", "number"), gate_of(CASES, GATE))
+@grouped(("family", "key", "number"), gate_of(CASES, GATE))
 def test_a_key_does_what_it_does_in_transformers(family: str, key: str, number: int, tmp_path: Path) -> None:
     text = json.dumps(changed_values(family, CHANGES[key][number]))
     (tmp_path / "config.json").write_text(text)

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import pytest
-
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
-from slipstream.tests.pairwise import pairwise
+from slipstream.tests.pairwise import grouped, pairwise
 
 VOCAB_SIZE = 40
 STOP_IDS = frozenset({0})
@@ -367,7 +365,7 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
     return Request(id=f"request {number}", prompt=prompt, params=params, namespace=rng.choice(["", "", "other"]))
 
 
-@pytest.mark.parametrize(
+@grouped(
     ("sizes", "page_size", "lookahead", "max_in_flight", "windows"),
     pairwise(
         [(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)],
