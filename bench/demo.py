@@ -202,10 +202,10 @@ def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[in
     prompts = [[{"role": "user", "content": question}] for question in questions]
     command = [str(Path(sys.executable).parent / "serve"), "--target", str(config.target_path), "--draft", draft]
     print("$ " + shlex.join(relative(word) for word in command), flush=True)
-    with running_server(command) as url:
+    with running_server(command) as server:
         return {
             concurrency: run_load(
-                url,
+                server.url,
                 prompts[:count],
                 concurrency=concurrency,
                 num_warmup=2,

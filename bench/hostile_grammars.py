@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ import numpy as np
 import psutil
 
 from slipstream.bench.lines import Lines, origin
-from slipstream.bench.soak import JSON, Server, session_to
+from slipstream.bench.server import Server, running_server
+from slipstream.bench.soak import JSON, session_to
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROBE_S, QUIET_S, AFTER_S, WINDOW_S = 0.02, 3.0, 2.0, 0.5
@@ -241,20 +243,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="after which the client hangs up")
     parser.add_argument("--output", help="JSON lines file to append to")
     given = parser.parse_args()
-    wanted = [name for name in CASES if any(part in name for part in given.only.split(","))]
+    names = [name for name in CASES if any(part in name for part in given.only.split(","))]
     load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
     found = dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         target = copy_target(given.target, Path(folder) / "target")
-        server = Server([f"--target={target}", "--draft=none", "--device=cpu", "--tool-parser=qwen3_coder"])
-        try:
+        command = [sys.executable, "-m", "slipstream.serve.cli", f"--target={target}", "--draft=none", "--device=cpu"]
+        with running_server([*command, "--tool-parser=qwen3_coder"]) as server:
             asyncio.run(warm_up(server))
-            for name in wanted:
+            for name in names:
                 found[name] = asyncio.run(run_case(server, CASES[name], given.copies, given.seconds))
                 shown = {key: value for key, value in found[name].items() if key != "all_health"}
                 print(f"{name}: {shown}", flush=True)
-        finally:
-            server.end()
     health = 1000 * np.array([seconds for one in found.values() for seconds in one.pop("all_health")])
     line = {"cores_busy_before": round(load, 1), "cases": found}
     line |= {

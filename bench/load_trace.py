@@ -19,7 +19,7 @@ import gc
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
 from typing import Any
@@ -98,18 +98,6 @@ class LoadTraceConfig(PromptBenchConfig):
         return EngineConfig(**self.engine_options(self.draft_of(setting), max_running=max(self.phases)))
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """`requests` of them started within it. Gaps are times between two outputs of a request."""
-
-    level: int
-    requests: int
-    seconds: float
-    tok_s: float
-    gap_ms_p50: float | None
-    gap_ms_p99: float | None
-
-
 def trace(config: LoadTraceConfig) -> None:
     lines = Lines(config.output)
     engines = {setting: config.engine_config(setting) for setting in config.settings}  # all options are checked first
@@ -168,7 +156,7 @@ def measure(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Tas
         "tokens": total,
         "tok_s": round(total / seconds, 2),
         "accept_length": accept_length(all_streams),
-        "phases": [asdict(phase) for phase in phases],
+        "phases": phases,
         "answers": [zlib.crc32(repr(stream.tokens).encode()) for stream in all_streams],
     }
 
@@ -181,34 +169,29 @@ def run_phases(
     seeds = count(config.seed)
     params = {name: getattr(config, name) for name in ("temperature", "ignore_eos")}
     for index, (level, tasks) in enumerate(zip(config.phases, work, strict=True)):
-        wait_for_room(streams, level)
+        streams.wait_for_room(level)
         begins.append(time.perf_counter())
         for task in tasks:
             seed = next(seeds)
             sampling = SamplingParams(max_tokens=task.max_tokens, seed=seed, **params)
             salt = task_namespace(f"{namespace}, phase {index}", task)
             streams.add(Request(id=str(seed), prompt=task.prompt, params=sampling, namespace=salt))
-            wait_for_room(streams, level)
+            streams.wait_for_room(level)
     return begins
 
 
-def wait_for_room(streams: Streams, level: int) -> None:
-    """Steps until fewer than `level` requests are open."""
-    while len(streams.open) >= level:
-        streams.step()
-
-
-def phase_figures(streams: Sequence[Stream], level: int, begin_s: float, end_s: float) -> Phase:
+def phase_figures(streams: Sequence[Stream], level: int, begin_s: float, end_s: float) -> dict[str, Any]:
+    """`requests` started in the phase; gaps are times between two outputs of a request."""
     gaps = sorted(gaps_ended(streams, begin_s, end_s))
     seconds = end_s - begin_s
-    return Phase(
-        level=level,
-        requests=sum(begin_s <= stream.added_s < end_s for stream in streams),
-        seconds=round(seconds, 4),
-        tok_s=round(num_tokens(streams, begin_s, end_s) / seconds, 2),
-        gap_ms_p50=milliseconds(median(gaps)) if gaps else None,
-        gap_ms_p99=milliseconds(gaps[int(0.99 * len(gaps))]) if gaps else None,
-    )
+    return {
+        "level": level,
+        "requests": sum(begin_s <= stream.added_s < end_s for stream in streams),
+        "seconds": round(seconds, 4),
+        "tok_s": round(num_tokens(streams, begin_s, end_s) / seconds, 2),
+        "gap_ms_p50": milliseconds(median(gaps)) if gaps else None,
+        "gap_ms_p99": milliseconds(gaps[int(0.99 * len(gaps))]) if gaps else None,
+    }
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

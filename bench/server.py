@@ -7,15 +7,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 START_SECONDS = 600.0
 
 
+class Server(NamedTuple):
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+
 @contextmanager
-def running_server(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Starts `command` on a free port, yields the server's address once it is healthy and stops it afterwards.
+def running_server(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Starts `command` on a free port, yields the server once it is healthy and stops it by SIGTERM afterwards.
 
     `environment`: of the server; None: this process's.
     """
@@ -26,7 +31,7 @@ def running_server(command: Sequence[str], environment: Mapping[str, str] | None
     process = subprocess.Popen([*command, "--port", str(port)], env=environment, stdout=sys.stderr)
     try:
         wait_until_healthy(process, base_url)
-        yield base_url
+        yield Server(base_url, process)
     finally:
         process.terminate()
         process.wait(timeout=60)

@@ -256,8 +256,8 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     options = config.draft_options(draft)
     params = config.params
     if config.mode == "http":
-        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as url:
-            yield lambda tasks, level, name, seed: run_http(url, tasks, level, name, seed, **params)
+        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
+            yield lambda tasks, level, name, seed: run_http(server.url, tasks, level, name, seed, **params)
         return
     held: dict[str, Any] = {"engine": build_engine(EngineConfig(**options))}
     if any(stage.reads == "emitted" for stage in held["engine"].stages):

@@ -1,7 +1,7 @@
 """Runs one concurrency level of a serving benchmark, in process or over HTTP, and records when tokens arrive."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,11 @@ from tqdm import tqdm
 
 from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
+from slipstream.bench.streams import Stream, Streams
 from slipstream.bench.workload import Task
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import Answer, LoadResult, run_load
-from slipstream.serve.request import Output, Request, SamplingParams
+from slipstream.serve.request import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +67,21 @@ def pool(runs: Sequence[Run]) -> Run:
 class EngineAnswer(Answer):
     """An answer of an engine in this process."""
 
-    start_s: float
     tokens: list[int] = field(default_factory=list)
 
-    def take(self, output: Output) -> None:
-        if output.tokens:
-            self.arrivals_s.append(time.perf_counter() - self.start_s)
-        self.tokens += output.tokens
-        if output.stats is not None:
-            counts = output.stats
-            self.completion_tokens, self.rounds = counts.completion_tokens, counts.rounds
-            self.decoded_tokens, self.drafted_tokens = counts.completion_tokens - counts.prefills, counts.drafted_tokens
+    @classmethod
+    def of(cls, stream: Stream) -> "EngineAnswer":
+        """The answer of a stream that has ended."""
+        assert stream.stats is not None
+        counts = stream.stats
+        return cls(
+            tokens=stream.tokens,
+            arrivals_s=[arrival.time_s - stream.added_s for arrival in stream.arrivals],
+            completion_tokens=counts.completion_tokens,
+            rounds=counts.rounds,
+            decoded_tokens=counts.completion_tokens - counts.prefills,
+            drafted_tokens=counts.drafted_tokens,
+        )
 
 
 def run_offline(
@@ -108,19 +113,21 @@ def run_offline(
         engine.check(request)
     if clock is not None:
         clock.begin(min(concurrency, len(tasks)))
-    answers: dict[str, EngineAnswer] = {}
-    start, cpu_start = time.perf_counter(), time.process_time()
-    with tqdm(total=len(tasks), desc=title, unit="req") as bar:
-        for output in outputs(engine, requests, concurrency, answers):
-            answers[output.request_id].take(output)
-            bar.update(output.finish_reason is not None)
-    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    done: list[Answer] = [answers[request.id] for request in requests]
+    streams = Streams(engine)
+    start_s = time.perf_counter()
+    cpu_start_s = time.process_time()
+    for request in tqdm(requests, desc=title, unit="req"):
+        streams.wait_for_room(concurrency)
+        streams.add(request)
+    streams.finish()
+    wall_s = time.perf_counter() - start_s
+    cpu_s = time.process_time() - cpu_start_s
+    answers: list[Answer] = [EngineAnswer.of(streams.all[request.id]) for request in requests]
     return Run(
         concurrency=concurrency,
         wall_s=wall_s,
-        answers=done,
-        drafted_tokens=sum(answer.drafted_tokens for answer in answers.values()),
+        answers=answers,
+        drafted_tokens=sum(answer.drafted_tokens for answer in answers),
         cpu_s=cpu_s,
         host=[] if clock is None else clock.rounds,
     )
@@ -129,21 +136,6 @@ def run_offline(
 def task_namespace(namespace: str, task: Task) -> str:
     """Without a namespace for all, as a dynamic token map wants it, tasks have none of their own either."""
     return f"{namespace}, repeat {task.repeat}" if namespace and task.repeat else namespace
-
-
-def outputs(
-    engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, EngineAnswer]
-) -> Iterator[Output]:
-    waiting = iter(requests)
-    more = True
-    while more or engine.has_work:
-        while more and engine.num_open < concurrency:
-            request = next(waiting, None)
-            more = request is not None
-            if request is not None:
-                answers[request.id] = EngineAnswer(start_s=time.perf_counter())
-                engine.add(request)
-        yield from engine.step()
 
 
 def run_http(

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ import psutil
 
 from slipstream.bench.fuzzed import CHAT, COMPLETIONS, MODEL, RESPONSES, body
 from slipstream.bench.lines import Lines, origin
+from slipstream.bench.server import Server, running_server
 
 PROBE_SECONDS = 0.1  # between two requests of /health
 SETTLE_SECONDS = 30.0  # within which what clients have left must be gone
@@ -66,20 +66,6 @@ class Tally:
         self.outcomes[outcome] += 1
         if wrong:
             self.wrong.append(wrong[:500])
-
-
-class Server:
-    """`serve` in processes of its own."""
-
-    def __init__(self, options: list[str]) -> None:
-        command = [sys.executable, "-m", "slipstream.serve.cli", "--port", "0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().split(" at ")[1].split()[0]
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
 
 
 @contextmanager
@@ -269,26 +255,30 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--output", help="JSON lines file to append to")
-    given = parser.parse_args()
-    tally, load = Tally(), psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
-    options = {"target": given.target, "draft": given.draft, "served-model-name": MODEL, "kv-cache-tokens": "8192"}
-    if given.kind == "fuzz":
+    args = parser.parse_args()
+    tally = Tally()
+    load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
+    options = {
+        "target": args.target,
+        "draft": args.draft,
+        "served-model-name": MODEL,
+        "kv-cache-tokens": "8192",
+    }
+    if args.kind == "fuzz":
         options["max-model-len"] = "512"  # where a body sets no max_tokens, the answer fills the context
-    server = Server([f"--{name}={value}" for name, value in options.items()])
-    began = time.monotonic()
-    try:
+    command = [sys.executable, "-m", "slipstream.serve.cli", *(f"--{name}={value}" for name, value in options.items())]
+    start_s = time.monotonic()
+    with running_server(command) as server:
         with watched(server, tally):
-            if given.kind == "clients":
-                asyncio.run(run_clients(server, tally, given.clients or 1000, given.minutes))
+            if args.kind == "clients":
+                asyncio.run(run_clients(server, tally, args.clients or 1000, args.minutes))
             else:
-                asyncio.run(run_fuzz(server, tally, given.requests, given.clients or 16))
-        figures = summary(tally, time.monotonic() - began) | {"left": asyncio.run(leftovers(server))}
-        figures["exit"] = server.end()
-    finally:
-        server.process.kill()
-    line = {"kind": given.kind, "clients": given.clients, "draft": given.draft, "cores_busy_before": round(load, 1)}
-    lines = Lines(given.output, origin("soak", "cpu"))
-    lines.add(line | figures)
+                asyncio.run(run_fuzz(server, tally, args.requests, args.clients or 16))
+        figures = summary(tally, time.monotonic() - start_s) | {"left": asyncio.run(leftovers(server))}
+    figures["exit"] = server.process.returncode
+    shared = origin("soak", "cpu") | {name: getattr(args, name) for name in ("kind", "clients", "draft")}
+    lines = Lines(args.output, shared | {"cores_busy_before": round(load, 1)})
+    lines.add(figures)
     lines.print()
     for wrong in tally.wrong[:20]:
         print(wrong, file=sys.stderr)

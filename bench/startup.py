@@ -63,8 +63,8 @@ def startup(config: StartupConfig) -> None:
 
 def first_answer(command: list[str], environment: dict[str, str], _output: Path) -> float:
     began = time.monotonic()
-    with running_server(command, environment) as url:
-        answered = run_load(url, [[5, 6, 7, 8]], max_tokens=8, temperature=0.0)
+    with running_server(command, environment) as server:
+        answered = run_load(server.url, [[5, 6, 7, 8]], max_tokens=8, temperature=0.0)
         seconds = time.monotonic() - began
     if answered.errors:
         raise ValueError(f"the first request failed: {answered.errors[0]}")

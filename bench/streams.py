@@ -77,10 +77,14 @@ class Streams:
                 stream.stats = output.stats
                 del self.open[output.request_id]
 
+    def wait_for_room(self, level: int) -> None:
+        """Steps until fewer than `level` requests are open."""
+        while len(self.open) >= level:
+            self.step()
+
     def finish(self) -> None:
         """Steps until all requests have ended."""
-        while self.open:
-            self.step()
+        self.wait_for_room(1)
 
 
 def num_tokens(streams: Iterable[Stream], start_s: float, end_s: float) -> int:

@@ -7,13 +7,12 @@
 
 The step is the training loop's: frozen target, draft, loss, backward, clipping, AdamW. `share_of_peak` sets the
 arithmetic that the step needs (bench/training_flops.py) against a plain bf16 matrix product of the same run. --profile
-lists the kernels by group and by name. With several processes each has its own rows and
+lists the kernels. With several processes each has its own rows and
 the first prints: tokens/s of all processes, other figures of one. Prints tables, then one JSON line.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -44,15 +43,6 @@ from slipstream.train.training import DraftTraining
 
 WARM_UP = 3  # steps
 PEAK_SIZE = {"cuda": 8192, "cpu": 512}  # of the square matrices of the plain product
-GROUPS = {  # the first pattern that a kernel's name matches
-    "communication": r"nccl",
-    "attention": r"flex_attention|triton_tem|flash|fmha|scaled_dot",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|::mm|::bmm|::addmm|::baddbmm",
-    "optimizer": r"multi_tensor|adam|_foreach|lpnorm",
-    "copies and casts": r"copy|memcpy|memset|::cat|fill",
-    "sums and indexing": r"softmax|reduce|logsumexp|argmax|sort|scan|index|gather|scatter|::sum|::max|::mean",
-    "elementwise and the rest": "",
-}
 DSPARK: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
 HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published sizes, or those of a smaller target
     "none": {},
@@ -135,7 +125,6 @@ def main(argv: list[str] | None = None) -> None:
         return
     print_table(line, flops)
     if config.profile:
-        line["groups_ms"] = print_groups(kernels)
         print_kernels(kernels)
     lines = Lines(config.output)
     lines.add(line)
@@ -307,16 +296,6 @@ def print_table(line: dict[str, Any], flops: dict[str, int]) -> None:
         f"({100 * line['share_of_peak']:.0f} % of a plain product), peak memory {line['peak_memory_gb']} GiB; "
         f"the first step, with all compilation, took {line['first_step_s']} s"
     )
-
-
-def print_groups(found: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Prints and returns the milliseconds of groups of kernels."""
-    groups = dict.fromkeys(GROUPS, 0.0)
-    for name, (ms, _) in found.items():
-        groups[next(group for group, pattern in GROUPS.items() if re.search(pattern, name, re.I))] += ms
-    for group, ms in groups.items():
-        print(f"{ms:9.2f} ms  {group}")
-    return {group: round(ms, 2) for group, ms in groups.items()}
 
 
 if __name__ == "__main__":

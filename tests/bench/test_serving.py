@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.bench import serving, serving_run
+from slipstream.bench import serving, serving_run, streams
 from slipstream.bench.engines import label, split_draft
 from slipstream.bench.lines import table
 from slipstream.bench.server import flags
@@ -201,7 +201,8 @@ def test_it_goes_on_where_it_was_interrupted(
 
 def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(serving_run, "time", clock)
+    for module in (serving_run, streams):
+        monkeypatch.setattr(module, "time", clock)
     engine: Any = ClockedEngine(clock)
     run = run_offline(engine, [Task([5, 6], length) for length in (1, 7, 4, 1)], 2, "test", temperature=0.0)
     # Steps: [0 1] [1 2] [1 2] [3]: request 0 takes one step, 1 and 2 take three and two, each from when it had room.
