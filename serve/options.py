@@ -31,77 +31,77 @@ class EngineConfig:
     """Options of the engine; each is also a field of `LLM(...)`."""
 
     target: str = ""
-    """Target model: a local folder or a hub id. Default: the one that the draft checkpoint names."""
+    """Target model: a local folder or a hub id. Default: the target that the draft checkpoint names."""
     draft: str = "none"
-    """Draft checkpoint (folder or hub id), or the name of a drafter that needs none."""
+    """Draft checkpoint (folder or hub id), or a drafter without a checkpoint: none or ngram."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter, by name."""
     revision: str | None = None
     """Hub revision of the target."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the target computes in. auto: float32 on the CPU, the checkpoint's own elsewhere."""
+    """Compute dtype of the target. auto: float32 on a CPU, the checkpoint's dtype on a GPU."""
     quantization: Literal["fp8"] | None = None
-    """fp8: quantise 16-bit weights when they are loaded, per output, and inputs of layers per row; head and embedding
+    """fp8: quantise 16-bit weights at load time, with a scale per output channel and per token; embeddings and head
     stay as they are. Quantised checkpoints need no option."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the target runs. auto: on a GPU if there is one."""
+    """Device of the target. auto: a GPU if there is one."""
     width: int | None = None
-    """Nodes verified of each request in a step (drafted tokens + 1). Default: the likeliest, as many as pay."""
+    """Nodes to verify per request and step (drafted tokens + 1). Default: chosen in each step for the most expected
+    tokens per millisecond."""
     objective: str = "throughput"
-    """throughput, or itl=20ms: keep 95 % of the times between a request's tokens under that where it is possible."""
+    """throughput, or itl=20ms: keep 95 % of the latencies between tokens below that where possible."""
     max_chunk_ms: float | None = None
-    """Longest step, in milliseconds, that prompts may cause while others decode. Default: twice the step without them,
-    at least 30."""
+    """Longest step in milliseconds that prompts may cause while other requests decode. Default: twice the step without
+    prompts, at least 30."""
     attention: str = "auto"
     """Attention backend NAME[:VARIANT] (a file in serve/attention), or one per phase: prefill=NAME,verify=NAME,
     draft=NAME. auto: sdpa on the CPU; on a GPU flashinfer for prefill and triton for the rest."""
     max_model_len: int | None = None
-    """Longest prompt plus answer in tokens. Default: the target's."""
+    """Maximum length of prompt plus answer in tokens. Default: the target's."""
     page_size: Literal[1, 16, 32, 64] = 16
     """Tokens per page of the KV cache."""
     max_running: int = 64
-    """Most requests decoded at once."""
+    """Maximum number of requests decoded at once."""
     prefill_budget: int | None = None
-    """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens. Default: 1024; on a
-    GPU more for a mixture of experts, of which each should get many, and at least 2048 with --fast. Several prompts
-    then share half as many."""
+    """Maximum number of prompt tokens per step; captured passes may lower it to prefill_graph_tokens. Default: 1024; on
+    a GPU more for a mixture of experts, and at least 2048 with --fast. Several prompts in a step share half of it."""
     exact: bool | None = None
-    """On a GPU, give a row of a pass the same bits whatever rows are beside it: answers are then the same with and
-    without a draft, alone and among others. Default: where it is possible; --fast does without."""
+    """On a GPU, compute each row with the same bits whatever else is in the batch, so that answers depend neither on
+    the draft nor on other requests. Default: on where supported; --fast turns it off."""
     cuda_graph: bool = True
-    """On a GPU, replay passes captured at start-up. Off: launch their kernels one by one."""
+    """On a GPU, replay CUDA graphs captured at start-up. Off: launch kernels one by one."""
     prefill_graph_tokens: int | None = None
-    """On a GPU, also capture passes with prompts of up to so many tokens, with the attention of verify. 0: none.
+    """On a GPU, also capture passes with up to this many prompt tokens, with the attention backend of verify. 0: none.
     Default: prefill_budget."""
     overlap: bool = True
-    """On a GPU, read a step's tokens while the next one runs; needs captured passes."""
+    """On a GPU, read a step's tokens while the next step runs. Needs CUDA graphs."""
     kv_cache_tokens: int | None = None
-    """Size of the KV cache in tokens. Default: from mem_fraction; on the CPU from free memory."""
+    """Size of the KV cache in tokens. Default: from mem_fraction on a GPU, from free memory on a CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Of the target's KV cache: auto, as the target computes; fp8: e4m3 with a scale for the keys and for the values of
-    each head, from the checkpoint or calibrated at start-up. Twice the tokens; answers differ a little."""
+    """KV cache dtype of the target: auto (the compute dtype) or fp8 (e4m3 with scales per head for keys and values,
+    from the checkpoint or calibrated at start-up). fp8 holds twice the tokens; answers change slightly."""
     kv_cache_calibration: str | None = None
-    """File of text whose first 2,048 tokens show how large keys and values become, for kv_cache_dtype fp8 where the
-    checkpoint has no scales. Default: bundled text."""
+    """Text file whose first 2,048 tokens calibrate the scales of an fp8 KV cache if the checkpoint has none. Default:
+    bundled text."""
     mem_fraction: float = 0.9
-    """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
-    CPU the KV cache takes a quarter of free memory.)"""
+    """Fraction of GPU memory for weights, working memory, CUDA graphs and the KV cache, which gets the rest. On a CPU
+    the KV cache takes a quarter of free memory."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    """Log-probabilities that requests get: raw, the target's own; or processed, of the distribution that is sampled
-    from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
+    """Log-probabilities to return: raw (the target's) or processed (after bias, penalties, masks, temperature and
+    filters). Those of prompts are always raw."""
     simulate_accept_length: float | None = None
-    """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
+    """Benchmarks only: pretend that each step emits this many tokens per request on average. The output is wrong."""
     grammar_drafts: bool = True
-    """Draft the tokens that a request's grammar leaves no choice about."""
+    """Draft the tokens that a request's grammar forces."""
     json_whitespace: int = 1
-    """Most white-space characters in a row between the parts of JSON answers, up to 64; 0: none. Small models fill all
-    that they may."""
+    """Maximum number of white-space characters in a row between the parts of JSON answers, 0 to 64. Small models tend
+    to write as many as they may."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
-    """Form in which the target calls tools; auto: what its chat template tells; none: it calls none."""
+    """Tool-call format of the target. auto: read it from the chat template; none: no tool calls."""
     reasoning_parser: str = "auto"
-    """Form in which the target reasons; auto: what its chat template tells; none: reasoning stays content."""
+    """Reasoning format of the target. auto: read it from the chat template; none: reasoning stays in the content."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -156,41 +156,40 @@ class ServeConfig(EngineConfig):
     served_model_name: str | None = None
     """Model name that clients use. Default: the target's."""
     max_waiting: int = 256
-    """Requests that may wait in addition to the running ones; further ones get status 429."""
+    """Maximum number of requests that wait while max_running others run; further ones get status 429."""
     chat_template: str | None = None
-    """File with a Jinja chat template that replaces the tokenizer's, as in `prepare` and `regenerate`."""
+    """File with a Jinja chat template to use instead of the tokenizer's, as in `prepare` and `regenerate`."""
     date: str = DEFAULT_DATE
-    """Date (year-month-day, or today) that chat templates get as today's, as in `prepare` and `regenerate`."""
+    """Current date for chat templates: year-month-day, or today, as in `prepare` and `regenerate`."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients must send. Other users of this machine can read it in the list of processes: rather use
-    api_key_file or the variable SLIPSTREAM_API_KEY."""
+    """API key that clients must send. The process list shows it to other users of this machine: prefer api_key_file or
+    the variable SLIPSTREAM_API_KEY."""
     api_key_file: str | None = None
-    """File of keys that clients may send, one on each line."""
+    """File of accepted API keys, one per line."""
     metrics_open: bool = False
     """Serve /metrics without a key."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
     max_body_mb: float | None = None
-    """Longest body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
+    """Maximum size of a request body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
     request_timeout: float | None = None
-    """Seconds after which a request whose answer has not ended is given up with an error. Default: none."""
+    """Seconds after which an unfinished request fails. Default: no limit."""
     grammar_timeout: float = 20.0
-    """Seconds of CPU time that compiling a request's grammar may take, in a process that is killed then; the request is
-    refused."""
+    """CPU seconds that compiling a request's grammar may take; the server refuses slower ones."""
     ignore_unknown_fields: bool = False
-    """Accept fields that this server does not know, without effect, instead of refusing them."""
+    """Ignore unknown request fields instead of refusing them."""
     control_tokens_as_text: bool = False
     """Encode control tokens in messages and prompts as plain text."""
     drain_timeout: float = 30.0
-    """After SIGTERM, seconds to let open requests finish while new ones are refused."""
+    """Seconds to let open requests finish after SIGTERM, while the server refuses new ones."""
     health_timeout: float = 120.0
-    """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
+    """Seconds without an answer from the engine after which /health returns 503; must exceed the longest step."""
     log_format: Literal["text", "json"] = "text"
-    """text, or json: one object a line, with a line for every request, on stderr."""
+    """text, or json: one object per line on stderr, with a line for every request."""
     playground: bool = True
-    """Serve a page at / that chats with the model and shows where each token comes from."""
+    """Serve a chat page at / that shows where each token comes from."""
     dry_run: bool = False
-    """Print what the server would need and which GPUs it would fit, without loading weights, and exit."""
+    """Print the memory that the server needs and the GPUs that it fits, without loading weights, and exit."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 
