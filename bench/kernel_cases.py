@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.errors import OutOfResources
 
 from slipstream.kernels.attention.ragged import Segments, plan_work_triton, ragged_attention_triton
-from slipstream.kernels.attention.tree import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
+from slipstream.kernels.attention.tree import tree_attention_triton
 from slipstream.kernels.gemm.activation import silu_mul, silu_mul_triton
 from slipstream.kernels.gemm.gathered_head import (
     DraftHead,
@@ -37,8 +36,7 @@ from slipstream.kernels.kv.cache import move_rows, move_rows_triton
 from slipstream.kernels.kv.fp8 import encode
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
-from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
-from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs_triton, token_logprobs
+from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
@@ -60,14 +58,11 @@ LINEARS = {  # outputs, inputs
     "qwen3 gate_up": (24_576, H),
     "qwen3 head": (151_936, H),
 }
-OURS = ("gathered", "fused")
 DRAFT_VOCAB, CHILDREN = 32_768, 4  # rows of a draft's head, children of a tree's node
 HEAD_TILES = ((64, 64, 1, 4, 4), (64, 64, 1, 6, 4), (64, 128, 1, 4, 4), (128, 64, 1, 3, 4), (128, 64, 1, 4, 4))
 HEAD_TILES += ((128, 64, 1, 6, 4), (128, 64, 1, 4, 8), (128, 128, 1, 3, 8), (256, 64, 1, 3, 8))
 TABLE_TOKENS = 32_768  # that a page table has room for
 MAX_LAYERS = 128
-SMALL_TILES = ((32, 2, 4), (32, 4, 3), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3))
-ATTENTION_TILES = (*SMALL_TILES, (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))  # (tokens, warps, stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,37 +215,6 @@ def sampling(rows: int, name: str) -> Case:
     )
 
 
-def filtering(rows: int) -> Case:
-    """The four launches of the search alone, beside torch's sort."""
-    num_bytes = rows * V * 2
-    sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
-    filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (20, 0.8, 0.0)))
-    ones = torch.ones(rows, device="cuda")
-    return Case(
-        bytes=num_bytes,
-        sets=sets,
-        ours=lambda x: filter_thresholds_triton(x, ones, filters, None, 1),
-        others={"torch": lambda x: x.float().sort(dim=-1)},
-    )
-
-
-def logprobs(rows: int, wanted: int) -> Case:
-    """Of one token of each of `rows` requests; -1: nobody wants any."""
-    num_bytes = rows * V * 2
-    sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
-    index = partial(torch.arange, device="cuda")
-    nodes, tokens = torch.zeros(rows, 1, dtype=torch.int32, device="cuda"), index(rows, dtype=torch.int32)
-    lengths = torch.ones(rows, dtype=torch.int32, device="cuda")
-    emitted = Emitted(index(rows + 1, dtype=torch.int32), nodes, tokens[:, None], lengths, index(rows))
-    asked, out = lengths * wanted, torch.empty(COLUMNS, rows, 1, dtype=torch.int32, device="cuda")
-    return Case(
-        bytes=num_bytes,
-        sets=sets,
-        ours=lambda x: emitted_logprobs_triton(x, emitted, asked, None, out),
-        others={"torch": lambda x: token_logprobs(x, tokens, max(wanted, 0))},
-    )
-
-
 def moves(rows: int) -> Case:
     """Every request moves half of its nodes in all layers."""
     slots = torch.randperm(rows * NODES, device="cuda").view(rows, NODES)
@@ -301,43 +265,31 @@ def linear_tilings(shape: str) -> list[Tiling]:
 
 
 def draft_head(rows: int, name: str) -> Case:
-    """A subset of the head's rows, read through a random index (gathered) or copied (static), and the whole head
-    (full): logits, a sample, or the best tokens for a tree. "two steps" stores the logits, "fused" does not. `bytes`
-    counts the subset's weights."""
-    hidden, positions = random(rows, H), torch.arange(rows, device="cuda")
-    keys, temperature = torch.randint(2**62, (rows,), device="cuda"), torch.ones(rows, device="cuda")
-    sampling = Sampling(keys, temperature, None)
+    """Our kernel over a subset of the head's rows, read through a random index: logits, a sample, or the best tokens
+    for a tree; torch's way stores the logits. `bytes` counts the subset's weights."""
+    hidden = random(rows, H)
+    positions = torch.arange(rows, device="cuda")
+    keys = torch.randint(2**62, (rows,), device="cuda")
+    sampling = Sampling(keys, torch.ones(rows, device="cuda"), None)
     weight = torch.empty(V, H, dtype=torch.bfloat16, device="cuda").normal_(std=3 * H**-0.5)
-    sets = [torch.randperm(V, device="cuda")[:DRAFT_VOCAB] for _ in range(2)]  # 268 MB each, they take turns
-    heads = {
-        "gathered": [DraftHead(weight, ids, gathered=True) for ids in sets],
-        "static": [DraftHead(weight[ids], ids) for ids in sets],
-        "full": [DraftHead(weight)],
-    }
-    two_steps: Callable[..., Any] = {
-        "head logits": lambda head: head_logits(head, hidden),
-        "head sample": lambda head: head_topk.reference(head, hidden, 1, positions, sampling),
-        "head topk": lambda head: head_topk.reference(head, hidden, CHILDREN, positions, sampling),
-    }[name]
-    fused: Callable[..., Any] = {
-        "head logits": lambda head, tiling=None: gathered_linear_triton(hidden, head.weight, head.ids, tiling),
-        "head sample": lambda head, tiling=None: head_topk_triton(head, hidden, 1, positions, sampling, tiling),
-        "head topk": lambda head, tiling=None: head_topk_triton(head, hidden, CHILDREN, positions, sampling, tiling),
-    }[name]
-    ways = {"two steps": two_steps} | ({} if name == "head logits" else {"fused": fused})
+    subsets = [torch.randperm(V, device="cuda")[:DRAFT_VOCAB] for _ in range(2)]  # 268 MB each, they take turns
+    is_logits = name == "head logits"
+    k = 1 if name == "head sample" else CHILDREN
+
+    def ours(head: DraftHead, tiling: Tiling | None = None) -> Any:
+        if is_logits:
+            return gathered_linear_triton(hidden, head.weight, head.ids, tiling)
+        return head_topk_triton(head, hidden, k, positions, sampling, tiling)
+
+    def in_torch(head: DraftHead) -> Any:
+        return head_logits(head, hidden) if is_logits else head_topk.reference(head, hidden, k, positions, sampling)
 
     def tunings() -> Iterator[Any]:
         for tiling in (choose_tiling(rows), *(Tiling(*cut) for cut in HEAD_TILES)):
-            yield astuple(tiling), lambda head, tiling=tiling: fused(head, tiling)
+            yield astuple(tiling), partial(ours, tiling=tiling)
 
-    return Case(
-        bytes=2 * DRAFT_VOCAB * H,
-        sets=heads["gathered"],
-        ours=fused,
-        others={f"{kind}, {way}": run for kind in heads for way, run in ways.items() if (kind, way) != OURS},
-        beside={f"{kind}, {way}": turns for kind, turns in heads.items() for way in ways},
-        tunings=tunings,
-    )
+    heads = [DraftHead(weight, ids, gathered=True) for ids in subsets]
+    return Case(bytes=2 * DRAFT_VOCAB * H, sets=heads, ours=ours, others={"torch": in_torch}, tunings=tunings)
 
 
 def context_lengths(batch: int, context: int, ragged: bool) -> Tensor:
@@ -376,44 +328,17 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
     seen = lengths.clamp(max=window) if window else lengths
     num_bytes = kv_bytes(int(seen.sum()) + batch * nodes, kv_dtype)
     pages, cache, scales = paged_cache(lengths + nodes, page_size, num_bytes, kv_dtype)
-    capacity = pages.shape[1]
     q = random(len(cache), batch, nodes, Q, D)
     ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).expand(batch, nodes).contiguous()  # the root's children
-    where = (pages, torch.arange(batch, device="cuda"), lengths, ancestors)
-    heads = Q // G
-    chosen = choose_blocks(batch, nodes * heads, D, 2)
-    longest_read = min(capacity * page_size, window + nodes + chosen.tokens) if window else capacity * page_size
-    parts = choose_parts(batch, G * -(-nodes * heads // chosen.rows), chosen.rows, longest_read, D)
 
-    def attend(layer: int, blocks: Blocks = chosen, parts: Parts = parts) -> Tensor:
+    rows = torch.arange(batch, device="cuda")
+    options: dict[str, Any] = {"mask": "tree", "scale": D**-0.5, "window": window or None, "scales": scales}
+
+    def attend(layer: int) -> Any:
         keys, values = cache[layer]
-        options: dict[str, Any] = {"blocks": blocks, "parts": parts, "window": window or None, "scales": scales}
-        out = tree_attention_triton(q[layer], keys, values, *where, "tree", D**-0.5, **options)
-        assert isinstance(out, Tensor)
-        return out
+        return tree_attention_triton(q[layer], keys, values, pages, rows, lengths, ancestors, **options)
 
-    def tunings() -> Iterator[Any]:
-        expected, most = attend(0).float(), parts.most
-        yield (*chosen, *parts), attend
-        for tile in ATTENTION_TILES:
-            blocks = Blocks(chosen.rows, *tile)
-            for cut in (
-                *(Parts(number) for number in sorted({max(1, most // 2), most, min(64, 2 * most)})),
-                *(Parts(most, tokens) for tokens in (64, 256) if most > 1),
-            ):
-                try:
-                    out = attend(0, blocks, cut).float()
-                except OutOfResources:
-                    continue  # too large for this device
-                assert (out - expected).norm() < 0.02 * expected.norm(), f"{blocks} in {cut} gives something else"
-                yield (*blocks, *cut), partial(attend, blocks=blocks, parts=cut)
-
-    return Case(
-        bytes=num_bytes,
-        sets=range(len(cache)),
-        ours=attend,
-        tunings=tunings,
-    )
+    return Case(bytes=num_bytes, sets=range(len(cache)), ours=attend)
 
 
 def ragged_pass(
@@ -444,11 +369,12 @@ def ragged_pass(
         return plan_work_triton(segments, T, Q, G, D, q.dtype, window=window or None)
 
     work = plan()
+    options: dict[str, Any] = {"mask": "tree", "scale": D**-0.5, "window": window or None, "scales": scales}
+    options["work"] = work
 
     def attend(layer: int) -> Tensor:
-        where = (pages, segments, ancestors, "tree", D**-0.5)
-        options: dict[str, Any] = {"window": window or None, "scales": scales, "work": work}
-        return ragged_attention_triton(q[layer], *cache[layer], *where, **options)
+        keys, values = cache[layer]
+        return ragged_attention_triton(q[layer], keys, values, pages, segments, ancestors, **options)
 
     planned = sum(tiles.records.nbytes + tiles.ranges.nbytes for tiles in work if tiles is not None)
     return Case(bytes=num_bytes, sets=range(len(cache)), ours=attend), Case(bytes=planned, sets=[None], ours=plan)
@@ -463,8 +389,6 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     "rotate_and_store": partial(rope, normed=False),
     "norm_rotate_and_store": partial(rope, normed=True),
     **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
-    "filter_thresholds": filtering,
-    **{f"logprobs {k}": partial(logprobs, wanted=k) for k in (-1, 0, 5, 20)},
     "move_rows": moves,
     **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},

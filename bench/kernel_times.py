@@ -3,7 +3,7 @@ where it is installed (its first use compiles), and with torch.
 
     python bench/kernel_times.py
     python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
-    python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16 --tune
+    python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16
     python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
     python bench/kernel_times.py --kernels ragged_attention plan_work --batches 64 --contexts 128 --nodes 1 --chunks 0 5
     python bench/kernel_times.py --kernels ragged_attention --batches 64 --contexts 8192 --nodes 1 4 --page-sizes 16 \\
@@ -11,8 +11,7 @@ where it is installed (its first use compiles), and with torch.
 
 A graph holds many launches in sequence, so times of a few microseconds include the launch latency that a pass pays.
 From 33 rows on launches alternate between buffers larger than the L2 cache; matrix products and attention always do.
---tune times other tilings of matrix products, draft heads and attention, and checks attention's results. Prints a
-table, then one JSON line per row.
+--tune times other tilings of matrix products and draft heads. Prints a table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.bench.gpu import copy_bandwidth, print_kernels, profile_kernels
+from slipstream.bench.gpu import copy_bandwidth
 from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
@@ -69,8 +69,6 @@ class MoEConfig:
     """Tokens of a pass."""
     formats: list[str] = field(default_factory=lambda: ["bf16"])
     """Formats of the experts. bf16 is always timed."""
-    profile: bool = False
-    """List the kernels of each pass."""
     output: str | None = None
     """File to append the JSON lines to."""
 
@@ -133,8 +131,6 @@ def time_format(config: MoEConfig, format: str, bandwidth: float) -> Iterator[di
     for rows in config.rows:
         x = random(rows, SHAPES[config.shape][0])
         yield measure(config, layers, x, bandwidth)
-        if config.profile:
-            print_kernels(profile_kernels(lambda x=x: layers[0](x)))  # type: ignore[misc]
 
 
 def make_layers(shape: tuple[int, int, int, int], format: str) -> list[Layer]:

@@ -1,8 +1,8 @@
 """Trains drafts with the trainer of speculators, on our rows and states, and serves them and ours the same way.
 
     python bench/peer_training.py --target assets/tiny-target --data runs/demo/dataset --output runs/peer \
-        --peer-python peer/bin/python --plain --lr 6e-3 --vocabulary 1024 --draft runs/demo/draft/best
-    python bench/peer_training.py ... --drafter dflash --num-layers 4 --flags="--block-size 8 --max-anchors 96"
+        --peer-python peer/bin/python --lr 6e-3 --draft runs/demo/draft/best --flags="--draft-vocab-size 1024"
+    python bench/peer_training.py ... --drafter dflash --flags="--num-layers 4 --block-size 8 --max-anchors 96"
 
 PEER_PYTHON is the Python of an environment of its own: python3.11 -m venv peer && peer/bin/pip install
 speculators==0.9.0. Captures the target's states in its layout, trains once per seed, and asks an engine here for greedy
@@ -49,7 +49,6 @@ INSTALL = "python3.11 -m venv peer && peer/bin/pip install speculators==0.9.0, t
 ASK = """import json, torch, importlib.metadata as metadata
 print(json.dumps([metadata.version("speculators"), torch.accelerator.is_available()]))"""
 CPU_FLAGS = ("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", "0")
-NUM_LAYERS = {"eagle3": 1, "dflash": 5}  # its defaults
 TRAINED = "trained.json"  # written last into a run's folder
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),
@@ -82,14 +81,8 @@ class PeerConfig:
     """Kind of draft that speculators trains."""
     draft: tuple[str, ...] = ()
     """Checkpoints to measure, too: folders, hub ids or names of drafters."""
-    plain: bool = False
-    """Train the network without the norms and the window that speculators adds by default."""
     layers: tuple[int, ...] = ()
     """Target states that the draft reads, as for capture-states. Default: by `drafter`."""
-    num_layers: int | None = None
-    """Layers of the draft. Default: speculators' own, 1 or 5."""
-    vocabulary: int | None = None
-    """Tokens of the draft's vocabulary. Default: all."""
     lr: float | None = None
     """Learning rate of both its optimizers. Default: its own."""
     epochs: int = 2
@@ -109,7 +102,7 @@ class PeerConfig:
 
     def __post_init__(self) -> None:
         check_required(self)
-        check_at_least(self, 1, "epochs", "row_tokens", "questions", "concurrency", "train_documents", "num_layers")
+        check_at_least(self, 1, "epochs", "row_tokens", "questions", "concurrency", "train_documents")
         if not self.peer_python and not self.draft:
             raise ValueError(
                 f"nothing to measure: name checkpoints by --draft, or a Python with speculators ({INSTALL})"
@@ -227,15 +220,8 @@ def recipe(config: PeerConfig) -> list[str]:
     """Flags of its trainer that say what is trained and how; those of `flags` come last and so win."""
     flags = ["--speculator-type", config.drafter, "--epochs", str(config.epochs)]
     flags += ["--total-seq-len", str(config.row_tokens)]
-    for name, value in (("--lr", config.lr), ("--draft-vocab-size", config.vocabulary)):
-        flags += [] if value is None else [name, str(value)]
-    num_layers = config.num_layers or NUM_LAYERS[config.drafter]
-    if config.num_layers is not None:
-        flags += ["--num-layers", str(num_layers)]
-    if config.plain:
-        flags += ["--full-attention-indices", *map(str, range(num_layers))]
-    if config.plain and config.drafter == "eagle3":
-        flags += ["--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output"]
+    if config.lr is not None:
+        flags += ["--lr", str(config.lr)]
     return [*flags, *shlex.split(config.flags)]
 
 

@@ -17,8 +17,7 @@ without a draft; `correct` is the share of questions answered correctly. With --
 
 Drafts are measured one after another, or with --turns by turns: each turn has new prompts, all engines stay and take
 turns going first, and a speed-up is the median over turns, by wall time and (offline) by this process's CPU time, which
-other programs on a CPU disturb less. For a drafter on the host, `host` is how long the device waits between two rounds,
-from the arrival of one round's tokens to the launch of the next; `drafter` is the drafter's part of it.
+other programs on a CPU disturb less.
 
 Prints a Markdown table, then one JSON line per level and draft. Times are milliseconds: `ms` is the median time between
 two outputs of a request, that is, of a round. TTFT and ITL are times of outputs; with a draft one output holds several
@@ -41,7 +40,6 @@ from typing import Any, Literal
 import torch
 
 from slipstream.bench.engines import PromptBenchConfig, label, split_draft
-from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
@@ -69,12 +67,7 @@ COLUMNS = (  # heading, key of a line, format
     ("p99", "itl_ms_p99", ".2f"),
     ("same answers", "num_identical", "d"),
     ("correct", "accuracy", ".1%"),
-)
-HOST_COLUMNS = (
     ("speed-up by CPU time", "speed_up_cpu", ".2f"),
-    ("host, us", "host_us", ".0f"),
-    ("stages, us", "stages_us", ".0f"),
-    ("host's share", "host_share", ".3f"),
 )
 
 
@@ -259,13 +252,11 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
             yield lambda tasks, level, name, seed: run_http(server.url, tasks, level, name, seed, **params)
         return
-    held: dict[str, Any] = {"engine": build_engine(EngineConfig(**options))}
-    if any(stage.reads == "emitted" for stage in held["engine"].stages):
-        held["clock"] = HostClock(held["engine"])
+    engines = [build_engine(EngineConfig(**options))]
     yield lambda tasks, level, name, seed: run_offline(
-        held["engine"], tasks, level, f"{Path(draft).name} at {level}", name, seed, held.get("clock"), **params
+        engines[0], tasks, level, f"{Path(draft).name} at {level}", name, seed, **params
     )
-    held.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
+    engines.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -309,8 +300,7 @@ def serving(config: ServingConfig) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("with --output, add --resume to continue") from None
     lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
-    columns = COLUMNS + (HOST_COLUMNS if any(line["host_us"] for line in lines.all) else ())
-    print(table(columns, [{**line, "draft": label(line["draft"])} for line in lines.all]))
+    print(table(COLUMNS, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print(hidden=["answers"])
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
 from slipstream.bench.streams import Stream, Streams
 from slipstream.bench.workload import Task
@@ -22,7 +21,6 @@ class Run(LoadResult):
 
     drafted_tokens: int
     cpu_s: float | None = None  # of this process, where the engine is in it
-    host: list[HostTimes] = field(default_factory=list)  # of each full round, with a drafter on the host
 
     @property
     def replies(self) -> list[Any]:
@@ -48,7 +46,6 @@ class Run(LoadResult):
             "completion_tokens": self.completion_tokens,
             "rounds": rounds,
             "wall_s": round(self.wall_s, 3),
-            **host_figures(self.host),
         }
 
 
@@ -59,7 +56,6 @@ def pool(runs: Sequence[Run]) -> Run:
         wall_s=sum(run.wall_s for run in runs),
         answers=[answer for run in runs for answer in run.answers],
         drafted_tokens=sum(run.drafted_tokens for run in runs),
-        host=[times for run in runs for times in run.host],
     )
 
 
@@ -91,14 +87,13 @@ def run_offline(
     title: str,
     namespace: str = "",
     seed: int = 0,
-    clock: HostClock | None = None,
     **params: Any,
 ) -> Run:
     """Keeps `concurrency` requests in flight until all tasks are done. `params` are passed to every SamplingParams.
 
     Task i samples with `seed` + i; with one seed for all, answers would be alike and a drafter could copy them. For the
-    same reason a question that is asked again has a namespace of its own. `clock`: the engine's, if its drafter runs on
-    the host. Raises ValueError for a task that the engine cannot serve.
+    same reason a question that is asked again has a namespace of its own. Raises ValueError for a task that the engine
+    cannot serve.
     """
     requests = [
         Request(
@@ -111,8 +106,6 @@ def run_offline(
     ]
     for request in requests:
         engine.check(request)
-    if clock is not None:
-        clock.begin(min(concurrency, len(tasks)))
     streams = Streams(engine)
     start_s = time.perf_counter()
     cpu_start_s = time.process_time()
@@ -129,7 +122,6 @@ def run_offline(
         answers=answers,
         drafted_tokens=sum(answer.drafted_tokens for answer in answers),
         cpu_s=cpu_s,
-        host=[] if clock is None else clock.rounds,
     )
 
 

@@ -35,7 +35,8 @@ def weights_of(module: nn.Module) -> int:
 
 def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
     """The frozen target's pass without its head."""
-    config: TargetSpec = target.model.config
+    config = target.model.config
+    assert isinstance(config, TargetSpec)
     lengths = document_lengths(batch)
     pairs = int((lengths * (lengths + 1) // 2).sum())
     width = config.num_heads * config.head_dim
@@ -47,7 +48,8 @@ def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
 
 def weights_read(target: FrozenTarget) -> int:
     """Entries of the matrices of the target's layers that a token is multiplied by: of experts, those it chooses."""
-    config: TargetSpec = target.model.config
+    config = target.model.config
+    assert isinstance(config, TargetSpec)
     size = config.hidden_size
     total = 0
     for layer in config.layers:

@@ -1,6 +1,6 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,12 +82,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class ModelRunner:
-    """`steps`, `drafts`: captured passes, or None. `on_launch` is called when the device has got a plan's passes."""
+    """`steps`, `drafts`: captured passes, or None."""
 
     def __init__(self, passes: Runner, steps: StepGraphs | None = None, drafts: DraftGraphs | None = None) -> None:
         self.passes, self.steps, self.drafts = passes, steps, drafts
         self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
-        self.on_launch: Callable[[], None] | None = None
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._set_number = 0  # likewise, whose proposals
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
@@ -138,8 +137,6 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             return self._failed(plan, error)
-        if self.on_launch is not None:
-            self.on_launch()
         proposed = self._proposals(plan) if plan.returns_proposals else None
         width = self.state.proposals.shape[2]
         started = self._started

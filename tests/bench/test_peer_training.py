@@ -62,7 +62,7 @@ def test_drafts_are_trained_once_and_measured_with_ours(
 ) -> None:
     monkeypatch.chdir(fake.parent)
     flags = words(data, tmp_path, "--peer-python", "./python", "--draft", "draft", "--target", os.path.relpath(TINY))
-    flags += ["--plain", "--lr", "6e-3", "--seeds", "0", "1", "--layers", "1", "3", "5"]
+    flags += ["--lr", "6e-3", "--seeds", "0", "1", "--layers", "1", "3", "5"]
     main(flags)
     log = fake.with_name("log").read_text().splitlines()
     main(flags)
@@ -122,14 +122,8 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.Cap
     [
         ({}, "--speculator-type eagle3 --epochs 2 --total-seq-len 1024"),
         (
-            {"plain": True, "lr": 0.006, "vocabulary": 1024},
-            "--speculator-type eagle3 --epochs 2 --total-seq-len 1024 --lr 0.006 --draft-vocab-size 1024 "
-            "--full-attention-indices 0 --no-norm-before-residual --no-norm-before-fc --no-norm-output",
-        ),
-        (
-            {"drafter": "dflash", "plain": True, "num_layers": 2, "flags": "--block-size 8"},
-            "--speculator-type dflash --epochs 2 --total-seq-len 1024 --num-layers 2 --full-attention-indices 0 1 "
-            "--block-size 8",
+            {"drafter": "dflash", "lr": 0.006, "flags": "--block-size 8"},
+            "--speculator-type dflash --epochs 2 --total-seq-len 1024 --lr 0.006 --block-size 8",
         ),
     ],
 )
@@ -157,7 +151,7 @@ def test_prompts_end_where_the_first_answer_begins() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [("--plain",), ("--drafter=dflash", "--num-layers=1", "--flags=--block-size 4")])
+@pytest.mark.parametrize("more", [(), ("--drafter=dflash", "--flags=--num-layers 1 --block-size 4")])
 def test_the_package_trains_what_is_served(more: list[str], data: Path, tmp_path: Path) -> None:
     pytest.importorskip("speculators")
     main(words(data, tmp_path, "--peer-python", sys.executable, "--epochs", "1", "--row-tokens", "64", *more))
