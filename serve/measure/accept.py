@@ -45,10 +45,10 @@ from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
 from slipstream.serve.options import EngineConfig, check_checkpoints, find_target
 
-# Options that do not change what is measured.
+# Options that do not change the results.
 FREE = ("output", "overwrite", "fail_below", "api_key_file")
 
-OF_DRAFTS = ("width", "simulate_accept_length")  # engine options that mean nothing without a draft
+DRAFT_OPTIONS = ("width", "simulate_accept_length")  # engine options that mean nothing without a draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class AcceptConfig:
 
     @property
     def settings(self) -> list[Setting]:
-        """Raises ValueError for an option that is no list of what it should be."""
+        """Returns all combinations of temperatures, thinking and concurrency. Raises ValueError for a bad list."""
         try:
             temperatures = [float(word) for word in self.temperature.split(",")]
         except ValueError:
@@ -132,7 +132,7 @@ class AcceptConfig:
         if not set(efforts) <= set(THINKING):
             raise ValueError(f"thinking is {self.thinking!r}; choose from {', '.join(THINKING)}")
         levels = read_levels(self.concurrency)
-        return [Setting(*one) for one in product(temperatures, efforts, levels)] if self.questions else []
+        return [Setting(*values) for values in product(temperatures, efforts, levels)] if self.questions else []
 
     @property
     def request_options(self) -> RequestOptions:
@@ -144,7 +144,7 @@ class AcceptConfig:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The options that decide what is measured."""
+        """Options that decide the results."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 
@@ -160,12 +160,12 @@ class Record:
 
     @property
     def num_answers(self) -> int:
-        """Of earlier runs."""
+        """Number of answers of earlier runs."""
         return len(self._texts)
 
     def expect(self, settings: Sequence[Setting], num_responders: int) -> None:
-        """Tells the progress bar how many answers there will be, and how many there are. Raises ValueError if these are
-        all, and perhaps of another draft."""
+        """Tells the progress bar how many answers there will be, and how many there are. Raises ValueError if none is
+        missing and they may be of another draft."""
         num_turns = sum(question.num_turns for question in self.questions)
         self.bar.total = num_turns * len(settings) * num_responders
         self.bar.update(self.num_answers)
@@ -173,7 +173,7 @@ class Record:
             self.journal.check_unfinished()
 
     def missing(self, setting: Setting, *, drafted: bool) -> Iterator[Conversation]:
-        """Conversations that have not ended, each at the turn that it has reached."""
+        """Yields conversations that have not ended, each at the turn that it has reached."""
         for question in self.questions:
             conversation = Conversation(question)
             more = True
@@ -185,8 +185,8 @@ class Record:
                 more = conversation.take(text)
 
     def by_turns(self, setting: Setting, kinds: Sequence[bool]) -> Iterator[tuple[bool, list[Conversation]]]:
-        """Conversations that have not ended: a few of the first kind (with a draft, or without), a few of the second,
-        and so on, so that a machine that becomes slower favours neither."""
+        """Yields conversations that have not ended: a few of the first kind (with a draft, or without), a few of the
+        second, and so on, so that a machine that becomes slower favours neither."""
         size = 4 * setting.concurrency
         left = {drafted: list(self.missing(setting, drafted=drafted)) for drafted in kinds}
         while any(left.values()):
@@ -267,7 +267,7 @@ def engine_options(config: AcceptConfig) -> EngineConfig:
 
 
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
-    """Each setting with the draft and, if there is a way, without it."""
+    """Measures each setting with the draft and, if the server can do without it, also without."""
     shared: dict[str, Any] = {"connections": max(read_levels(config.concurrency)), "model": config.model}
     shared |= {"api_key": config.api_key, "request_options": config.request_options}
     salt = secrets.token_hex(4)  # another run's prompts are not in the cache of this one
@@ -285,11 +285,13 @@ async def measure_servers(config: AcceptConfig, record: Record) -> None:
             tqdm.write(how_counted(responder))
         record.expect(config.settings, len(responders))
         for setting in config.settings:
-            for drafted, some in record.by_turns(setting, list(responders)):
-                await measure_some(responders[drafted], some, setting, config.request_options, record, drafted=drafted)
+            for drafted, batch in record.by_turns(setting, list(responders)):
+                await measure_batch(
+                    responders[drafted], batch, setting, config.request_options, record, drafted=drafted
+                )
 
 
-async def measure_some(
+async def measure_batch(
     responder: ServerResponder,
     conversations: Sequence[Conversation],
     setting: Setting,
@@ -308,7 +310,7 @@ async def measure_some(
 
 
 def how_counted(responder: ServerResponder) -> str:
-    """How answers that do not say how they were drafted are counted, and how to have them say it."""
+    """Says how we count rounds where answers do not tell them, and which server option makes answers tell them."""
     remedies = {
         "vllm": " Start vLLM with --per-request-spec-decode-metrics summary, and each answer tells its rounds.",
         "sglang": " SGLang tells them in answers of a version that knows return_meta_info; start it with "
@@ -325,7 +327,7 @@ def how_counted(responder: ServerResponder) -> str:
 
 
 def measure_here(config: AcceptConfig, record: Record) -> None:
-    """With the draft and without it by turns; on a GPU, which one engine fills, all without it after all with it."""
+    """Measures with the draft and without it by turns; on a GPU, which one engine fills, first all answers with it."""
     from slipstream.serve.measure.in_process import engine_responder, fills_memory
 
     kinds = (True, False) if config.baseline else (True,)
@@ -334,20 +336,20 @@ def measure_here(config: AcceptConfig, record: Record) -> None:
     options = {"max_running": max(read_levels(config.concurrency)), **config.engine, "target": target}
     thinking = sorted({setting.thinking for setting in config.settings})
     with_draft: dict[str, Any] = {"draft": config.draft, "drafter": config.drafter}
-    of = {True: with_draft, False: dict.fromkeys(OF_DRAFTS)}
+    draft_options = {True: with_draft, False: dict.fromkeys(DRAFT_OPTIONS)}
     for together in [(kind,) for kind in kinds] if fills_memory(options) else [kinds]:
         left = product(config.settings, together)
         if not any(next(record.missing(setting, drafted=drafted), None) for setting, drafted in left):
             continue
         with ExitStack() as stack:
             responders = {
-                drafted: stack.enter_context(engine_responder({**options, **of[drafted]}, thinking))
+                drafted: stack.enter_context(engine_responder({**options, **draft_options[drafted]}, thinking))
                 for drafted in together
             }
             for setting in config.settings:
-                for drafted, some in record.by_turns(setting, together):
+                for drafted, batch in record.by_turns(setting, together):
                     responders[drafted].ask(
-                        some, setting, config.request_options, partial(record.add, setting, drafted=drafted)
+                        batch, setting, config.request_options, partial(record.add, setting, drafted=drafted)
                     )
 
 
@@ -358,7 +360,7 @@ def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[s
         print(shown_table(figures))
         name = config.url or config.draft
         with atomic_file(output / "accept.json") as temporary:
-            result = {"options": config.kept, "figures": [asdict(one) for one in figures]}
+            result = {"options": config.kept, "figures": [asdict(entry) for entry in figures]}
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         with atomic_file(output / "accept.png") as temporary:
             plot(figures, name, temporary)
@@ -367,11 +369,11 @@ def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[s
         first, count = failures.most_common(1)[0]
         raise ValueError(f"{failures.total()} requests failed, {count} with: {first}; the same command asks them again")
     if config.fail_below is not None:
-        for one in figures:
-            length = one.by_answers
-            if one.is_whole and (length is None or length < config.fail_below):
-                found = "not known" if length is None else f"{length:.3f}"
-                raise ValueError(f"the accept length is {found} at {one.setting_text}, below {config.fail_below}")
+        for entry in figures:
+            length = entry.by_answers
+            if entry.is_whole and (length is None or length < config.fail_below):
+                value = "not known" if length is None else f"{length:.3f}"
+                raise ValueError(f"the accept length is {value} at {entry.setting_text}, below {config.fail_below}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

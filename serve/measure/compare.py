@@ -100,7 +100,7 @@ class CompareConfig:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The options that decide what is measured."""
+        """Options that decide the results."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
     def request_fields(self, prompt: Prompt) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class CompareConfig:
 
 
 class Side:
-    """One of the servers. `salts`: it can be told which prompts share cached text."""
+    """One of the servers. `salts`: its requests may say which prompts share cached text."""
 
     def __init__(self, client: Client, *, salts: bool) -> None:
         self.client = client
@@ -122,8 +122,8 @@ class Side:
 
     async def answer(self, tasks: Sequence[tuple[Prompt, dict[str, Any]]], level: int, salt: str) -> LoadResult:
         """Raises ValueError if a request fails."""
-        own = {"cache_salt": salt} if self._salts else {}
-        result = await send_all(self.client, [(prompt, {**fields, **own}) for prompt, fields in tasks], level)
+        extra = {"cache_salt": salt} if self._salts else {}
+        result = await send_all(self.client, [(prompt, {**fields, **extra}) for prompt, fields in tasks], level)
         if result.errors:
             raise ValueError(
                 f"{len(result.errors)} of {len(tasks)} requests to {self.client.root} failed, the first with: "
@@ -177,8 +177,8 @@ async def measure(config: CompareConfig, prompts: Sequence[Prompt], journal: Jou
 async def measure_level(
     config: CompareConfig, prompts: Sequence[Prompt], level: int, sides: Sequence[Side], journal: Journal
 ) -> None:
-    """Passes until the level's time is up. Each server warms up first."""
-    done = [one for one in journal.results if one["concurrency"] == level]
+    """Measures passes until the level's time is up. Each server warms up first."""
+    done = [entry for entry in journal.results if entry["concurrency"] == level]
     blocks = blocks_of(config, prompts, level, first=2 * len(done))
     salt = secrets.token_hex(4)
     warm = False
@@ -193,10 +193,10 @@ async def measure_level(
                 for place, side in enumerate(sides):
                     await side.answer(tasks, level, f"{salt}/{place}/warm")
                 warm = True
-            found = await there_and_back(sides, next(blocks), next(blocks), level, f"{salt}/{len(done)}")
-            done.append({"concurrency": level, "sides": found})
+            results = await both_ways(sides, next(blocks), next(blocks), level, f"{salt}/{len(done)}")
+            done.append({"concurrency": level, "sides": results})
             journal.add(done[-1])
-            took = sum(block["wall_s"] for block in found)
+            took = sum(block["wall_s"] for block in results)
             spent += took
             bar.update(min(took, config.seconds - bar.n))
 
@@ -204,8 +204,8 @@ async def measure_level(
 def blocks_of(
     config: CompareConfig, prompts: Sequence[Prompt], level: int, first: int
 ) -> Iterator[list[tuple[Prompt, dict[str, Any]]]]:
-    """Questions of one turn after another, from turn `first` on, with their fields; they are asked again when all have
-    been asked."""
+    """Yields the questions of one turn after another, from turn `first` on, with their fields; after the last question
+    comes the first again."""
     size = config.block_len(level)
     turn = first
     while True:
@@ -214,19 +214,20 @@ def blocks_of(
         turn += 1
 
 
-async def there_and_back(
-    sides: Sequence[Side], there: Sequence[Any], back: Sequence[Any], level: int, salt: str
+async def both_ways(
+    sides: Sequence[Side], outward: Sequence[Any], back: Sequence[Any], level: int, salt: str
 ) -> list[dict[str, Any]]:
-    """What each side did with both blocks."""
+    """Sends one block to each side in order, the other in reverse order. Returns the figures of each side."""
     results: list[list[LoadResult]] = [[] for _ in sides]
-    order = [(there, place) for place in range(len(sides))] + [(back, place) for place in reversed(range(len(sides)))]
+    order = [(outward, place) for place in range(len(sides))] + [(back, place) for place in reversed(range(len(sides)))]
     for number, (tasks, place) in enumerate(order):
         results[place].append(await sides[place].answer(tasks, level, f"{salt}/{number}"))
-    return [block_of(some) for some in results]
+    return [block_of(blocks) for blocks in results]
 
 
 def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
-    """Times in milliseconds, but for `wall_s`. `answers`: hashes, in the order of the questions."""
+    """Returns the figures of one side: times in milliseconds, but for `wall_s`; `answers`: hashes, in the order of the
+    questions."""
     answers = [answer for result in results for answer in result.answers]
     streams = [answer.arrivals_s for answer in answers if answer.arrivals_s]
     gaps = [later - earlier for times in streams for earlier, later in pairwise(times)]
@@ -238,12 +239,14 @@ def block_of(results: Sequence[LoadResult]) -> dict[str, Any]:
         "gaps_ms": [round(1000 * gap, 2) for gap in gaps],
         "rounds": sum(answer.rounds for answer in answers),
         "decoded_tokens": sum(answer.decoded_tokens for answer in answers),
-        "answers": [blake2b((one.reasoning + "\0" + one.text).encode(), digest_size=6).hexdigest() for one in answers],
+        "answers": [
+            blake2b((answer.reasoning + "\0" + answer.text).encode(), digest_size=6).hexdigest() for answer in answers
+        ],
     }
 
 
 def time_per_token(answer: Answer) -> float | None:
-    """Seconds for each token after the first piece; None for an answer of one piece."""
+    """Returns seconds for each token after the first piece; None for an answer of one piece."""
     times = answer.arrivals_s
     tokens = answer.num_tokens
     return (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
@@ -253,7 +256,7 @@ def report(config: CompareConfig, comparisons: Sequence[Comparison]) -> None:
     output = Path(config.output)
     print(shown_table(comparisons, config.url, greedy=config.temperature == 0))
     with atomic_file(output / "compare.json") as temporary:
-        result = {"options": config.kept, "figures": [asdict(one) for one in comparisons]}
+        result = {"options": config.kept, "figures": [asdict(entry) for entry in comparisons]}
         temporary.write_text(json.dumps(result, indent=2) + "\n")
     with atomic_file(output / "compare.png") as temporary:
         plot(comparisons, config.url, temporary)

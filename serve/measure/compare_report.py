@@ -1,4 +1,4 @@
-"""What `compare` finds: figures of each server, their ratios to the first one's with intervals, table and plot."""
+"""Reports what `compare` measured: figures of each server, ratios to the first with intervals, table and plot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,30 +33,34 @@ class Comparison:
     token_ms: float | None
     """Mean time per token after the first piece."""
     gap_p99_ms: float | None
-    """Between two pieces of text, which may hold several tokens."""
+    """Gap between two pieces of text, which may hold several tokens."""
     token: Ratio | None
     accept_length: float | None
     """(tokens - 1) / rounds, if answers tell their rounds."""
     same_answers: int | None
-    """How many answers equal the first server's."""
+    """Number of answers that equal the first server's."""
 
 
 def compare_passes(passes: Sequence[Pass], num_servers: int) -> list[Comparison]:
-    levels = dict.fromkeys(one["concurrency"] for one in passes)
-    found = []
+    levels = dict.fromkeys(entry["concurrency"] for entry in passes)
+    comparisons = []
     for level in levels:
-        of = [one["sides"] for one in passes if one["concurrency"] == level]
-        sides = [[sides[place] for sides in of] for place in range(num_servers)]
-        found += [comparison(level, place, sides[place], sides[0]) for place in range(num_servers)]
-    return found
+        level_passes = [entry["sides"] for entry in passes if entry["concurrency"] == level]
+        sides = [[blocks[place] for blocks in level_passes] for place in range(num_servers)]
+        comparisons += [comparison(level, place, sides[place], sides[0]) for place in range(num_servers)]
+    return comparisons
 
 
 def comparison(level: int, place: int, blocks: Sequence[Pass], first: Sequence[Pass]) -> Comparison:
-    """`blocks`: those of the server, pass by pass, beside those of the first one."""
+    """Returns the figures of one server. `blocks`: its passes; `first`: the same passes of the first server."""
     gaps, ttft = ([time for block in blocks for time in block[name]] for name in ("gaps_ms", "ttft_ms"))
     per_token = [time for block in blocks for time in block["token_ms"]]
     rounds = sum(block["rounds"] for block in blocks)
-    pairs = [pair for one, other in zip(first, blocks, strict=True) for pair in zip(*answers(one, other), strict=True)]
+    pairs = [
+        pair
+        for base, block in zip(first, blocks, strict=True)
+        for pair in zip(base["answers"], block["answers"], strict=True)
+    ]
     is_first = place == 0
     return Comparison(
         concurrency=level,
@@ -72,26 +76,22 @@ def comparison(level: int, place: int, blocks: Sequence[Pass], first: Sequence[P
         gap_p99_ms=percentile(gaps, 99),
         token=None if is_first else ratio_of_means(first, blocks, "token_ms"),
         accept_length=sum(block["decoded_tokens"] for block in blocks) / rounds if rounds else None,
-        same_answers=None if is_first else sum(one == other for one, other in pairs),
+        same_answers=None if is_first else sum(base == answer for base, answer in pairs),
     )
-
-
-def answers(*blocks: Pass) -> list[list[str]]:
-    return [block["answers"] for block in blocks]
 
 
 def speed(block: Pass) -> float:
     return block["tokens"] / block["wall_s"]
 
 
-def ratio_of_means(ones: Sequence[Pass], others: Sequence[Pass], name: str) -> Ratio | None:
-    """Of the times `name` in passes in which both servers have some."""
-    both = [
-        (mean(one[name]), mean(other[name]))
-        for one, other in zip(ones, others, strict=True)
-        if one[name] and other[name]
+def ratio_of_means(baseline: Sequence[Pass], passes: Sequence[Pass], name: str) -> Ratio | None:
+    """Returns the ratio of the mean times `name`, over the passes in which both servers have some."""
+    means = [
+        (mean(base[name]), mean(block[name]))
+        for base, block in zip(baseline, passes, strict=True)
+        if base[name] and block[name]
     ]
-    return paired_ratio([one for one, _ in both], [other for _, other in both]) if both else None
+    return paired_ratio([base for base, _ in means], [value for _, value in means]) if means else None
 
 
 def letter(server: int) -> str:
@@ -105,7 +105,7 @@ def shown(ratio: Ratio | None) -> str | None:
 
 
 def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greedy: bool) -> str:
-    """A Markdown table, and a sentence on each level and server."""
+    """Returns a Markdown table, and a sentence on each level and server."""
     columns = [
         ("at once", "concurrency", "d"),
         ("server", "letter", ""),
@@ -121,38 +121,38 @@ def shown_table(comparisons: Sequence[Comparison], urls: Sequence[str], *, greed
         ("same answers", "same_text", ""),
     ]
     lines = []
-    for one in comparisons:
-        texts = {"speed_text": shown(one.speed), "ttft_text": shown(one.ttft), "token_text": shown(one.token)}
-        same = None if one.same_answers is None or not greedy else f"{one.same_answers} of {one.requests}"
+    for row in comparisons:
+        texts = {"speed_text": shown(row.speed), "ttft_text": shown(row.ttft), "token_text": shown(row.token)}
+        same = None if row.same_answers is None or not greedy else f"{row.same_answers} of {row.requests}"
         figures = ("concurrency", "tok_s", "ttft_ms", "ttft_p99_ms", "token_ms", "gap_p99_ms", "accept_length")
         lines.append(
-            {"letter": letter(one.server), **texts, "same_text": same, **{n: getattr(one, n) for n in figures}}
+            {"letter": letter(row.server), **texts, "same_text": same, **{n: getattr(row, n) for n in figures}}
         )
     optional = ("accept_length", "same_text", "speed_text", "ttft_text", "token_text")
     empty = {name for name in optional if all(line[name] is None for line in lines)}
     servers = [f"{letter(place)}: {url}" for place, url in enumerate(urls)]
     text = table([column for column in columns if column[1] not in empty], lines)
-    return "\n".join([*servers, "", text, "", *(verdict(one) for one in comparisons if one.speed is not None)])
+    return "\n".join([*servers, "", text, "", *(verdict(row) for row in comparisons if row.speed is not None)])
 
 
-def verdict(one: Comparison) -> str:
+def verdict(comparison: Comparison) -> str:
     """Says in words whether the server is faster or slower than the first."""
-    ratio = one.speed
-    name = letter(one.server)
+    ratio = comparison.speed
+    name = letter(comparison.server)
     assert ratio is not None
-    where = f"{one.concurrency} at once, {one.passes} passes"
+    setting = f"{comparison.concurrency} at once, {comparison.passes} passes"
     if ratio.low is None or ratio.high is None:
-        return f"{where}: too few passes for an interval"
+        return f"{setting}: too few passes for an interval"
     if not ratio.differs:
         ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
-        return f"{where}: no difference between {name} and A is shown ({ends})"
+        return f"{setting}: no difference between {name} and A is shown ({ends})"
     word = "faster" if ratio.value > 1 else "slower"
-    least, most = sorted(abs(end - 1) for end in (ratio.low, ratio.high))
-    return f"{where}: {name} is {abs(ratio.value - 1):.1%} {word} than A ({least:.1%} to {most:.1%})"
+    low, high = sorted(abs(end - 1) for end in (ratio.low, ratio.high))
+    return f"{setting}: {name} is {abs(ratio.value - 1):.1%} {word} than A ({low:.1%} to {high:.1%})"
 
 
 def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> None:
-    """Tokens per second by level and, of several servers, three ratios to the first with their intervals."""
+    """Plots tokens per second by level and, for several servers, three ratios to the first with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,17 +160,21 @@ def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> 
 
     num_panels = 4 if len(urls) > 1 else 1
     figure, [axes] = plt.subplots(1, num_panels, figsize=(3.5 * num_panels, 4), layout="constrained", squeeze=False)
-    levels = list(dict.fromkeys(one.concurrency for one in comparisons))
-    titles = ("tokens per second, to A", "time to first token, to A", "time per token, to A")
+    levels = list(dict.fromkeys(entry.concurrency for entry in comparisons))
+    titles = ("tokens per second", "tokens per second, to A", "time to first token, to A", "time per token, to A")
     for place, url in enumerate(urls):
-        own = [one for one in comparisons if one.server == place]
+        entries = [entry for entry in comparisons if entry.server == place]
         color = plt.get_cmap("tab10")(place % 10)
         axes[0].plot(
-            range(len(own)), [one.tok_s for one in own], marker="o", color=color, label=f"{letter(place)}: {url}"
+            range(len(entries)),
+            [entry.tok_s for entry in entries],
+            marker="o",
+            color=color,
+            label=f"{letter(place)}: {url}",
         )
         for panel, name in zip(axes[1:], ("speed", "ttft", "token"), strict=False):
-            draw_ratios(panel, [getattr(one, name) for one in own], color, 0.12 * (place - len(urls) / 2))
-    for panel, title in zip(axes, ("tokens per second", *titles), strict=False):
+            draw_ratios(panel, [getattr(entry, name) for entry in entries], color, 0.12 * (place - len(urls) / 2))
+    for panel, title in zip(axes, titles, strict=False):
         panel.set_title(title, fontsize=10)
         panel.set_xticks(range(len(levels)), [str(level) for level in levels])
         panel.set(xlabel="requests at once", xlim=(-0.5, len(levels) - 0.5))
@@ -184,7 +188,7 @@ def plot(comparisons: Sequence[Comparison], urls: Sequence[str], path: Path) -> 
 
 
 def draw_ratios(axes: Any, ratios: Sequence[Ratio | None], color: Any, shift: float) -> None:
-    """Points with their intervals, a little aside for each server."""
+    """Draws points with their intervals, a little aside for each server."""
     for place, ratio in enumerate(ratios):
         if ratio is None:
             continue

@@ -30,8 +30,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What all requests have in common. `template`: variables of the chat template; `fields`: further fields of a
-    request, or of SamplingParams in this process."""
+    """Options of all requests. `template`: variables of the chat template; `fields`: further fields of a request, or of
+    SamplingParams in this process."""
 
     max_tokens: int
     seed: int = 0
@@ -62,7 +62,7 @@ class Conversation:
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
 
     def seed(self, seed: int) -> int:
-        """Of this turn: the same whatever was asked before it."""
+        """Returns the seed of this turn, which does not depend on the turns before."""
         name = f"{seed}/{self.question.id}/{self.turn}"
         return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
 
@@ -91,8 +91,8 @@ OnAnswer = Callable[[Conversation, CountedAnswer], None]
 class ServerResponder:
     """A server that answers conversations. `speculates`: false asks ours to draft nothing.
 
-    Its kind is found by its /metrics, and whether its answers say how they were drafted by a first request, which is
-    streamed, and sent again whole if that told nothing (as SGLang, which tells it in whole answers alone).
+    /metrics tells which kind of server it is. A first request shows whether answers say how they were drafted: it is
+    streamed, and sent again without streaming if that told nothing (SGLang tells it only without streaming).
     """
 
     def __init__(self, client: Client, kind: Kind, *, speculates: bool, salt: str) -> None:
@@ -127,7 +127,7 @@ class ServerResponder:
         return read_counts(await self.client.read("/metrics")) if self.counts else None
 
     def fields(self, conversation: Conversation, setting: Setting, request_options: RequestOptions) -> dict[str, Any]:
-        """Of a request, without its prompt."""
+        """Returns the fields of a request but for its prompt."""
         fields: dict[str, Any] = {"max_tokens": request_options.max_tokens, "temperature": setting.temperature}
         fields["seed"] = conversation.seed(request_options.seed)
         if conversation.is_chat:

@@ -132,8 +132,8 @@ def engine_responder(options: dict[str, Any], thinking: Sequence[str]) -> Iterat
     """Starts the engine that `options`, fields of EngineConfig, describe, has it answer once, and ends it. Raises
     ValueError if the target's chat template reads nothing of one of `thinking`."""
     with llm.LLM(**options) as model:
-        for one in thinking:
-            check_thinking(model, one)
+        for mode in thinking:
+            check_thinking(model, mode)
         responder = EngineResponder(model)
         probe = Conversation(Question("probe", "", PROBE))
         request_options = RequestOptions(max_tokens=48)

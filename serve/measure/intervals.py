@@ -29,11 +29,11 @@ class Ratio:
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
-def paired_ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
-    """The ratio of `others` to `ones`, positive numbers in pairs: of the logarithms of the pairs' ratios, the median of
-    the means of any two."""
-    logs = [math.log(other / one) for one, other in zip(ones, others, strict=True)]
-    means = sorted((one + other) / 2 for one, other in combinations_with_replacement(logs, 2))
+def paired_ratio(base: Sequence[float], values: Sequence[float]) -> Ratio:
+    """Returns the ratio of `values` to `base`, positive numbers in pairs: we take the logarithms of the pairs' ratios,
+    the means of any two of them, and the median of these."""
+    logs = [math.log(value / reference) for reference, value in zip(base, values, strict=True)]
+    means = sorted((first + second) / 2 for first, second in combinations_with_replacement(logs, 2))
     value = math.exp(median(means))
     if len(logs) < LEAST_PAIRS:
         return Ratio(value, None, None)
@@ -42,11 +42,11 @@ def paired_ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
 
 
 def critical_rank_sum(pairs: int, confidence: float = CONFIDENCE) -> int:
-    """The largest sum of positive ranks that is so unlikely without a difference that it is outside `confidence`.
-    A set of ranks 1..n is as likely as any other, so sets are counted by their sum."""
+    """Returns the largest sum of positive ranks that is so unlikely without a difference that it is outside
+    `confidence`. All sets of ranks 1..n are equally likely, so we count sets by their sum."""
     limit = (1 - confidence) / 2
-    most = pairs * (pairs + 1) // 2
-    shares = [1.0] + [0.0] * (most // 2)
+    largest_sum = pairs * (pairs + 1) // 2
+    shares = [1.0] + [0.0] * (largest_sum // 2)
     for rank in range(1, pairs + 1):
         shares = [(share + (shares[total - rank] if total >= rank else 0.0)) / 2 for total, share in enumerate(shares)]
     below = 0.0

@@ -1,7 +1,7 @@
-"""Keeps what a measurement has found so far, so that an interrupted one continues.
+"""Keeps the results of a measurement, so that an interrupted one continues.
 
 Invariant: the first line of the file holds the options that decide what is measured and the identity of target and
-draft, every other line one result, and every line is whole: what a killed writer left unfinished is cut off.
+draft, every other line one result. A line that a killed writer left unfinished is cut off.
 """
 
 import json
@@ -63,15 +63,15 @@ class Journal:
         """Fills `results`, cuts off an unfinished line. Returns the first line, without options if there was none."""
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
+        complete_lines = [line for line in lines if line.endswith(b"\n")]
         try:
-            head, *self.results = [json.loads(line) for line in whole] or [{"program": program, OPTIONS: None}]
+            head, *self.results = [json.loads(line) for line in complete_lines] or [{"program": program, OPTIONS: None}]
             if head["program"] != program:
                 raise ValueError
             head[OPTIONS]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not a file of {program}; name another output") from error
-        self._file.truncate(sum(map(len, whole)))
+        self._file.truncate(sum(map(len, complete_lines)))
         return head
 
     def _check_options(self, earlier: Mapping[str, Any], options: Mapping[str, Any]) -> None:

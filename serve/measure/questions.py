@@ -33,7 +33,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`first`: what is asked first; `turns`: the user's further messages. `id` is unique among all questions read."""
+    """A first prompt and the user's further messages, `turns`. `id` is unique among all questions read."""
 
     id: str
     category: str
@@ -45,8 +45,8 @@ class Question:
         return 1 + len(self.turns)
 
 
-def read_questions(names: Sequence[str], most: int | None = None) -> list[Question]:
-    """The questions of files and bundled sets, `most` of each category, from the beginning.
+def read_questions(names: Sequence[str], limit: int | None = None) -> list[Question]:
+    """Returns the questions of files and bundled sets, at most `limit` of each category, from the beginning.
 
     Raises ValueError naming the file and row that has none, a placeholder in place of its text, or a used id.
     """
@@ -61,7 +61,7 @@ def read_questions(names: Sequence[str], most: int | None = None) -> list[Questi
                 continue
             question = read_question(row, place, default=path.name.split(".")[0])
             counts[question.category] += 1
-            if most is not None and counts[question.category] > most:
+            if limit is not None and counts[question.category] > limit:
                 continue
             if question.id in questions:
                 raise ValueError(f"{place}: id {question.id} is that of another question; give each its own")
@@ -72,7 +72,7 @@ def read_questions(names: Sequence[str], most: int | None = None) -> list[Questi
 
 
 def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file, each with its place."""
+    """Yields the rows of a file, each with its place."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -101,14 +101,16 @@ def read_question(row: dict[str, Any], place: str, default: str) -> Question:
         first, turns = read_texts(row)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{place} has no prompt, messages or turns: {error!r}") from error
-    contents = [first] if isinstance(first, str) else [one["content"] for one in first if isinstance(one, dict)]
+    contents = (
+        [first] if isinstance(first, str) else [message["content"] for message in first if isinstance(message, dict)]
+    )
     if any(text.lstrip().startswith(PLACEHOLDER) for text in (*contents, *turns)):
         raise ValueError(f"{place}: question {name} holds a placeholder in place of its text; {REMEDY}")
     return Question(name if name is not None else f"{default}-{place.rsplit(':')[-1]}", category, first, turns)
 
 
 def read_texts(row: dict[str, Any]) -> tuple[Prompt, tuple[str, ...]]:
-    """What is asked first, and the user's further messages."""
+    """Returns the first prompt and the user's further messages."""
     if row.get("turns") is not None:
         turns = row["turns"]
         if isinstance(turns, str) or not turns or not all(isinstance(turn, str) for turn in turns):

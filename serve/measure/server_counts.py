@@ -44,7 +44,7 @@ class RoundCounts:
 
 
 def kind_of(metrics: str | None) -> Kind:
-    """Whose text of /metrics this is; None: the server has none."""
+    """Recognises the server by its text of /metrics; None: it has none."""
     lines = (metrics or "").splitlines()
     return next((kind for line in lines for prefix, kind in PREFIXES.items() if line.startswith(prefix)), "unknown")
 
