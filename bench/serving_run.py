@@ -143,7 +143,7 @@ def run_http(
         {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": task_namespace(namespace, task)}
         for index, task in enumerate(tasks)
     ]
-    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
+    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, prompt_fields=own, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
     drafted = sum(answer.drafted_tokens for answer in load.answers)

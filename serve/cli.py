@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: ServeConfig, engine: EngineClient) -> int:
-    """Serves until a signal or the engine's end; the process's exit status."""
+    """Serves until a signal or the engine's end; returns the exit status of the process."""
     try:
         config.check_inputs()
         if config.dry_run:
@@ -60,44 +60,44 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
 
 
 def read_config(argv: Sequence[str]) -> ServeConfig:
-    """Exits with status 2 and one message if an option is bad."""
+    """Reads the options; exits with status 2 and one message if one is bad."""
     try:
         draft = find_draft(argv)
         options = options_class(draft)
-        own = next((word for word in argv if word.startswith("--drafter.")), None)
-        if own is not None and draft == ServeConfig().draft:
-            raise ValueError(f"{own.split('=')[0]} needs a draft: add --draft CHECKPOINT")
+        drafter_option = next((word for word in argv if word.startswith("--drafter.")), None)
+        if drafter_option is not None and draft == ServeConfig().draft:
+            raise ValueError(f"{drafter_option.split('=')[0]} needs a draft: add --draft CHECKPOINT")
         values = parse(options, argv, prog="serve", description=DESCRIPTION)
     except (ValueError, OSError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    given = {option.name: getattr(values, option.name) for option in fields(ServeConfig)}
-    return ServeConfig(**{**given, "drafter": asdict(values.drafter)})
+    shared = {field.name: getattr(values, field.name) for field in fields(ServeConfig)}
+    return ServeConfig(**{**shared, "drafter": asdict(values.drafter)})
 
 
 def options_class(draft: str) -> Any:
-    """ServeConfig with `drafter` typed as the Options of this draft's drafter."""
-    own: type = NoOptions
+    """Returns ServeConfig with `drafter` typed as the Options of this draft's drafter."""
+    drafter_options: type = NoOptions
     if draft != ServeConfig().draft:
         from slipstream.serve.drafters.registry import options_of
 
-        own = options_of(draft)
-    drafter = ("drafter", own)
+        drafter_options = options_of(draft)
+    drafter = ("drafter", drafter_options)
     return make_dataclass("ServeOptions", [drafter], bases=(ServeConfig,), frozen=True, kw_only=True)
 
 
 def find_draft(argv: Sequence[str]) -> str:
-    """The draft, read before the other options, since it decides which there are."""
+    """Reads the draft before the other options, since it decides which options there are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--draft")
     parser.add_argument("--config", action="append", default=[])
-    known, _ = parser.parse_known_args(argv)
+    values, _ = parser.parse_known_args(argv)
     draft = ServeConfig().draft
-    for name in known.config:
+    for name in values.config:
         draft = read_options(name).get("draft", draft)
         if not isinstance(draft, str):
             raise ValueError(f"draft in {name} is {draft!r}; it must be a checkpoint or the name of a drafter")
-    return known.draft or draft
+    return values.draft or draft
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ PROMPT_TAIL = 8  # tokens of a prompt with which its continuation is decoded
 
 
 class Decoder:
-    """Decodes with a transformers tokenizer, skipping special tokens. `markers`: what stands for some added tokens.
+    """Decodes with a transformers tokenizer, skipping special tokens. `markers`: texts that stand for added tokens.
 
     Of bytes that are no characters it keeps all complete characters, as byte-level tokenizers do: the decoder of
     byte-fallback tokenizers would drop all characters of a row of byte tokens that ends within one.
@@ -36,7 +36,7 @@ class Decoder:
         self._tokenizer = tokenizer
         self._markers = markers or {}
         is_plain = overrides_none(tokenizer, "decode", "_decode")
-        self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call; four times as fast
+        self._backend = tokenizer.backend_tokenizer if is_plain else None  # transformers calls it; 4 times as fast
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.silent_ids -= self._markers.keys()
         self._byte_of = {} if self._backend is None else fallback_bytes(self._backend)
@@ -58,12 +58,12 @@ class Decoder:
         return "".join(pieces)
 
     def _after(self, last: int, tokens: list[int]) -> str:
-        """The text of tokens after the token `last`: some decoders drop a space at the beginning of a text."""
-        shown = [token for token in tokens if token not in self.silent_ids]
+        """Decodes tokens after the token `last`: some decoders drop a space at the beginning of a text."""
+        visible = [token for token in tokens if token not in self.silent_ids]
         before = self._decode_all([last])
-        text = self._decode_all([last, *shown])
+        text = self._decode_all([last, *visible])
         is_whole = text.startswith(before) and INCOMPLETE not in text[len(before) :]
-        return text[len(before) :] if is_whole else self._decode(shown)
+        return text[len(before) :] if is_whole else self._decode(visible)
 
     def _decode_all(self, tokens: list[int]) -> str:
         if self._backend is not None:
@@ -77,7 +77,7 @@ class Decoder:
         return self._mended(tokens) if self._byte_of and INCOMPLETE in text else text
 
     def _mended(self, tokens: list[int]) -> str:
-        """The text of tokens of which some spell bytes that are no characters."""
+        """Decodes tokens of which some spell bytes that are no characters."""
         visible = [token for token in tokens if token not in self.silent_ids]
         pieces = list[str]()
         plain = list[int]()
@@ -108,12 +108,12 @@ class Decoder:
 
 def overrides_none(tokenizer: Any, public: str, private: str) -> bool:
     """Whether these methods are transformers' own, which hand over to the fast tokenizer behind them."""
-    own = [getattr(type(tokenizer), name, None) for name in (public, private)]
-    return [getattr(function, "__module__", None) for function in own] == TRANSFORMERS
+    methods = [getattr(type(tokenizer), name, None) for name in (public, private)]
+    return [getattr(function, "__module__", None) for function in methods] == TRANSFORMERS
 
 
 def fallback_bytes(backend: Any) -> dict[int, int]:
-    """The byte of each token that spells one, of a fast tokenizer whose decoder joins such tokens."""
+    """Maps the tokens that spell a byte to it, for a fast tokenizer whose decoder joins such tokens."""
     if backend.decoder is None or "ByteFallback" not in decoder_steps(json.loads(backend.decoder.__getstate__())):
         return {}
     ids = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
@@ -121,13 +121,13 @@ def fallback_bytes(backend: Any) -> dict[int, int]:
 
 
 def spellings(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word at the beginning of a text, and after a space."""
+    """Returns the token ids of each word at the beginning of a text, and after a space."""
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     return tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
 
 
 class TokenTexts:
-    """What single tokens stand for, as OpenAI's API tells of them."""
+    """Texts and bytes of single tokens, as OpenAI's API shows them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -137,14 +137,15 @@ class TokenTexts:
         steps = decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else {}
         self._byte_of: dict[str, int] = {}
         if "ByteLevel" in steps:
-            others = [byte for byte in range(256) if byte not in PRINTABLE_BYTES]
+            non_printable = [byte for byte in range(256) if byte not in PRINTABLE_BYTES]
             self._byte_of = {chr(byte): byte for byte in PRINTABLE_BYTES}
-            self._byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
+            self._byte_of |= {chr(256 + index): byte for index, byte in enumerate(non_printable)}
         self._falls_back = "ByteFallback" in steps
         self.bytes_of = lru_cache(maxsize=2**16)(self._bytes_of)
 
     def __call__(self, token: int) -> str:
-        """Its text, special tokens' included; of a part of a character "bytes:\\xe4\\xbd"; of an unused id nothing."""
+        """Returns the token's text, also of a special token; "bytes:\\xe4\\xbd" for a part of a character; "" for an
+        unused id."""
         spelling = self.bytes_of(token)
         try:
             return spelling.decode()
@@ -165,23 +166,24 @@ class TokenTexts:
         return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
 
     def starts(self, tokens: Sequence[int], text: str) -> list[int]:
-        """How many characters of `text`, which the tokens encode, precede each; special tokens may not be in it."""
+        """Returns how many characters of `text`, which the tokens encode, precede each token. The text may lack special
+        tokens."""
         pieces = [self.bytes_of(token) for token in tokens]
         if b"".join(pieces) != text.encode():
             pieces = [b"" if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True)]
-        # Some tokenizers begin a text with a space of their own.
+        # Some tokenizers add a space at the beginning of a text.
         is_longer = b"".join(pieces).startswith(b" ") and b"".join(pieces) != text.encode()
-        found = list[int]()
+        starts = list[int]()
         position = -int(is_longer)
         decoder = getincrementaldecoder("utf-8")("ignore")
         for piece in pieces:
-            found.append(min(max(position, 0), len(text)))
+            starts.append(min(max(position, 0), len(text)))
             position += len(decoder.decode(piece))
-        return found
+        return starts
 
 
 def decoder_steps(decoder: dict[str, Any]) -> set[str]:
-    """The kinds of steps of a fast tokenizer's decoder."""
+    """Returns the kinds of steps of a fast tokenizer's decoder."""
     return {decoder["type"]}.union(*(decoder_steps(step) for step in decoder.get("decoders", [])))
 
 
@@ -189,8 +191,8 @@ class TextStream:
     """The text of one request. Holds back incomplete characters and text that may begin a stop string.
 
     A token's text can depend on the token before it (leading spaces, bytes of one character), so each token is decoded
-    together with the tokens of the previous piece; the new text is what that adds. The first piece is decoded with the
-    end of the prompt, if the text continues one.
+    together with the tokens of the previous piece, whose text is then cut off. The first piece is decoded with the end
+    of the prompt, if the text continues one.
     """
 
     def __init__(
@@ -203,8 +205,8 @@ class TextStream:
         prompt: Sequence[int] = (),
     ) -> None:
         """`watched=False`: text is needed at the end only; without stop strings it is then decoded once. The text of
-        the first `min_tokens` tokens is not searched for stop strings. `prompt`: what the text continues; without one,
-        it begins as the decoder begins a text."""
+        the first `min_tokens` tokens is not searched for stop strings. `prompt`: tokens that the text continues;
+        without them, it begins as the decoder begins a text."""
         self._decoder = decoder
         self._min_tokens = min_tokens
         self._stop = tuple(stop)
@@ -225,7 +227,8 @@ class TextStream:
         self._is_over = False
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
-        """New text; all of it with a `finish_reason`. With "stop" the last token is a stop id, which has no text."""
+        """Adds tokens and returns the new text; all of it with a `finish_reason`. With "stop" the last token is a stop
+        id, which has no text."""
         if tokens:  # the Output of an abort has none, since no pass made it
             self._push_sizes.append(len(tokens))
         if self.stopped:
@@ -241,9 +244,9 @@ class TextStream:
         return len(self.starts) if self._is_over and not self.stopped else bisect_left(self.starts, self.num_returned)
 
     def _push(self, tokens: list[int], finish_reason: FinishReason | None) -> str:
-        shown = tokens[:-1] if finish_reason == "stop" else tokens
+        visible = tokens[:-1] if finish_reason == "stop" else tokens
         pieces = []
-        for token in shown:
+        for token in visible:
             self.num_tokens += 1
             self.starts.append(self._num_decoded)
             piece = self._decode(token)
@@ -251,13 +254,13 @@ class TextStream:
             pieces.append(self._release(piece))
             if self.stopped:
                 return "".join(pieces)
-        self.num_tokens += len(tokens) - len(shown)
+        self.num_tokens += len(tokens) - len(visible)
         if finish_reason is not None:
             pieces.append(self._release(self._decoder(self._window)[len(self._shown) :], final=True))
         return "".join(pieces)
 
     def _decode(self, token: int) -> str:
-        """The text that `token` completes."""
+        """Returns the text that `token` completes."""
         if not self._is_piecewise:
             self._window.append(token)
             return ""
@@ -279,8 +282,8 @@ class TextStream:
         return piece
 
     def _complete_part(self, text: str) -> str:
-        """New text but for its last character. As many tokens stay in the window as a character has bytes: from any
-        byte on, UTF-8 is read as from the beginning within that."""
+        """Returns the new text but for its last character. As many tokens stay in the window as a character has bytes:
+        within so many bytes a UTF-8 decoder that starts anywhere is in step again."""
         piece = text[len(self._shown) : -1]
         del self._window[:-MOST_BYTES]
         self._num_shown = 1
@@ -288,21 +291,21 @@ class TextStream:
         return piece
 
     def _release(self, piece: str, final: bool = False) -> str:
-        """Appends `piece` to the pending text and returns what cannot begin a stop string."""
+        """Appends `piece` to the pending text and returns the part that cannot begin a stop string."""
         if not self._stop or not (piece or final) or self.num_tokens <= self._min_tokens:
             return piece
         text = self._pending + piece
-        found = find_stop(text, self._stop)
-        if found is not None:
+        stop_start = find_stop(text, self._stop)
+        if stop_start is not None:
             self.stopped = True
             self._pending = ""
-            return text[:found]
-        held = 0 if final else longest_beginning(text, self._stop)
-        self._pending = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[:stop_start]
+        num_held = 0 if final else longest_beginning(text, self._stop)
+        self._pending = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def cut(self, stats: RequestStats) -> RequestStats:
-        """The engine's counts without what it generated after the stop string.
+        """Returns the engine's counts without the tokens that it generated after the stop string.
 
         Accepted tokens and rounds are exact. Drafted tokens are scaled by the rounds, and at least as many as accepted,
         since rounds may draft different numbers of tokens.
@@ -333,13 +336,13 @@ class TextStream:
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop string that ends first in `text` begins; of several, the longest."""
-    found = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
-    return min(found)[1] if found else None
+    """Returns where the stop string that ends first in `text` begins; of several, the longest."""
+    matches = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
+    return min(matches)[1] if matches else None
 
 
 def longest_beginning(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a prefix of a stop string."""
+    """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
     for length in range(min(max(map(len, stop)) - 1, len(text)), 0, -1):
         tail = text[-length:]
         if any(string.startswith(tail) for string in stop):

@@ -1,7 +1,7 @@
-"""`serve --dry-run`: what a server of these options would need, from config files; loads no weights. Layers of a target
-are counted as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
+"""`serve --dry-run`: estimates the memory and start-up time of a server from config files; loads no weights. Counts the
+layers of a target as quantised where the checkpoint's config lists them; the server goes by the files' tensors.
 
-Bytes of weights, of KV and of request state are counted. What passes and graphs take is estimated, since the engine
+Bytes of weights, of KV and of request state are counted. Memory of passes and graphs is estimated, since the engine
 measures it when it starts.
 """
 
@@ -40,8 +40,8 @@ from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
 from slipstream.serve.runner.request_state import RequestState
 
 GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
-USUAL_NODES = 8  # that a draft proposes, where its options do not say
-LOGITS_BYTES = 8  # per row with logits and token: logits and what sampling keeps of them
+USUAL_NODES = 8  # nodes that a draft proposes, where its options do not say
+LOGITS_BYTES = 8  # per row with logits and token: logits and sampling's copy of them
 # Seconds of a start on a server, with kernels compiled by an earlier one (docs/log/2026-11-23.md, "Start-up").
 START_S = 5.0
 CAPTURE_S = 0.03
@@ -76,13 +76,13 @@ class DryRun:
         layers = tuple(layer.attention for layer in self.model.layers)
         if config.kv_cache_dtype == "fp8":
             check_fp8_cache(layers, torch.device("cpu"))
-        own = cache_dtype(config.kv_cache_dtype, dtype)
-        self.networks = [read_target(name, path, self.model, dtype, own, config.quantization)]
+        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        self.networks = [read_target(name, path, self.model, dtype, kv_dtype, config.quantization)]
         if is_checkpoint(config.draft):
-            own = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
+            kv_dtype = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
             choices = Choices.of(SimpleNamespace(**config.drafter))
             window = config.drafter.get("window")
-            self.networks.append(read_draft(config.draft, self.model, dtype, own, choices, window))
+            self.networks.append(read_draft(config.draft, self.model, dtype, kv_dtype, choices, window))
         self.longest = pick_max_model_len(config.max_model_len, self.model)
         self.windows = find_windows(chain(*(network.layers for network in self.networks)), self.longest)
         self.most_nodes = FORCED_NODES if config.grammar_drafts else USUAL_NODES
@@ -93,16 +93,24 @@ class DryRun:
         return sum(network.weights for network in self.networks)
 
     def kv_bytes(self) -> list[int]:
-        """Of a token, by group of layers."""
+        """Returns bytes of KV per token, by group of layers."""
         return page_bytes([(network.layers, network.kv_dtype) for network in self.networks], self.windows, 1)
 
     def state_bytes(self) -> int:
-        """Of request slots: page tables, sampling, penalties, masks."""
+        """Returns bytes of request slots: page tables, sampling, penalties, masks."""
         config = self.config
         size = self.config.page_size
         pages = -(-(self.longest + 2 * self.most_nodes) // size)
-        sizes = config.max_running, pages, size, self.most_nodes, torch.device("cpu"), self.model.vocab_size
-        return RequestState(*sizes, len(self.windows)).nbytes
+        state = RequestState(
+            num_slots=config.max_running,
+            num_pages=pages,
+            page_size=size,
+            width=self.most_nodes,
+            device=torch.device("cpu"),
+            vocab_size=self.model.vocab_size,
+            num_groups=len(self.windows),
+        )
+        return state.nbytes
 
     def num_graphs(self) -> int:
         config = self.config
@@ -115,7 +123,8 @@ class DryRun:
         return 3 * (len(nodes) + heads) + 2 * drafts  # a pass that may be masked is two
 
     def pass_bytes(self) -> int:
-        """Of the largest pass's activations and logits, of a 4-bit layer that it dequantises, and of graphs."""
+        """Returns bytes of the largest pass's activations and logits, of a 4-bit layer that it dequantises, and of
+        graphs."""
         config = self.config
         model = self.model
         item = self.networks[0].dtype.itemsize
@@ -126,7 +135,7 @@ class DryRun:
         return activations + self.networks[0].dequantized + 2 * logits + GRAPH_BYTES * self.num_graphs()
 
     def cache_tokens(self, total: float) -> int:
-        """Tokens that the KV cache holds on a GPU of so many bytes; negative where even the rest does not fit."""
+        """Returns tokens that fit the KV cache on a GPU of `total` bytes; negative if even the rest does not fit."""
         config = self.config
         sizes = self.kv_bytes()
         free = config.mem_fraction * total - self.weights - self.state_bytes() - self.pass_bytes()
@@ -137,7 +146,7 @@ class DryRun:
         return int(free // max(sizes[0], 1))
 
     def start_seconds(self) -> tuple[float, float]:
-        """Of a later start with weights in the page cache, and of the first one from a disk."""
+        """Returns the seconds of a later start with weights in the page cache, and of the first one from a disk."""
         slow, fast = (sum(network.read for network in self.networks) / 1e9 / speed for speed in DISK_GBS)
         rest = START_S + CAPTURE_S * self.num_graphs()
         return rest + fast, rest + slow + COMPILE_S
@@ -150,17 +159,17 @@ class DryRun:
 
 
 def wide_activations(spec: Any) -> int:
-    """Numbers of a row of a layer's widest products."""
+    """Returns how many numbers a row has in a layer's widest products."""
     attention = spec.attention
     heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     return heads + 3 * int(spec.mlp.intermediate_size)
 
 
 def read_target(
-    name: str, path: Path, spec: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, asked: str | None
+    name: str, path: Path, spec: TargetSpec, dtype: torch.dtype, kv_dtype: torch.dtype, quantization: str | None
 ) -> Network:
-    """`asked`: the format into which the server would quantise the weights."""
-    size = target_size(path, spec, dtype, asked)
+    """Reads sizes of the target. `quantization`: the format into which the server would quantise the weights."""
+    size = target_size(path, spec, dtype, quantization)
     layers = tuple(layer.attention for layer in spec.layers)
     format = None if size.quantization is None else size.quantization.name
     return Network(
@@ -169,7 +178,7 @@ def read_target(
 
 
 def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
-    """Of KV, by kv_cache_dtype and what the network computes in."""
+    """Returns the dtype of KV, by kv_cache_dtype and the dtype in which the network computes."""
     return E4M3 if option == "fp8" else dtype
 
 
@@ -196,32 +205,32 @@ def read_draft(
 
 
 def report(config: ServeConfig) -> str:
-    """Lines to print."""
+    """Returns the lines to print."""
     run = DryRun(config)
     return "\n".join([*_networks(run), *_kv(run.windows, run.kv_bytes()), "", *_gpus(run), "", *_start(run)])
 
 
 def _networks(run: DryRun) -> Iterator[str]:
-    for role, one in zip(("target", "draft"), run.networks, strict=False):
-        kind = str(one.dtype).removeprefix("torch.")
-        kind += ", KV in FP8" if one.kv_dtype != one.dtype else ""
-        layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
-        kind = kind if one.format is None else f"{one.format}, {kind}"
-        yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
+    for role, network in zip(("target", "draft"), run.networks, strict=False):
+        kind = str(network.dtype).removeprefix("torch.")
+        kind += ", KV in FP8" if network.kv_dtype != network.dtype else ""
+        layers = "1 layer" if len(network.layers) == 1 else f"{len(network.layers)} layers"
+        kind = kind if network.format is None else f"{network.format}, {kind}"
+        yield f"{role}: {network.name} ({network.kind}, {layers}, {kind}), weights {gigabytes(network.weights)}"
     if len(run.networks) == 1:
         yield f"draft: {run.config.draft}"
     slots = run.config.max_running
     yield f"{slots} request slots: {gigabytes(run.state_bytes())} for page tables, sampling, penalties and masks"
-    own = run.networks[0].dequantized
-    dequantized = f", {gigabytes(own)} of it for a 4-bit layer in 16 bits, for many rows" if own else ""
-    yield f"passes and {run.num_graphs()} CUDA graphs: about {gigabytes(run.pass_bytes())}{dequantized}"
+    size = run.networks[0].dequantized
+    share = f", {gigabytes(size)} of it for a 4-bit layer in 16 bits, for many rows" if size else ""
+    yield f"passes and {run.num_graphs()} CUDA graphs: about {gigabytes(run.pass_bytes())}{share}"
 
 
 def _kv(windows: Windows, sizes: Sequence[int]) -> Iterator[str]:
     for window, size in zip(windows, sizes, strict=True):
         if size:
-            kept = "of layers that see all tokens" if window is None else f"of layers that see the last {window}"
-            yield f"KV cache, {kept}: {size:,} bytes a token"
+            layers = "of layers that see all tokens" if window is None else f"of layers that see the last {window}"
+            yield f"KV cache, {layers}: {size:,} bytes a token"
 
 
 def _gpus(run: DryRun) -> Iterator[str]:

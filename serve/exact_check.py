@@ -56,16 +56,16 @@ class ExactCheckConfig:
         """Raises ValueError for a checkpoint that does not exist, and if none names the target."""
         check_checkpoints(self.target, self.draft)
 
-    def options(self, draft: str, **own: Any) -> EngineConfig:
+    def options(self, draft: str, **overrides: Any) -> EngineConfig:
         target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
         drafter = self.drafter if draft != "none" else {}
         defaults = {"max_running": 64, "max_model_len": self.longest_prompt + self.output_len, "exact": True}
-        return EngineConfig(target=target, draft=draft, drafter=drafter, **defaults | own | self.engine)
+        return EngineConfig(target=target, draft=draft, drafter=drafter, **defaults | overrides | self.engine)
 
 
 def check(config: ExactCheckConfig) -> int:
-    """Prints a table; the number of answers that differ."""
-    # Room for six of the longest requests: others are preempted.
+    """Prints a table and returns the number of answers that differ."""
+    # Room for six of the longest requests: the engine preempts the rest.
     small = {
         "max_running": 16,
         "kv_cache_tokens": 6 * (config.longest_prompt + config.output_len),
@@ -83,12 +83,12 @@ def check(config: ExactCheckConfig) -> int:
         with running(config.options(draft, **options)) as engine:
             requests = make_requests(config, engine.info.vocab_size)
             for level in levels:
-                found = answer(engine, requests, level, f"{name}, {level} at once")
-                expected = expected or found
-                wrong = [key for key in expected if found[key] != expected[key]]
-                first = min((first_difference(expected[key], found[key]) for key in wrong), default=None)
-                where = "" if first is None else f"token {first}"
-                print(f"| {name} | {level} | {len(found) - len(wrong)} of {len(found)} | {where} |", flush=True)
+                answers = answer(engine, requests, level, f"{name}, {level} at once")
+                expected = expected or answers
+                wrong = [key for key in expected if answers[key] != expected[key]]
+                first = min((first_difference(expected[key], answers[key]) for key in wrong), default=None)
+                place = "" if first is None else f"token {first}"
+                print(f"| {name} | {level} | {len(answers) - len(wrong)} of {len(answers)} | {place} |", flush=True)
                 differing += len(wrong)
     return differing
 
@@ -144,9 +144,9 @@ def answer(engine: "Engine", requests: Sequence[Request], level: int, name: str)
     return answers
 
 
-def first_difference(expected: Sequence[int], found: Sequence[int]) -> int:
-    pairs = zip(expected, found, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+def first_difference(expected: Sequence[int], tokens: Sequence[int]) -> int:
+    pairs = zip(expected, tokens, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
 
 
 def check_and_report(config: ExactCheckConfig) -> None:

@@ -57,7 +57,7 @@ class Generation:
 
 
 class Answer:
-    """What a request has yielded so far. `form`: how it is read; `num_spec_tokens`: most tokens that a round drafts."""
+    """Collects the Outputs of a request. `form`: how to read it; `num_spec_tokens`: most that a round drafts."""
 
     def __init__(self, request: Request, form: AnswerFormat, stop: Sequence[str], num_spec_tokens: int) -> None:
         self.request = request
@@ -82,23 +82,32 @@ class Answer:
             self._prompt_logprobs = output.prompt_logprobs
 
     def generation(self, ended: Output) -> Generation:
-        """`ended`: the last output."""
+        """Builds the answer. `ended`: the request's last output."""
         assert ended.stats is not None
         assert ended.finish_reason is not None
         reason: FinishReason = "stop" if self.text.stopped else ended.finish_reason
         stats = self.text.cut(replace(ended.stats))
         count = self.text.num_tokens
-        whole = "".join(self._pieces)
+        text = "".join(self._pieces)
         form = self._form
-        content = [TextPiece("content", whole, 0, len(whole))]
-        parts = Parts([*content]) if form.parser is None else form.parser().feed(whole, final=True)
+        content = [TextPiece("content", text, 0, len(text))]
+        parts = Parts([*content]) if form.parser is None else form.parser().feed(text, final=True)
         calls = tuple(parts.calls)
-        told = "tool_calls" if calls and reason == "stop" else reason
-        answer = self._tokens[:count], parts.content, told, stats, self.request.seed, ended.error
-        logprobs = None if self.request.params.logprobs is None else Logprobs.join(self._logprobs)[:count]
-        metrics = {"speculative_decoding": stats.speculative_decoding(self._num_spec_tokens)}
-        trace = self._trace[:count] if self.request.params.wants_trace else None
-        return Generation(*answer, logprobs, self._prompt_logprobs, parts.reasoning, calls, metrics, trace)
+        params = self.request.params
+        return Generation(
+            tokens=self._tokens[:count],
+            text=parts.content,
+            finish_reason="tool_calls" if calls and reason == "stop" else reason,
+            stats=stats,
+            seed=self.request.seed,
+            error=ended.error,
+            logprobs=None if params.logprobs is None else Logprobs.join(self._logprobs)[:count],
+            prompt_logprobs=self._prompt_logprobs,
+            reasoning=parts.reasoning,
+            tool_calls=calls,
+            metrics={"speculative_decoding": stats.speculative_decoding(self._num_spec_tokens)},
+            trace=self._trace[:count] if params.wants_trace else None,
+        )
 
 
 class LLM:
@@ -128,7 +137,7 @@ class LLM:
         bad_words: str | Sequence[str] = (),
         progress: bool = False,
     ) -> list[Generation]:
-        """Answers in the order of the prompts, which are texts (tokenised without a template) or token ids.
+        """Answers prompts, in their order; they are texts (tokenised without a template) or token ids.
 
         An answer ends before the first of the texts `stop`, and contains none of `bad_words` as the tokenizer spells
         them, with a space before them and without.
@@ -140,8 +149,11 @@ class LLM:
         """
         check_prompts(prompts)
         tokens = [self.encode(prompt) for prompt in prompts]
-        free = [AnswerFormat(self._decoder, one.grammar, continues=True) for one in params_of(prompts, params)]
-        return self._generate(tokens, params, free, stop, bad_words, progress)
+        formats = [
+            AnswerFormat(self._decoder, prompt_params.grammar, continues=True)
+            for prompt_params in params_of(prompts, params)
+        ]
+        return self._generate(tokens, params, formats, stop, bad_words, progress)
 
     def chat(
         self,
@@ -156,19 +168,19 @@ class LLM:
         bad_words: str | Sequence[str] = (),
         progress: bool = False,
     ) -> list[Generation]:
-        """The next answer of one conversation, a list of messages, or of several, through the target's chat template.
+        """Answers one conversation, a list of messages, or several, through the target's chat template.
 
         `tools`, `tool_choice` and `parallel_tool_calls` are OpenAI's; the other arguments are those of `generate`.
         Each answer has its reasoning and calls beside its `text`, where the target has forms of them. Raises ValueError
-        for what cannot be served, before anything is generated.
+        for a conversation that cannot be served, before anything is generated.
         """
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         several: Sequence[Any] = [conversations] if is_one else conversations
         choice = read_choice(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
         prompts = [self._chat_prompt(messages, choice, chat_template_kwargs or {}) for messages in several]
         formats = [
-            self._chat.answer(choice, prompt, one.grammar)
-            for prompt, one in zip(prompts, params_of(prompts, params), strict=True)
+            self._chat.answer(choice, prompt, prompt_params.grammar)
+            for prompt, prompt_params in zip(prompts, params_of(prompts, params), strict=True)
         ]
         return self._generate(prompts, params, formats, stop, bad_words, progress)
 
@@ -188,14 +200,14 @@ class LLM:
         bad_words: str | Sequence[str],
         progress: bool,
     ) -> list[Generation]:
-        """`formats`: how the answer of each prompt is read."""
+        """Answers token ids. `formats` say how to read the answer of each prompt."""
         stop = check_texts("stop", stop)
         words = check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
-        answers = [
-            self._begin(str(index), prompt, replace(one, bad_words=one.bad_words + bad_tokens), form, stop)
-            for index, (prompt, one, form) in enumerate(zip(prompts, params_of(prompts, params), formats, strict=True))
-        ]
+        answers: list[Answer] = []
+        for prompt, prompt_params, form in zip(prompts, params_of(prompts, params), formats, strict=True):
+            all_params = replace(prompt_params, bad_words=prompt_params.bad_words + bad_tokens)
+            answers.append(self._begin(str(len(answers)), prompt, all_params, form, stop))
         done: dict[int, Generation] = {}
         bar = tqdm(total=len(answers), unit="answer", disable=not progress)
         with bar, closing(self.stream(answer.request for answer in answers)) as outputs:
@@ -227,9 +239,9 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """An answer that has not begun, for programs that step `engine` themselves: they give it `answer.request` and
-        the answer its Outputs, whose `request_id` is `name`. The prompt is a text, token ids or messages. Raises
-        ValueError for what cannot be served."""
+        """Returns an answer that has not begun, for programs that step `engine` themselves: they give the engine
+        `answer.request` and the answer its Outputs, whose `request_id` is `name`. The prompt is a text, token ids or
+        messages. Raises ValueError for one that cannot be served."""
         if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping):
             tokens = self.encode(prompt)  # type: ignore[arg-type]
             return self._begin(name, tokens, params, AnswerFormat(self._decoder, params.grammar, continues=True), ())
@@ -238,8 +250,8 @@ class LLM:
         return self._begin(name, tokens, params, self._chat.answer(choice, tokens, params.grammar), ())
 
     def close(self) -> None:
-        """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards. Raises OSError
-        where that cannot be saved, and ValueError where another process is writing the file."""
+        """Ends the engine and lets its drafter save its state. Do not use the LLM afterwards. Raises OSError where the
+        file cannot be written, and ValueError where another process is writing it."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -302,7 +314,7 @@ def check_texts(name: str, texts: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
-    """The params of each prompt. Raises ValueError unless there is one for all or one per prompt."""
+    """Returns the params of each prompt. Raises ValueError unless there is one for all or one per prompt."""
     if isinstance(params, SamplingParams):
         if params.seed is None:
             return [params] * len(prompts)
@@ -310,10 +322,10 @@ def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[Sampling
     remedy = "give SamplingParams, one for all or one per prompt"
     if isinstance(params, str | Mapping) or not isinstance(params, Collection):
         raise ValueError(f"params is {quote(params)}; {remedy}")
-    each = list(params)
-    for index, one in enumerate(each):
-        if not isinstance(one, SamplingParams):
-            raise ValueError(f"params[{index}] is {quote(one)}; {remedy}")
-    if len(each) != len(prompts):
-        raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
-    return each
+    entries = list(params)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, SamplingParams):
+            raise ValueError(f"params[{index}] is {quote(entry)}; {remedy}")
+    if len(entries) != len(prompts):
+        raise ValueError(f"params has {len(entries)} entries for {len(prompts)} prompts; give one, or one per prompt")
+    return entries

@@ -68,7 +68,7 @@ class Answer:
             self.drafted_tokens = speculation.get("num_draft_tokens", 0)
 
     def _add_sglang(self, meta: dict[str, Any]) -> None:
-        """What SGLang tells of an answer where a request has `return_meta_info`."""
+        """Adds the counts that SGLang sends for a request with `return_meta_info`."""
         if meta.get("spec_verify_ct"):
             histogram = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
             accepted = sum(count * rounds for count, rounds in enumerate(histogram)) if histogram else None
@@ -76,9 +76,9 @@ class Answer:
             self.drafted_tokens = meta.get("spec_num_proposed_drafts") or meta.get("spec_draft_token_num") or 0
 
     def _add_rounds(self, rounds: int, accepted: int | None, histogram: Sequence[int]) -> None:
-        """`histogram`: rounds by how many drafted tokens they accepted. The prompt's pass gives the first token. The
-        smaller number is right, since a round that ends the answer may emit no token of its own, and vLLM does not
-        count rounds that verified nothing."""
+        """Adds counts of rounds. `histogram`: rounds by how many drafted tokens they accepted. The prompt's pass gives
+        the first token. The smaller number is right, since a round that ends the answer may emit only drafted tokens,
+        and vLLM does not count rounds that verified nothing."""
         after_first = self.completion_tokens - 1 if self.completion_tokens else rounds + (accepted or 0)
         self.rounds = rounds
         self.decoded_tokens = after_first if accepted is None else min(after_first, rounds + accepted)
@@ -120,7 +120,7 @@ class LoadResult:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per round, over all rounds; None if the server does not report it."""
+        """Tokens per round, over all rounds; None if the server does not report rounds."""
         return self.decoded_tokens / self.rounds if self.rounds else None
 
     @property
@@ -134,7 +134,7 @@ class LoadResult:
         return [count / self.rounds for count in counts]
 
     def summary(self) -> dict[str, Any]:
-        """Figures for tables and files; times in seconds, None if not measured."""
+        """Returns figures for tables and files; times in seconds, None if not measured."""
         streams = [answer.arrivals_s for answer in self.completed if answer.arrivals_s]
         gaps = [later - earlier for times in streams for earlier, later in zip(times, times[1:], strict=False)]
         return {
@@ -157,7 +157,7 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """The smallest value that is at least as large as so many percent of the values; None without values."""
+    """Returns the smallest value that is at least as large as so many percent of the values; None without values."""
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)] if values else None
 
 
@@ -205,7 +205,7 @@ class Client:
             ) from error
 
     async def read(self, path: str) -> str | None:
-        """The text at `path`; None if the server has none there."""
+        """Returns the text at `path`; None if the server has none there."""
         try:
             async with self._session.get(self.root + path, raise_for_status=True) as response:
                 return await response.text()
@@ -213,8 +213,8 @@ class Client:
             return None
 
     async def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
-        """The answer to one prompt. `fields` are the others of the request; with `stream`, the answer has `arrivals_s`.
-        A failed request gives an Answer with `error`."""
+        """Sends one prompt and returns its answer. `fields`: further fields of the request; with `stream`, the answer
+        has `arrivals_s`. A failed request gives an Answer with `error`."""
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         body = {"model": self.model, **fields, "messages" if is_chat else "prompt": prompt}
@@ -245,18 +245,18 @@ def run_load(
     concurrency: int = 1,
     num_warmup: int = 0,
     stream: bool = False,
-    each: Sequence[Mapping[str, Any]] = (),
+    prompt_fields: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> LoadResult:
     """Sends every prompt once, `concurrency` at a time. `base_url` may end with /v1.
 
-    `fields` are sent in every request: max_tokens, temperature, ... `each` has further fields, one mapping per prompt.
-    A failed request gives an Answer with `error`. Raises ValueError if no server answers.
+    `fields` are sent in every request: max_tokens, temperature, ... `prompt_fields` has further ones, a mapping per
+    prompt. A failed request gives an Answer with `error`. Raises ValueError if no server answers.
     """
     if stream:
         fields["stream"] = True
-    own = [{**fields, **extra} for extra in each or [{}] * len(prompts)]
-    tasks = list(zip(prompts, own, strict=True))
+    task_fields = [{**fields, **extra} for extra in prompt_fields or [{}] * len(prompts)]
+    tasks = list(zip(prompts, task_fields, strict=True))
 
     async def run() -> LoadResult:
         async with Client(base_url, connections=concurrency, model=model) as client:
@@ -267,7 +267,7 @@ def run_load(
 
 
 def read_levels(concurrency: str) -> list[int]:
-    """The option "1,8,32" of load programs. Raises ValueError for anything but positive numbers."""
+    """Reads the option "1,8,32" of load programs. Raises ValueError for anything but positive numbers."""
     levels = concurrency.split(",")
     if not all(level.strip().isdigit() and int(level) > 0 for level in levels):
         raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")

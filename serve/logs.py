@@ -31,8 +31,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogHandler(logging.StreamHandler[Any]):
-    """Writes to whatever stderr is. What cannot be written (a full disk, a closed pipe) is counted in `num_lost`, and
-    the next line that can be written says how many there were."""
+    """Writes to stderr. Counts lines that cannot be written (a full disk, a closed pipe) in `num_lost`; the next line
+    that can be written says how many there were."""
 
     num_lost = 0
 
@@ -59,12 +59,11 @@ class LogHandler(logging.StreamHandler[Any]):
 
 
 def configure(log_format: str, *, level: int = logging.WARNING) -> LogHandler:
-    """Makes the root logger of this process write so. `level`: of the package's own loggers; JSON lines begin at
-    INFO."""
+    """Sets the format of the root logger. `level`: that of the package's loggers; INFO with JSON lines."""
     handler = LogHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter("%(message)s"))
     root = logging.getLogger()
-    for old in [one for one in root.handlers if isinstance(one, LogHandler)]:
+    for old in [old for old in root.handlers if isinstance(old, LogHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
     if log_format == "json":
@@ -83,7 +82,7 @@ def say(text: str) -> None:
 
 
 def report(error: str, log_format: str) -> None:
-    """Why the server ends."""
+    """Reports the error that ends the server."""
     if log_format == "json":
         logging.getLogger(__name__).error(error)
         return

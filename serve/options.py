@@ -244,7 +244,7 @@ def check_positive(name: str, value: float | None) -> None:
 
 
 def parse_objective(objective: str) -> float | None:
-    """The milliseconds of itl=...ms; None for throughput. Raises ValueError for anything else."""
+    """Returns the milliseconds of itl=...ms; None for throughput. Raises ValueError for anything else."""
     if objective == "throughput":
         return None
     match = re.fullmatch(r"itl=(\d+(?:\.\d+)?)ms", objective)
@@ -268,8 +268,8 @@ def check_checkpoints(target: str, draft: str) -> None:
 
 
 def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Path]:
-    """Name and folder of the target: `config.target`, else the target and revision that the draft names. `weights`:
-    fetch them from the hub, too."""
+    """Returns the name and folder of the target: `config.target`, else the target and revision that the draft names.
+    `weights`: fetch them from the hub, too."""
     from slipstream.models.files.checkpoint import named_target, read_json, resolve
 
     how: dict[str, bool] = {"trust_remote_code": config.trust_remote_code, "weights": weights}

@@ -21,7 +21,7 @@ SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles kee
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a request wants of speculative decoding, which changes none of its tokens."""
+    """Options of a request for speculative decoding, which changes none of its tokens."""
 
     enabled: bool = True
     """False: nothing is drafted for it."""
@@ -39,15 +39,15 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "
 
 
 class Grammar(NamedTuple):
-    """The only texts that an answer may be: JSON of a schema, any JSON object, what a regular expression matches as a
-    whole, one of a JSON list of texts, what xgrammar's EBNF derives from `root`, or what its structural tag allows.
+    """The only texts that an answer may be: JSON of a schema, any JSON object, full matches of a regular expression,
+    one of a JSON list of texts, texts that xgrammar's EBNF derives from `root`, or texts of its structural tag.
     `translate` in serve/grammar/grammars.py makes an "ast" of each of these: xgrammar's own form, read once for all."""
 
     kind: GrammarKind
     text: str = ""  # the schema, the list, the tag or the ast as JSON, the expression, or the grammar
 
     def digest(self) -> bytes:
-        """A short name of it, for tables: the text may have megabytes."""
+        """Returns a short key for tables, since the text may have megabytes."""
         text = f"{self.kind} {self.text}".encode(errors="surrogatepass")
         return hashlib.blake2b(text, digest_size=16).digest()
 
@@ -93,15 +93,16 @@ class SamplingParams:
     speculation: Speculation | Mapping[str, bool] = Speculation()  # kept as Speculation
 
     def __post_init__(self) -> None:
-        for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
+        for names, kind, kind_name in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kind) and not (name in OPTIONAL and value is None):
-                    raise ValueError(f"{name} is {quote(value)}; it must be {called}")
-        fewest, most = 1 if self.prompt_logprobs is None else 0, quote(self.max_tokens)
+                    raise ValueError(f"{name} is {quote(value)}; it must be {kind_name}")
+        fewest = 1 if self.prompt_logprobs is None else 0
+        max_tokens = quote(self.max_tokens)
         for name, valid, remedy in (
             ("max_tokens", self.max_tokens >= fewest, f"at least {fewest}"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {most}"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -143,7 +144,7 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises ValueError for a token id, of whatever field, that the vocabulary does not have."""
+        """Raises ValueError if a field has a token id that is not in the vocabulary."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", dict(self.logit_bias), vocab_size)
         check_token_ids("bad_words", chain(*self.bad_words), vocab_size)
@@ -155,12 +156,12 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """So drafts, which know nothing of that, may be accepted less often than those of other requests."""
+        """Whether fields change logits; drafts do not know that, so they may be accepted less often."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.grammar)
 
 
 def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    """The token ids of a field. Raises ValueError for what cannot be one."""
+    """Reads the token ids of a field. Raises ValueError for a value that cannot be one."""
     try:
         ids = tuple(values)
     except TypeError as error:
@@ -172,14 +173,14 @@ def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raises ValueError for an id that the vocabulary does not have."""
+    """Raises ValueError for an id that is not in the vocabulary."""
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ValueError(f"{name} has the token id {quote(wrong)}; it must be between 0 and {vocab_size - 1}")
 
 
 def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """The token ids, in order, and what is added to their logits. Raises ValueError."""
+    """Returns the token ids, sorted, with the numbers to add to their logits. Raises ValueError."""
     try:
         pairs = tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError) as error:
@@ -192,15 +193,15 @@ def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tup
 
 
 def token_sequences(words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """`bad_words`, each once. Raises ValueError."""
+    """Reads `bad_words`, each once. Raises ValueError."""
     try:
-        found = tuple(dict.fromkeys(tuple(word) for word in words))
+        sequences = tuple(dict.fromkeys(tuple(word) for word in words))
     except TypeError as error:
         raise ValueError(f"bad_words is {quote(words)}; it must be a list of lists of token ids") from error
-    for word in found:
+    for word in sequences:
         if not token_ids("bad_words", word):
             raise ValueError("bad_words has an empty list; leave it out")
-    return found
+    return sequences
 
 
 def read_speculation(value: Any) -> Speculation:
@@ -221,7 +222,7 @@ def draw_seed() -> int:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of prompt `index` of a call. The first has the call's own, so that it samples as it would alone."""
+    """Returns the seed of prompt `index` of a call. The first has the call's seed, so that it samples as if alone."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"prompt {seed}/{index}".encode(), digest_size=8).digest()
@@ -238,7 +239,7 @@ class Request:
     params: SamplingParams
     choice: int = 0  # index among `n`; hashed into the noise key
     namespace: str = ""  # cached prefixes are shared within a namespace only
-    client: str = ""  # whose it is; n-grams are shared between requests of one client and namespace, if not with all
+    client: str = ""  # its client; n-grams are shared between requests of one client and namespace, if not with all
     compiled_grammar: Any = field(default=None, repr=False, compare=False)  # the engine's, for as long as it runs
 
     def __post_init__(self) -> None:
@@ -280,10 +281,10 @@ class RequestStats:
         return sum(self.accepted_by_position)
 
     def speculative_decoding(self, num_spec_tokens: int) -> dict[str, Any] | None:
-        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round usually
+        """Returns vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round usually
         drafts, is 0 and nothing was drafted.
 
-        Every round is a step here, also one that verified no drafted token.
+        Every round counts as a step, also one that verified no drafted token.
         """
         if num_spec_tokens == 0 and not self.drafted_tokens:
             return None
@@ -368,7 +369,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end needs to know of a running engine."""
+    """Properties of a running engine that front ends read."""
 
     max_model_len: int
     vocab_size: int

@@ -34,7 +34,7 @@ def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, 
         assert answer.arrivals_s == sorted(answer.arrivals_s)
         assert all(0 < arrival <= answer.latency_s for arrival in answer.arrivals_s)
     url = server.url + "/v1/"  # as OpenAI's clients take it
-    uneven = run_load(url, prompts[:3], each=[{"max_tokens": length} for length in (3, 9, 5)], **options)
+    uneven = run_load(url, prompts[:3], prompt_fields=[{"max_tokens": length} for length in (3, 9, 5)], **options)
     assert [answer.completion_tokens for answer in uneven.answers] == [3, 9, 5]
 
 
