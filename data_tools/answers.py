@@ -32,8 +32,8 @@ class AnswerReader:
         """`ids`: without the end token."""
         form = self._form(prompt)
         text = form.decoder(list(ids))
-        whole = Parts([TextPiece("content", text, 0, len(text))])
-        parts = whole if form.parser is None else form.parser().feed(text, final=True)
+        content = Parts([TextPiece("content", text, 0, len(text))])
+        parts = content if form.parser is None else form.parser().feed(text, final=True)
         reasoning = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
         calls = {"tool_calls": [call_of(piece) for piece in parts.calls]} if parts.calls else {}
         return {"role": "assistant", "content": parts.content, **reasoning, **calls}
@@ -68,8 +68,8 @@ class Answers:
     def params_of(self, identity: str, room: int | None) -> SamplingParams:
         """The row's own seed, and at most `room` tokens."""
         assert self.params.seed is not None
-        most = self.params.max_tokens if room is None else min(room, self.params.max_tokens)
-        return replace(self.params, max_tokens=most, seed=row_seed(self.params.seed, identity))
+        max_tokens = self.params.max_tokens if room is None else min(room, self.params.max_tokens)
+        return replace(self.params, max_tokens=max_tokens, seed=row_seed(self.params.seed, identity))
 
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Message:
         """The message that the tokens of an answer, with or without an end token, are."""
@@ -115,7 +115,8 @@ class EngineAnswers(Answers):
             yield self._requests.popleft()
 
     def _take(self, output: Output) -> None:
-        identity, reason = output.request_id, output.finish_reason
+        identity = output.request_id
+        reason = output.finish_reason
         running = self._running[identity]
         running.tokens += output.tokens
         if reason in ("abort", "error"):

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def capture_states(config: CaptureConfig) -> None:
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    accelerator, output = Accelerator(cpu=on_cpu), Path(config.output)
+    accelerator = Accelerator(cpu=on_cpu)
+    output = Path(config.output)
     splits = load_splits(config)
     path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
     index, cuts = build_index(config, path, splits)
@@ -136,7 +137,8 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
             f"data {config.data} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the "
             f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
         )
-    form, size = choose_format(config, path), int(config.shard_gb * 1e9)
+    form = choose_format(config, path)
+    size = int(config.shard_gb * 1e9)
     shards = list[ShardRange]()
     cuts = dict[str, Cut]()
     for name, split in splits.items():
@@ -167,7 +169,8 @@ def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
     check_aux_layers(layers, num_layers)
     last_hidden = (config.last_hidden or "eagle3" in config.drafters) and num_layers not in layers
     if config.layout == "speculators":
-        layers, last_hidden = states_of_speculators(layers, num_layers), False
+        layers = states_of_speculators(layers, num_layers)
+        last_hidden = False
     return StateFormat(
         layers=layers,
         num_layers=num_layers,
@@ -182,12 +185,13 @@ def check_output(folder: StateFolder, output: Path, index: StateIndex) -> None:
     if not (output / INDEX).exists():
         folder.check_new()
         return
-    there, here = StateIndex.read(output).to_json(), index.to_json()
-    different = [name for name in here | there if name != "command" and there.get(name) != here.get(name)]
+    old = StateIndex.read(output).to_json()
+    new = index.to_json()
+    different = [name for name in new | old if name != "command" and old.get(name) != new.get(name)]
     if different:
         raise ValueError(
             f"output {output} holds states with another {', '.join(different)}; give the options they were captured "
-            f"with ({there['command']}), or name another folder"
+            f"with ({old['command']}), or name another folder"
         )
 
 
@@ -203,7 +207,8 @@ def check_room(output: Path, needed: int, layout: str) -> None:
 
 
 def describe(job: Job) -> None:
-    form, shards = job.index.form, [job.index.shards[number] for number in job.pending]
+    form = job.index.form
+    shards = [job.index.shards[number] for number in job.pending]
     print(f"Aux hidden states of {job.config.target} over {job.config.data}:")
     show_table(
         {
@@ -251,16 +256,16 @@ def confirm(config: CaptureConfig) -> None:
 def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool) -> None:
     """Writes one shard while the next is computed."""
     total = sum(job.index.shards[number].num_tokens for number in numbers)
-    written: Future[None] | None = None
+    write: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer, tqdm(total=total, unit="token", unit_scale=True, disable=not show) as bar:
         for number in numbers:
             span = job.index.shards[number]
             shard = capturer.capture(span, job.documents(span), bar.update)
-            if written is not None:
-                written.result()
-            written = writer.submit(job.folder.write, number, shard)
-        if written is not None:
-            written.result()
+            if write is not None:
+                write.result()
+            write = writer.submit(job.folder.write, number, shard)
+        if write is not None:
+            write.result()
 
 
 def verify_all(folder: StateFolder, output: Path, index: StateIndex) -> None:

@@ -93,7 +93,8 @@ def _conversation(columns: Mapping[str, Any], present: set[str], has_template: b
             return (_system(columns) + messages if isinstance(messages, list) else messages), column
     if not {"prompt", "completion"} <= present:
         return None
-    prompt, completion = columns["prompt"], columns["completion"]
+    prompt = columns["prompt"]
+    completion = columns["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion], "prompt + completion"
     if not has_template:
@@ -139,9 +140,9 @@ def _openai_form(entry: Any, field: str) -> Any:
     if not isinstance(entry, dict):
         return entry
     message = {key: value for key, value in entry.items() if key not in SHAREGPT}
-    for theirs, ours in SHAREGPT.items():
-        if message.get(ours) is None and theirs in entry:
-            message[ours] = entry[theirs]
+    for key, name in SHAREGPT.items():
+        if message.get(name) is None and key in entry:
+            message[name] = entry[key]
     role = message.get("role")
     if isinstance(role, str) and role not in ROLES:
         role = role.strip().lower()

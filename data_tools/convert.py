@@ -97,7 +97,7 @@ class Draft(NamedTuple):
 
 
 class TargetFiles(NamedTuple):
-    """What drafts need of their target."""
+    """The target's name, sizes and matrices that drafts need."""
 
     name: str
     config: TargetSpec
@@ -131,25 +131,26 @@ def convert(config: ConvertConfig) -> None:
     draft = read_draft(form, path, target, Choices.of(config))
     check_fields(from_speculators(values), form)
     check_fields(draft.values, form)
-    written = form.layouts[config.layout](draft, target)
+    converted = form.layouts[config.layout](draft, target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
     if Path(target.name).is_dir():
         provenance["target_path"] = str(Path(target.name).resolve())
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
-        write_checkpoint(folder, written.values, written.tensors, provenance)
+        write_checkpoint(folder, converted.values, converted.tensors, provenance)
     print(f"{config.output}: layout {config.layout}")
     if form.network is DFlash:
         print(f"  {convention_of(from_speculators(values), config.sample_from_anchor)}")
-    tensors = changes(read_draft_tensors(path), written.tensors)
-    show_table({"tensors": tensors, "fields": changes(values, written.values)})
-    if max(written.layers, default=0) >= target.config.num_layers - 1:
+    tensors = changes(read_draft_tensors(path), converted.tensors)
+    show_table({"tensors": tensors, "fields": changes(values, converted.values)})
+    if max(converted.layers, default=0) >= target.config.num_layers - 1:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
 
 
 def changes(before: Iterable[str], after: Iterable[str]) -> str:
-    old, new = set(before), set(after)
+    old = set(before)
+    new = set(after)
     return f"{len(new)}: {len(old & new)} of the {len(old)} that were read, {len(new - old)} under new names"
 
 
@@ -169,8 +170,8 @@ def check_fields(values: Mapping[str, Any], form: Form) -> None:
     """Raises ValueError for fields of a public config.json that no layout has a place for: what they say would be lost,
     or stand where no reader looks. Those that are off, null or empty say nothing."""
     nested = [values.get(name) or {} for name in ("eagle_config", "dflash_config")]
-    given = {name: value for fields in (values, *nested) for name, value in fields.items() if value not in OFF}
-    unknown = sorted(given.keys() - {*FIELDS, *form.fields})
+    present = {name: value for fields in (values, *nested) for name, value in fields.items() if value not in OFF}
+    unknown = sorted(present.keys() - {*FIELDS, *form.fields})
     if unknown:
         raise ValueError(
             f"the draft's config.json has {', '.join(unknown)}, which no layout here has a place for; take out what "
@@ -180,21 +181,23 @@ def check_fields(values: Mapping[str, Any], form: Form) -> None:
 
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
-    config, tensors = load_config(path), decoder_tensors(read_tensors(path))
+    config = load_config(path)
+    tensors = decoder_tensors(read_tensors(path))
     if config.tie_word_embeddings:
         drop_tied_head(tensors, path)
     keys = {EMBEDDING: EMBEDDING, HEAD: EMBEDDING if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - tensors.keys())
     if missing:
         raise ValueError(f"target {name} lacks {', '.join(missing)} in its *.safetensors files")
-    shared = {own: tensors[key] for own, key in keys.items()}
+    shared = {part: tensors[key] for part, key in keys.items()}
     return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
 
 
 def read_draft(form: Form, path: Path, target: TargetFiles, choices: Choices) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
     module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared, choices)
-    values, tensors = module.config.to_json(), public_tensors(module)
+    values = module.config.to_json()
+    tensors = public_tensors(module)
     dtype = str(dtype_of(tensors)).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
     layers = module.config.aux_layers if module.layers_field else ()
@@ -211,8 +214,9 @@ def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
 
 def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     """z-lab's files of DFLASH and DFlash 2, SpecForge's of DSpark, NVIDIA's of LiLiCorr; ours beside their fields."""
-    own, from_anchor = draft.values["dflash_config"], draft.values["sample_from_anchor"]
-    heads = heads_of(own)
+    fields = draft.values["dflash_config"]
+    from_anchor = draft.values["sample_from_anchor"]
+    heads = heads_of(fields)
     if "markov" in heads or "confidence" in heads:
         if not from_anchor:
             raise ValueError(
@@ -221,7 +225,7 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
             )
         if heads - {"markov", "confidence"} or "markov" not in heads:
             raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))}: use layout slipstream")
-        nested = {**own, "projector_type": "dspark", "attention_mode": "gqa"}
+        nested = {**fields, "projector_type": "dspark", "attention_mode": "gqa"}
         nested.setdefault("confidence_head_with_markov", "confidence" in heads)
         return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
     if from_anchor:
@@ -233,8 +237,8 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     return draft
 
 
-def heads_of(own: Mapping[str, Any]) -> set[str]:
-    """What a block draft has besides its layers, by the fields of its dflash_config."""
+def heads_of(values: Mapping[str, Any]) -> set[str]:
+    """Heads of a block draft, by the fields of its dflash_config."""
     fields = {
         "conv": "conv_kernel_size",
         "selector": "selector_rank",
@@ -242,13 +246,13 @@ def heads_of(own: Mapping[str, Any]) -> set[str]:
         "confidence": "enable_confidence_head",
         "scorer": "lilicorr_candidate_topk",
     }
-    return {head for head, field in fields.items() if own.get(field)}
+    return {head for head, field in fields.items() if values.get(field)}
 
 
 def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
     """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
-    own = dict(draft.values["dflash_config"])
-    heads = heads_of(own)
+    fields = dict(draft.values["dflash_config"])
+    heads = heads_of(fields)
     if heads - {"markov", "confidence"}:
         raise ValueError(f"DeepSpec has no draft with {', '.join(sorted(heads))}: use another layout")
     if not draft.values["sample_from_anchor"]:
@@ -262,7 +266,7 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
         "confidence_head_with_markov": "markov" in heads,
-        **own,
+        **fields,
     }
     values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
     dtype = dtype_of(draft.tensors)
@@ -272,23 +276,24 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
 
 def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
     """ModelOpt's files: heads' tensors without a prefix, and shift_label for the convention."""
-    own, from_anchor = draft.values["dflash_config"], draft.values["sample_from_anchor"]
-    heads = heads_of(own)
+    fields = draft.values["dflash_config"]
+    from_anchor = draft.values["sample_from_anchor"]
+    heads = heads_of(fields)
     if heads - {"markov", "confidence"}:
         raise ValueError(f"ModelOpt's files of {', '.join(sorted(heads))} are those of layout sglang: use it")
     if draft.values.get("draft_vocab_size"):
         raise ValueError(
             "this draft has a vocabulary of its own (draft_vocab_size); ModelOpt's drafts have the target's"
         )
-    nested = {name: value for name, value in own.items() if name != "enable_confidence_head"}
+    nested = {name: value for name, value in fields.items() if name != "enable_confidence_head"}
     nested |= {
         "projector_type": "dspark" if heads else "dflash",
         "causal": False,
         "shift_label": from_anchor,
         "use_confidence_head": "confidence" in heads,
     }
-    theirs = {ours: name for name, ours in HEAD_NAMES.items() if name != "logit_head."}
-    tensors = {_renamed(key, theirs): tensor for key, tensor in draft.tensors.items()}
+    names = {prefix: name for name, prefix in HEAD_NAMES.items() if name != "logit_head."}
+    tensors = {_renamed(key, names): tensor for key, tensor in draft.tensors.items()}
     values = {**draft.values, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
     return Draft(values, tensors, draft.layers)
 

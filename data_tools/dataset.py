@@ -20,7 +20,8 @@ from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import DATASET
 
-REPORT, ROWS = "report.json", "rows.arrow"
+REPORT = "report.json"
+ROWS = "rows.arrow"
 WRITE_ROWS = 1000
 SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.bool_()))])
 Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) bool
@@ -101,7 +102,8 @@ def write_dataset(
             for conversation in heldout_conversations or ():
                 writer.write(conversation)
         described = describe()
-        keys, numbers = np.array(writer.keys), np.array(writer.conversations, np.int64)
+        keys = np.array(writer.keys)
+        numbers = np.array(writer.conversations, np.int64)
         if heldout_conversations is None:
             splits, num_copies = split_rows(keys, numbers, heldout, seed)
         elif writer.rows == num_rows:

@@ -210,8 +210,8 @@ def check_written(
     """Raises RowDropped unless the template renders the last message as the text that the model wrote."""
     turn = read_turn(chat, messages, tools, end_ids, is_cut=answer.finish_reason == "length")
     rendered = _texts(chat, turn.ids[turn.start :], end_ids)
-    written = {answer.text} if answer.token_ids is None else _texts(chat, answer.token_ids, end_ids)
-    if rendered.isdisjoint(written):
+    texts = {answer.text} if answer.token_ids is None else _texts(chat, answer.token_ids, end_ids)
+    if rendered.isdisjoint(texts):
         raise RowDropped("answer_rewritten", "the template renders the answer otherwise than the model wrote it")
 
 

@@ -140,16 +140,16 @@ class EndpointAnswers(Answers):
             trust_env=True,
         ) as client:
 
-            async def work(worker: int, most: int | None = None) -> None:
-                while most is None or most > 0:
+            async def work(worker: int, count: int | None = None) -> None:
+                while count is None or count > 0:
                     dialogue = next(waiting, None)
                     if dialogue is None:
                         return
                     await self._answer(client, dialogue, worker)
-                    most = None if most is None else most - 1
+                    count = None if count is None else count - 1
 
             try:
-                await work(0, most=1)
+                await work(0, count=1)
                 await asyncio.gather(*(work(worker) for worker in range(self.concurrency)))
             finally:
                 self._settle_refused(are_final=self._has_answered)
@@ -215,7 +215,8 @@ class EndpointAnswers(Answers):
 
     async def _send(self, client: aiohttp.ClientSession, body: Mapping[str, Any], worker: int) -> Reply:
         """Retries go to the next endpoint."""
-        fault, pause = "", 0.0
+        fault = ""
+        pause = 0.0
         for attempt in range(self.retries + 1):
             await asyncio.sleep(pause)
             base = self.urls[(worker + attempt) % len(self.urls)]
@@ -227,7 +228,8 @@ class EndpointAnswers(Answers):
                 remedy = "raise --timeout, or lower --concurrency"
                 raise EndpointError(f"{base} sent nothing for {self.timeout:g} seconds; {remedy}") from error
             except TryAgainError as error:
-                fault, pause = str(error), max(pause, error.pause_s)
+                fault = str(error)
+                pause = max(pause, error.pause_s)
             except (aiohttp.ClientError, TimeoutError) as error:
                 fault = f"{base}: {type(error).__name__} {error}"
         raise EndpointError(f"{fault} (after {self.retries + 1} attempts)")
@@ -241,7 +243,9 @@ class EndpointAnswers(Answers):
             async with client.post(url, json={**body, **fields}, allow_redirects=False) as response:
                 if response.status == 200:
                     return await read_reply(url, response)
-                status, text, pause_s = response.status, await read_text(response), _retry_after(response)
+                status = response.status
+                text = await read_text(response)
+                pause_s = _retry_after(response)
             unknown = {name for name in fields if re.search(rf"\b{name}\b", text)} if status in (400, 422) else set()
             if not unknown:
                 break
@@ -336,8 +340,8 @@ def shared_model(urls: Iterable[str], model: str | None, api_key: str | None) ->
             continue
         model = model or next(iter(models))
         if model not in models:
-            shown = ", ".join(list(models)[:5])
-            raise ValueError(f"model {model!r} is not at endpoint {url}, which lists {shown}; name one that all list")
+            names = ", ".join(list(models)[:5])
+            raise ValueError(f"model {model!r} is not at endpoint {url}, which lists {names}; name one that all list")
         contexts += [context for context in (models[model],) if context]
     assert model is not None
     return model, min(contexts, default=None)

@@ -88,11 +88,11 @@ def check_files(config: FrequencyMapConfig) -> None:
         "fr_spec": (partial(is_listed, kind=list), "a frequency list of FR-Spec"),
         "plot": (is_coverage_plot, "a coverage curve that frequency-map drew"),
     }
-    named = {option: getattr(config, option) for option in kinds if getattr(config, option) is not None}
-    for option, name in named.items():
+    files = {option: getattr(config, option) for option in kinds if getattr(config, option) is not None}
+    for option, name in files.items():
         check_output_file(name, *kinds[option], inputs, overwrite=config.overwrite, option=option)
-    if len({Path(name).resolve() for name in named.values()}) < len(named):
-        raise ValueError(f"{' and '.join(named)} name the same file; give each its own")
+    if len({Path(name).resolve() for name in files.values()}) < len(files):
+        raise ValueError(f"{' and '.join(files)} name the same file; give each its own")
 
 
 def count(config: FrequencyMapConfig) -> Counted:
@@ -213,9 +213,11 @@ def count_responses(config: FrequencyMapConfig) -> Counted:
 
 def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:
     """Counts the supervised tokens of rows and prints the number of rows. Raises ValueError if none was kept."""
-    counts, digest, tally = np.zeros(target.vocab_size, np.int64), hashlib.sha256(), Tally()
-    kept = itertools.chain.from_iterable(tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map")))
-    while shard := list(itertools.islice(kept, SHARD_ROWS)):
+    counts = np.zeros(target.vocab_size, np.int64)
+    digest = hashlib.sha256()
+    tally = Tally()
+    documents = itertools.chain.from_iterable(tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map")))
+    while shard := list(itertools.islice(documents, SHARD_ROWS)):
         supervised = np.concatenate([ids[mask] for ids, mask in shard])
         counts += count_ids(supervised, target.vocab_size)
         digest.update(supervised.tobytes())

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.chat.messages import REASONING_FIELDS, Message
 
-END_OF_THINKING, THINKING = "</think>", "<think>"  # in contents
+END_OF_THINKING = "</think>"  # in contents
+THINKING = "<think>"
 Document = tuple[list[int], list[bool]]  # token ids, and the mask of supervised ones
 
 
@@ -89,11 +90,11 @@ def cut_text(answer: Message, text: str, number: int) -> str:
     and writes an end token. Raises RowDropped if that is not found."""
     if answer.get("tool_calls"):
         return text  # the end token of calls is found in the tokens
-    whole = answer["content"] or reasoning_of(answer)
-    for written in (whole, whole.strip()):
-        place = text.rfind(written)
+    answer_text = answer["content"] or reasoning_of(answer)
+    for passage in (answer_text, answer_text.strip()):
+        place = text.rfind(passage)
         if place >= 0:
-            return text[: place + len(written)]
+            return text[: place + len(passage)]
     part = "content" if answer["content"] else "reasoning"
     raise RowDropped(f"cut_in_{part}", f"the template does not show where message {number} was cut")
 
@@ -105,8 +106,8 @@ def check_rendered(answer: Message, text: str, number: int) -> None:
     thinking, _, content = answer["content"].rpartition(END_OF_THINKING)
     reasoning = reasoning_of(answer) or thinking.replace(THINKING, "")
     rendered = squeezed(text)
-    for part, written in (("reasoning", reasoning), ("content", content)):
-        if squeezed(written) not in rendered:
+    for part, passage in (("reasoning", reasoning), ("content", content)):
+        if squeezed(passage) not in rendered:
             raise RowDropped(f"{part}_not_rendered", f"the template leaves out the {part} of message {number}")
     for call in answer.get("tool_calls", ()):
         name = call.get("function", call).get("name", "")

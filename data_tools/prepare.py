@@ -113,7 +113,8 @@ def template_note(tokenizer: RowTokenizer) -> str:
 def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
     """The part of report.json on rows and target. Raises ValueError if no row was kept."""
     tally.check()
-    target, options = tokenizer.target, tokenizer.options
+    target = tokenizer.target
+    options = tokenizer.options
     frozen = tokenizer.chat is not None and tokenizer.chat.inserts_date
     return {
         "rows_in": tally.rows,
@@ -148,7 +149,8 @@ def show_report(report: Mapping[str, Any], output: Path) -> None:
 
 def marked(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, mask: np.ndarray) -> str:
     """The row's text, supervised tokens in brackets, cut to SHOWN_TOKENS."""
-    ids, mask = ids[:SHOWN_TOKENS], mask[:SHOWN_TOKENS]
+    ids = ids[:SHOWN_TOKENS]
+    mask = mask[:SHOWN_TOKENS]
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1), len(ids)]
     text = ""
     for start, end in zip(edges, edges[1:], strict=False):

@@ -67,12 +67,12 @@ class Journal:
     def _read(self) -> int:
         """Fills `ids`; returns the number of bytes in whole lines."""
         self._file.seek(0)
-        whole = 0
+        size = 0
         for number, line in enumerate(self._file, 1):
             if line.endswith(b"\n"):
                 self.ids.add(_row_id(self.path, number, line))
-                whole += len(line)
-        return whole
+                size += len(line)
+        return size
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
@@ -84,7 +84,8 @@ class Journal:
 
 def sort_rows(path: Path, position: Mapping[str, int]) -> None:
     """Sorts the rows by `position`; rows without one go last. The order of arrival is gone."""
-    places, start = [], 0
+    places = []
+    start = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             places.append((position.get(_row_id(path, number, line), len(position)), start, len(line)))
@@ -105,15 +106,17 @@ def _row_id(path: Path, number: int, line: bytes) -> str:
 class Progress:
     """Writes and counts results as they arrive."""
 
-    def __init__(self, kept: Journal, dropped: Journal, bar: "tqdm[Any]") -> None:
-        self.kept, self._dropped, self._bar = kept, dropped, bar
+    def __init__(self, journal: Journal, dropped: Journal, bar: "tqdm[Any]") -> None:
+        self.journal = journal
+        self._dropped = dropped
+        self._bar = bar
         self._start = time.monotonic()
         self.tokens = 0
         self.failures: dict[str, str] = {}  # id -> fault
 
     def write(self, result: Result) -> None:
         if result.row is not None:
-            self.kept.append(result.row)
+            self.journal.append(result.row)
         elif result.dropped:
             self._dropped.append({"id": result.id, "reason": result.dropped})
         else:
@@ -147,17 +150,17 @@ def regenerate(config: RegenerateConfig) -> None:
     if not total and not reader.dropped:
         raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
     with (
-        Journal(output, anew=config.overwrite) as kept,
+        Journal(output, anew=config.overwrite) as journal,
         # If the output is gone, the list of dropped rows is from another run.
-        Journal(dropped_path, anew=config.overwrite or kept.is_new) as dropped,
+        Journal(dropped_path, anew=config.overwrite or journal.is_new) as dropped,
         tqdm(
-            total=total, initial=len((kept.ids | dropped.ids) & reader.ids.keys()), unit=" rows", desc="answer"
+            total=total, initial=len((journal.ids | dropped.ids) & reader.ids.keys()), unit=" rows", desc="answer"
         ) as bar,
     ):
-        progress = Progress(kept, dropped, bar)
+        progress = Progress(journal, dropped, bar)
         write_report(report_path, {"options": options, "failed_ids": sorted(failed)})
         try:
-            answer_all(config, source, in_order(DialogueReader(config), kept.ids | dropped.ids, failed), progress)
+            answer_all(config, source, in_order(DialogueReader(config), journal.ids | dropped.ids, failed), progress)
         finally:
             report = summary(options, reader, progress, dropped, failed)
             write_report(report_path, report)
@@ -214,7 +217,8 @@ def in_order(reader: Iterable[Dialogue], done: Set[str], failed: Set[str]) -> It
 
 def answer_all(config: RegenerateConfig, source: Source, dialogues: Iterator[Dialogue], progress: Progress) -> None:
     """Answers `dialogues` with the engine in this process or with the endpoints, whichever `config` names."""
-    chat, target = None, source.target
+    chat = None
+    target = source.target
     if target is None:
         tqdm.write("The endpoints render the messages: dates and rewritten turns in their templates go unnoticed.")
     else:
@@ -255,8 +259,8 @@ def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path)
         (str(dropped_path), is_dropped, "a list of rows that slipstream regenerate dropped"),
         (config.output, lambda _: is_report(report_path), f"a file of answers, with {report_path.name} beside it,"),
     )
-    for name, is_ours, what in kinds:
-        check_output_file(name, is_ours, what, config.inputs(), overwrite=True)
+    for name, is_ours, kind in kinds:
+        check_output_file(name, is_ours, kind, config.inputs(), overwrite=True)
 
 
 def is_report(path: Path) -> bool:
@@ -308,11 +312,11 @@ def summary(
     return {
         "options": options,
         "rows_in": len(reader.ids) + reader.dropped.total(),
-        "rows_kept": len(progress.kept.ids),
+        "rows_kept": len(progress.journal.ids),
         "rows_dropped": dict(reasons.most_common()),
         "rows_failed": len(progress.failures),
         "tokens_this_run": progress.tokens,
-        "failed_ids": sorted((failed | progress.failures.keys()) - progress.kept.ids - dropped.ids),
+        "failed_ids": sorted((failed | progress.failures.keys()) - progress.journal.ids - dropped.ids),
     }
 
 

@@ -48,7 +48,9 @@ class StateFolder(ABC):
     """A capture on disk. Shards are its parts that are computed, and repaired, one at a time."""
 
     def __init__(self, path: Path, index: StateIndex, splits: Mapping[str, Dataset]) -> None:
-        self.path, self.index, self.splits = path, index, splits
+        self.path = path
+        self.index = index
+        self.splits = splits
 
     @abstractmethod
     def check_new(self) -> None:
@@ -121,9 +123,9 @@ class SpeculatorsFolder(StateFolder):
             refuse_nonempty(self.path)
 
     def missing(self) -> list[int]:
-        there = {path.name for path in self.states.glob("hs_*.safetensors")}
+        names = {path.name for path in self.states.glob("hs_*.safetensors")}
         shards = enumerate(self.index.shards)
-        return [number for number, span in shards if any(self.file(row).name not in there for row in self.rows(span))]
+        return [number for number, span in shards if any(self.file(row).name not in names for row in self.rows(span))]
 
     def prepare(self) -> None:
         if (self.path / INDEX).exists():
@@ -157,14 +159,16 @@ class SpeculatorsFolder(StateFolder):
                 raise ValueError(f"{self.file(row)} {fault}; rebuild it: {self.index.rebuild_command(number)}")
 
     def fault(self, row: int) -> str:
-        """What is wrong with the states of `row`, or ""; the package's own check (offline.check_hidden_states) with
+        """The fault of the states of `row`, or ""; the package's own check (offline.check_hidden_states) with
         shape and dtype."""
-        form, tokens = self.index.form, self.written[row]["input_ids"]
+        form = self.index.form
+        tokens = self.written[row]["input_ids"]
         if not self.file(row).exists():
             return "is missing"
         try:
             tensors = load_file(self.file(row))
-            states, ids = tensors["hidden_states"], tensors["token_ids"]
+            states = tensors["hidden_states"]
+            ids = tensors["token_ids"]
         except (SafetensorError, OSError, KeyError) as error:
             return f"is damaged ({error})"
         if not torch.equal(ids, tokens):
@@ -204,7 +208,7 @@ def states_of_speculators(layers: tuple[int, ...], num_layers: int) -> tuple[int
 
 
 def trainer_flags(path: Path, index: StateIndex) -> list[str]:
-    """What `speculators train` must be told of the folder `path`.
+    """Flags of `speculators train` for the folder `path`.
 
     The ratio lies between two rows, since the trainer cuts its product with their number to a whole number.
     """
@@ -229,6 +233,6 @@ def count_answer_tokens(rows: Dataset) -> dict[int, int]:
     counts = Counter[int]()
     for table in rows.with_format("arrow").iter(batch_size=COUNTED_ROWS):
         ids, mask = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "loss_mask"))
-        found, numbers = np.unique(ids[mask == 1], return_counts=True)
-        counts.update(dict(zip(found.tolist(), numbers.tolist(), strict=True)))
+        token_ids, numbers = np.unique(ids[mask == 1], return_counts=True)
+        counts.update(dict(zip(token_ids.tolist(), numbers.tolist(), strict=True)))
     return dict(counts)

@@ -22,26 +22,26 @@ from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 TIMED_PASSES = 3
 
 
-def measure(dataset: Dataset, max_length: int, whole: bool = False) -> tuple[np.ndarray, Cut]:
+def measure(dataset: Dataset, max_length: int, is_whole: bool = False) -> tuple[np.ndarray, Cut]:
     """(D, 2) int64: per document cut at `max_length`, the tokens whose states training reads and the supervised ones
-    among them (models/state_store.needed_tokens, here for many documents at once). `whole`: of all its tokens. And what
-    was cut."""
+    among them (models/state_store.needed_tokens, here for many documents at once). `is_whole`: of all its tokens. And
+    what was cut."""
     needs = [np.zeros((0, 2), np.int64)]
     beyond = list[np.ndarray]()
     for masks in scan(dataset):
-        needs.append(measure_masks(masks, max_length, whole))
+        needs.append(measure_masks(masks, max_length, is_whole))
         beyond.append(masks.beyond(max_length))
     return np.concatenate(needs), Cut.of(max_length, beyond)
 
 
-def measure_masks(masks: LossMasks, max_length: int, whole: bool) -> np.ndarray:
+def measure_masks(masks: LossMasks, max_length: int, is_whole: bool) -> np.ndarray:
     positions = masks.positions
-    chosen = np.flatnonzero(masks.supervised & (positions > 0) & (positions < max_length))
-    supervised = masks.count(chosen)
-    if whole:
+    indices = np.flatnonzero(masks.supervised & (positions > 0) & (positions < max_length))
+    supervised = masks.count(indices)
+    if is_whole:
         return np.stack([np.minimum(masks.lengths, max_length), supervised], axis=1)
     tokens = np.zeros(len(masks.lengths), np.int64)
-    np.maximum.at(tokens, masks.documents[chosen], positions[chosen])
+    np.maximum.at(tokens, masks.documents[indices], positions[indices])
     return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # nothing reads the state of the last one
 
 
@@ -52,8 +52,11 @@ def plan_shards(split: str, needs: np.ndarray, form: StateFormat, shard_bytes: i
         count = number - first
         if count and form.num_bytes(count + 1, tokens + more, supervised + more_supervised) > shard_bytes:
             yield ShardRange(split, first, count, tokens, supervised)
-            first, tokens, supervised = number, 0, 0
-        tokens, supervised = tokens + more, supervised + more_supervised
+            first = number
+            tokens = 0
+            supervised = 0
+        tokens += more
+        supervised += more_supervised
     if len(needs) > first:
         yield ShardRange(split, first, len(needs) - first, tokens, supervised)
 
@@ -67,19 +70,20 @@ class Document:
     supervised: Tensor  # (S,) bool
 
 
-def read_documents(dataset: Dataset, span: ShardRange, max_length: int, whole: bool = False) -> list[Document]:
+def read_documents(dataset: Dataset, span: ShardRange, max_length: int, is_whole: bool = False) -> list[Document]:
     documents = []
     for slot, row in enumerate(dataset.select(range(span.first, span.first + span.count))):
         supervised = torch.tensor(row["loss_mask"][:max_length], dtype=torch.bool)
         supervised[:1] = False  # nothing predicts the first token
-        length = len(supervised) if whole else needed_tokens(supervised)
+        length = len(supervised) if is_whole else needed_tokens(supervised)
         documents.append(Document(slot, torch.tensor(row["input_ids"][:length]).long(), supervised[:length]))
     return documents
 
 
 def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
     """Batches of documents of similar length: at most `batch_tokens` with padding, or one document."""
-    remaining = sorted((one for one in documents if len(one.tokens)), key=lambda one: -len(one.tokens))
+    documents = [document for document in documents if len(document.tokens)]
+    remaining = sorted(documents, key=lambda document: -len(document.tokens))
     start = 0
     while start < len(remaining):
         count = max(1, batch_tokens // len(remaining[start].tokens))
@@ -106,7 +110,8 @@ class Capturer:
 
     def measure_rate(self, span: ShardRange, documents: list[Document]) -> float:
         """Tokens per second of a few passes after a warm-up pass."""
-        shard, counts = self._begin(span, documents), list[int]()
+        shard = self._begin(span, documents)
+        counts = list[int]()
         batches = list(islice(passes(documents, self.batch_tokens), 1 + TIMED_PASSES))
         self._run(batches[:1], shard, int)
         began = time.perf_counter()
@@ -114,33 +119,34 @@ class Capturer:
         return sum(counts) / (time.perf_counter() - began)
 
     def _begin(self, span: ShardRange, documents: list[Document]) -> ShardTensors:
-        lengths = torch.tensor([len(one.tokens) for one in documents])
-        supervised = torch.cat([one.supervised for one in documents])
+        lengths = torch.tensor([len(document.tokens) for document in documents])
+        supervised = torch.cat([document.supervised for document in documents])
         shard = new_shard(span, lengths, supervised, self.form, pinned=self.device.type == "cuda")
-        shard.tensors["tokens"].copy_(torch.cat([one.tokens for one in documents]))
+        shard.tensors["tokens"].copy_(torch.cat([document.tokens for document in documents]))
         return shard
 
     def _run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:
         for batch in batches:
             self._pass(batch, shard)
-            advance(sum(len(one.tokens) for one in batch))
+            advance(sum(len(document.tokens) for document in batch))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # wait for the copies to the host
 
     def _pass(self, batch: list[Document], shard: ShardTensors) -> None:
         """One pass. Padding follows each document, so causal attention never sees it."""
-        width = max(len(one.tokens) for one in batch)
+        width = max(len(document.tokens) for document in batch)
         tokens = torch.zeros(len(batch), width, dtype=torch.int64)
-        for row, one in enumerate(batch):
-            tokens[row, : len(one.tokens)] = one.tokens
+        for row, document in enumerate(batch):
+            tokens[row, : len(document.tokens)] = document.tokens
         positions = torch.arange(width, device=self.device).expand(len(batch), -1)
         aux_states, final = self.target.aux_states(tokens.to(self.device), positions)
         values, scales = encode(aux_states.unflatten(-1, (len(self.form.layers), -1)), self.form.dtype)  # (B, L, K, Ht)
-        for row, one in enumerate(batch):
-            length, place = len(one.tokens), shard.document(one.slot)
+        for row, document in enumerate(batch):
+            length = len(document.tokens)
+            place = shard.document(document.slot)
             _keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])
             if self.form.last_hidden:
-                rows = one.supervised.nonzero().squeeze(1).to(self.device)
+                rows = document.supervised.nonzero().squeeze(1).to(self.device)
                 _keep(place, "last_hidden", *encode(final[row, rows], self.form.dtype))
 
 

@@ -55,8 +55,9 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
 
 
 def context_of(config: PretrainedConfig) -> int | None:
-    named, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    return None if named is None else most_positions(named, rope.get("full_attention") or rope)
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return None if positions is None else most_positions(positions, rope.get("full_attention") or rope)
 
 
 class RowDropped(Exception):

@@ -24,7 +24,8 @@ from slipstream.models.files.atomic import atomic_file
 SOFTWARE = "slipstream frequency-map"  # in the file's metadata, by which is_coverage_plot knows it
 BAR_WIDTH = 30
 PLOTTED_SIZES = 400
-BLUE, GREY = "#1f6feb", "#9aa5b1"
+BLUE = "#1f6feb"
+GREY = "#9aa5b1"
 
 
 def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> float:
@@ -37,14 +38,15 @@ def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> fl
 
 def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_RATES) -> str:
     """The coverage curve with bars, what each size costs in accept length, and what the chosen size covers."""
-    size, metadata = len(token_map.ids), token_map.metadata
+    size = len(token_map.ids)
+    metadata = token_map.metadata
     full = expected_accept_length(accept_rates, 1.0)
     lines = [f"    tokens  coverage  {'':{BAR_WIDTH}}  accept length"]
     for name, share in metadata["coverage"].items():
-        chosen = "  <- this map" if int(name) == size else ""
+        mark = "  <- this map" if int(name) == size else ""
         length = expected_accept_length(accept_rates, share)
         bar = f"{'#' * round(BAR_WIDTH * share):<{BAR_WIDTH}}"
-        lines.append(f"{int(name):10,}  {share:8.2%}  {bar}  {length:5.2f}  {length / full:6.1%}{chosen}")
+        lines.append(f"{int(name):10,}  {share:8.2%}  {bar}  {length:5.2f}  {length / full:6.1%}{mark}")
     lines.append(
         f"{size:,} of {token_map.vocab_size:,} tokens ({size / token_map.vocab_size:.0%} of the vocabulary) cover "
         f"{token_map.coverage:.2%} of {metadata['tokens_seen']:,} answer tokens"
@@ -59,15 +61,16 @@ def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_R
 
 def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float] = ACCEPT_RATES) -> None:
     """Writes a PNG: share of the answer tokens covered and of the accept length kept, by size of the map."""
-    curve, size = coverage_curve(token_map.counts, token_map.kept_ids), len(token_map.ids)
+    curve = coverage_curve(token_map.counts, token_map.kept_ids)
+    size = len(token_map.ids)
     smallest = max(len(token_map.kept_ids), token_map.vocab_size // 256, 1)
     sizes = np.unique(np.geomspace(smallest, token_map.vocab_size, PLOTTED_SIZES).astype(np.int64))
     full = expected_accept_length(accept_rates, 1.0)
-    kept = np.array([expected_accept_length(accept_rates, share) / full for share in curve[sizes]])
+    lengths = np.array([expected_accept_length(accept_rates, share) / full for share in curve[sizes]])
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(sizes, curve[sizes], color=BLUE, label="answer tokens covered")
-    axes.plot(sizes, kept, color=GREY, linestyle="--", label="accept length kept (by the model)")
+    axes.plot(sizes, lengths, color=GREY, linestyle="--", label="accept length kept (by the model)")
     axes.plot([size], [curve[size]], "o", color=BLUE, label=f"{size:,} tokens cover {curve[size]:.1%}")
     axes.axvline(size, color=BLUE, linewidth=0.8, linestyle=":")
     axes.set(xlabel="tokens in the map", ylabel="share", xlim=(sizes[0], sizes[-1]), ylim=(0.0, 1.08))

@@ -63,7 +63,8 @@ class RowTokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
-        tokenizer, options = self.target.tokenizer, self.options
+        tokenizer = self.target.tokenizer
+        options = self.options
         if not tokenizer.chat_template:
             return None
         return ChatTemplate(tokenizer, date=options.date, variables=options.template)
@@ -83,7 +84,7 @@ class RowTokenizer:
         return [self(row) for row in rows]
 
     def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
-        """Of a row that `where` lets through. Raises RowError and RowDropped."""
+        """Outcome of a row that `where` lets through. Raises RowError and RowDropped."""
         documents = self._documents(to_example(row, columns, has_template=self.chat is not None), row.place)
         length = self.options.max_length
         supervised = [sum(mask[:length]) for _, mask in documents]
@@ -123,7 +124,9 @@ class RowTokenizer:
     def _plain(self, example: Example) -> Document:
         """Text as it is, all supervised; or a prompt and its supervised completion, closed by the end token unless it
         was cut."""
-        tokenizer, prompt, text = self.target.tokenizer, example.prompt, example.text
+        tokenizer = self.target.tokenizer
+        prompt = example.prompt
+        text = example.text
         assert text is not None
         if not prompt:
             ids = tokenizer(text, verbose=False)["input_ids"]
@@ -147,19 +150,20 @@ def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str
 def limited(outcomes: Iterable[Outcome], options: ConversationOptions) -> Iterator[Outcome]:
     """Stops after `limit` rows that `where` lets through. Raises RowError at the first malformed row unless
     `skip_bad`."""
-    taken = 0
+    count = 0
     for outcome in outcomes:
         if outcome.status == "bad" and not options.skip_bad:
             raise RowError(f"{outcome.detail} (--skip-bad counts such rows instead)")
         yield outcome
-        taken += outcome.status != "filtered"
-        if taken == options.limit:
+        count += outcome.status != "filtered"
+        if count == options.limit:
             return
 
 
 def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outcome]:
     """One outcome per row, in the order of `rows`, up to `limit`. Raises RowError as `limited` does."""
-    options, rows = tokenizer.options, iter(rows)
+    options = tokenizer.options
+    rows = iter(rows)
     first = list(itertools.islice(rows, ROWS_WORTH_PROCESSES))
     processes = options.num_proc or (1 if len(first) < ROWS_WORTH_PROCESSES else len(sched_getaffinity(0)))
     rows = itertools.chain(first, rows)
@@ -169,7 +173,8 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
 def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iterator[Outcome]:
     pool: Executor
     if tokenizer.in_threads:
-        pool, tokenize = ThreadPoolExecutor(workers), tokenizer.chunk
+        pool = ThreadPoolExecutor(workers)
+        tokenize = tokenizer.chunk
         tokenizer.target.tokenizer("")  # the first call sets truncation and padding, which must not run beside another
     else:  # spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
@@ -257,7 +262,8 @@ class AnswerTokenizer(RowTokenizer):
     def _text(self, texts: Iterable[str], is_cut: bool) -> list[int]:
         """Each text tokenised by itself, and unless the answer was cut the token that ends it: the tokenizer's, else
         the lowest in the generation config."""
-        tokenizer, end_ids = self.target.tokenizer, self.target.end_ids
+        tokenizer = self.target.tokenizer
+        end_ids = self.target.end_ids
         ids = [
             token for text in texts for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         ]
@@ -272,15 +278,15 @@ def _wrapped(columns: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
-    """What the target wrote: reasoning, if the server split it off, then content."""
+    """The target's text: reasoning, if the server split it off, then content."""
     if not isinstance(message, dict):
         raise RowError(f"{row.place}: message holds a {type(message).__name__}, not an object")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):
         raise RowError(f"{row.place}: reasoning holds a {type(reasoning).__name__}, not text")
-    own = {"role": "assistant", "content": message.get("content"), "reasoning": reasoning}
+    answer = {"role": "assistant", "content": message.get("content"), "reasoning": reasoning}
     try:
-        content = read_message(own, "message")["content"]
+        content = read_message(answer, "message")["content"]
     except MessageError as error:
         raise RowError(f"{row.place}: {error}") from error
     return tuple(text for text in (reasoning, content) if text)

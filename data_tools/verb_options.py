@@ -124,8 +124,8 @@ class RegenerateConfig(ConversationOptions):
         check_file("api_key_file", self.api_key_file, KEY_FILE)
 
     def inputs(self) -> dict[str, Sequence[str | None]]:
-        given = ConversationOptions.inputs(self)
-        return {**given, "draft": [self.draft], "api_key_file": [self.api_key_file]}
+        inputs = ConversationOptions.inputs(self)
+        return {**inputs, "draft": [self.draft], "api_key_file": [self.api_key_file]}
 
     @property
     def answer_options(self) -> dict[str, Any]:
