@@ -133,17 +133,18 @@ def empty_output(config: DemoConfig) -> None:
 
 def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:
     """The first rows of both splits of the bundled GSM8K slice, in its order. Raises ValueError if it has fewer."""
-    wanted = {"heldout": config.heldout_questions, "train": config.train_questions}
-    found, chosen = Counter[str](), []
+    sizes = {"heldout": config.heldout_questions, "train": config.train_questions}
+    counts = Counter[str]()
+    questions = []
     with gzip.open(QUESTIONS, "rt") as lines:
         for row in map(json.loads, lines):
-            found[row["split"]] += 1
-            if found[row["split"]] <= wanted[row["split"]]:
-                chosen.append(row)
-    for split, count in wanted.items():
-        if count > found[split]:
-            raise ValueError(f"{split}_questions is {count}; the bundled file has {found[split]}")
-    return chosen
+            counts[row["split"]] += 1
+            if counts[row["split"]] <= sizes[row["split"]]:
+                questions.append(row)
+    for split, count in sizes.items():
+        if count > counts[split]:
+            raise ValueError(f"{split}_questions is {count}; the bundled file has {counts[split]}")
+    return questions
 
 
 def split_answers(output: Path) -> tuple[Path, Path]:
@@ -188,8 +189,8 @@ def train(config: DemoConfig, output: Path) -> None:
 
 
 def call(command: Sequence[str]) -> None:
-    shown = [relative(word) for word in command]
-    print("$ " + shlex.join(shown), flush=True)
+    words = [relative(word) for word in command]
+    print("$ " + shlex.join(words), flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
 
 

@@ -15,7 +15,8 @@ from slipstream.bench.lines import table
 from slipstream.models.files.atomic import atomic_file
 from slipstream.serve.load import LoadResult
 
-BLUE, RED = "#1f6feb", "#c4373b"
+BLUE = "#1f6feb"
+RED = "#c4373b"
 DIFFERENCES = "on a GPU rounding in bf16 decides between equals; in fp32, as on a CPU, this is a fault"
 COLUMNS = (  # heading, key of a row, format
     ("requests at once", "level", "d"),
@@ -50,7 +51,7 @@ class Comparison:
     def identical(self) -> tuple[int, int]:
         """How many answers with the draft equal those without it, at every concurrency; of how many."""
         runs = [(run.answers, self.baseline[level].answers) for level, run in self.drafted.items()]
-        equal = [one.text == other.text for pair in runs for one, other in zip(*pair, strict=True)]
+        equal = [plain.text == drafted.text for pair in runs for plain, drafted in zip(*pair, strict=True)]
         return sum(equal), len(equal)
 
     def speed_up(self, level: int) -> float:

@@ -89,16 +89,17 @@ def product_of(
     if name.startswith("fp8"):
         codes, scales = fp8.quantize_weight(weight)
         blocks = name == "fp8 blocks"
-        given = fp8.InputScales(by_block=blocks)
+        scaling = fp8.InputScales(by_block=blocks)
         scales = scales[:1].expand(-(-outputs // 128), -(-inputs // 128)).contiguous() if blocks else scales
 
-        shape, split = (outputs, inputs, False, blocks), choose_tiling(outputs, inputs).split
+        shape = (outputs, inputs, False, blocks)
+        split = choose_tiling(outputs, inputs).split
         if shape not in order.fp8_by_library:
             order.fp8_by_library[shape] = fp8.rows_by_library(config.rows, codes, scales, None)
         by_library = order.fp8_by_library[shape]
 
         def multiply(x: Tensor, gated: bool) -> Tensor:
-            rows = fp8.quantize_rows(x, given)
+            rows = fp8.quantize_rows(x, scaling)
             if len(x) not in by_library:
                 return fp8.fp8_linear(rows, codes, scales, None, gated)
             out = fp8.library_linear(rows, codes, scales, None, split)
@@ -106,12 +107,12 @@ def product_of(
 
         return multiply, codes.nbytes + scales.nbytes
     stored = random_int4(outputs, inputs, name == "int4 zeros", device)
-    kept = sum(tensor.nbytes for tensor in stored[:3] if tensor is not None)
+    num_bytes = sum(tensor.nbytes for tensor in stored[:3] if tensor is not None)
     part = int4.part_of(stored, gated)
     if device == "cuda" and (outputs, inputs, False, gated, part) not in order.by_library:
         many = [rows for rows in config.rows if int4.dequantizes(stored, rows, gated)]
         order.check(int4_weight.dequantize(stored, torch.bfloat16), None, many, gated=gated, part=part)
-    return lambda x, gated: int4.int4_linear(x, stored, None, gated, order), kept
+    return lambda x, gated: int4.int4_linear(x, stored, None, gated, order), num_bytes
 
 
 def random_int4(outputs: int, inputs: int, has_zeros: bool, device: str) -> int4_weight.Int4Weight:
@@ -131,12 +132,12 @@ def formats(config: FormatsConfig) -> None:
     print(f"a large copy moves {bandwidth / 1e9:,.0f} GB/s")
     for index, name in enumerate(dict.fromkeys(["bf16", *config.formats])):
         layers = [[product_of(name, *shape, config, order) for shape in config.shapes] for _ in range(config.layers)]
-        kept = sum(size for layer in layers for _, size in layer)
+        num_bytes = sum(size for layer in layers for _, size in layer)
         for rows in config.rows:
             ms = time_pass(config, layers, rows)
             plain.setdefault(rows, ms)
             work = 2 * rows * config.layers * sum(outputs * inputs for outputs, inputs, _ in config.shapes)
-            floor = 1000 * max(kept / bandwidth, work / PEAK[name])
+            floor = 1000 * max(num_bytes / bandwidth, work / PEAK[name])
             line = {"format": name, "rows": rows, "ms": round(ms, 4), "of_bf16": round(ms / plain[rows], 4)}
             line |= {"floor_ms": round(floor, 4), "share": round(floor / ms, 4)}
             print(table(COLUMNS, [lines.add(line)], heading=index == 0 and rows == config.rows[0]), flush=True)

@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 Body = ChatBody | CompletionBody | ResponsesBody
 BODIES: dict[str, type[Body]] = {
     CHAT: ChatBody,
@@ -96,13 +98,15 @@ class Generator:
     """Draws bodies from `rng`, for a target whose token ids are below `vocab_size`."""
 
     def __init__(self, rng: random.Random, vocab_size: int = 260) -> None:
-        self.rng, self.integers = rng, [*INTEGERS, *3 * TOKENS, vocab_size - 1, vocab_size]
+        self.rng = rng
+        self.integers = [*INTEGERS, *3 * TOKENS, vocab_size - 1, vocab_size]
 
     def body(self, path: str, *names: str) -> dict[str, Any]:
         """Fields that may each be right, `names` among them."""
-        kind, rng = BODIES[path], self.rng
-        drawn = rng.sample(list(kind.model_fields), rng.randrange(8))
-        fields = {name: self.field(kind, name) for name in dict.fromkeys((kind.prompt_field, *names, *drawn))}
+        kind = BODIES[path]
+        rng = self.rng
+        more = rng.sample(list(kind.model_fields), rng.randrange(8))
+        fields = {name: self.field(kind, name) for name in dict.fromkeys((kind.prompt_field, *names, *more))}
         if rng.random() < 0.2:
             name, allowed = rng.choice(list(kind.neutral.items()))
             fields.setdefault(name, deepcopy(rng.choice(ODD if allowed is None else [None, *allowed])))
@@ -124,7 +128,9 @@ class Generator:
 
     def value(self, kind: Any, metadata: Sequence[Any] = ()) -> Any:
         """A value of a type, as JSON has it. Where `metadata` of pydantic bounds it, mostly within its bounds."""
-        rng, origin, parts = self.rng, get_origin(kind), get_args(kind)
+        rng = self.rng
+        origin = get_origin(kind)
+        parts = get_args(kind)
         if origin is Annotated:
             return self.value(parts[0], [*parts[1:], *metadata])
         if origin in (Union, UnionType):
@@ -148,9 +154,9 @@ class Generator:
         return deepcopy(rng.choice(NUMBERS if kind is float else TEXTS if kind is str else ODD))
 
     def length(self, metadata: Sequence[Any]) -> int:
-        """Of a list: mostly short, now and then as long as it may be, or longer."""
-        most = bounds_of(metadata).get("max_length", 20)
-        return self.rng.choice([0, 1, 1, 1, 2, 2, 3, 3, most, most + 1])
+        """Length of a list: mostly short, now and then the largest that is allowed, or one more."""
+        limit = bounds_of(metadata).get("max_length", 20)
+        return self.rng.choice([0, 1, 1, 1, 2, 2, 3, 3, limit, limit + 1])
 
     def integer(self, metadata: Sequence[Any]) -> int:
         """Mostly within the bounds, often at one of them."""
@@ -165,28 +171,28 @@ class Generator:
 
 
 def bounds_of(metadata: Sequence[Any]) -> dict[str, int]:
-    """Those that pydantic knows, by their names in its Field."""
-    found = dict[str, int]()
+    """Bounds that pydantic knows, by their names in its Field."""
+    bounds = dict[str, int]()
     for part in metadata:
         if isinstance(part, FieldInfo):
-            found |= bounds_of(part.metadata)
+            bounds |= bounds_of(part.metadata)
         for name in ("ge", "gt", "le", "lt", "max_length"):
             if isinstance(bound := getattr(part, name, None), int):
-                found[name] = bound
-    return found
+                bounds[name] = bound
+    return bounds
 
 
 def body(rng: random.Random, path: str) -> dict[str, Any]:
     """A body that is often a little wrong."""
-    made: dict[str, Any] = json.loads(json.dumps(Generator(rng).body(path)))
+    fields: dict[str, Any] = json.loads(json.dumps(Generator(rng).body(path)))
     for _ in range(rng.choice((0, 0, 1, 2))):
-        mutate(made, rng)
-    return made
+        mutate(fields, rng)
+    return fields
 
 
-def mutate(made: dict[str, Any], rng: random.Random) -> None:
+def mutate(fields: dict[str, Any], rng: random.Random) -> None:
     """Replaces, drops or adds something at a random place."""
-    place: Any = made
+    place: Any = fields
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))
         if not keys or rng.random() < 0.1:

@@ -24,20 +24,22 @@ def profile_kernels(run: Callable[[], object], is_gpu: bool = True, repeats: int
             run()
         if is_gpu:
             torch.cuda.synchronize()
-    found: dict[str, tuple[float, float]] = {}
+    kernels: dict[str, tuple[float, float]] = {}
     for event in profiler.key_averages():
         if is_gpu and event.device_type != DeviceType.CUDA:
             continue
         time_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        ms, count = found.get(event.key, (0.0, 0.0))
-        found[event.key] = ms + time_us / 1000 / repeats, count + event.count / repeats
-    return found
+        ms, count = kernels.get(event.key, (0.0, 0.0))
+        kernels[event.key] = ms + time_us / 1000 / repeats, count + event.count / repeats
+    return kernels
 
 
-def print_kernels(found: dict[str, tuple[float, float]]) -> None:
+def print_kernels(kernels: dict[str, tuple[float, float]]) -> None:
     """The longest, and the sum of all."""
-    print(f"{sum(ms for ms, _ in found.values()):9.3f} ms in {sum(count for _, count in found.values()):.0f} kernels")
-    for name, (ms, count) in sorted(found.items(), key=lambda item: -item[1][0])[:45]:
+    print(
+        f"{sum(ms for ms, _ in kernels.values()):9.3f} ms in {sum(count for _, count in kernels.values()):.0f} kernels"
+    )
+    for name, (ms, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:45]:
         print(f"{ms:9.3f} ms {count:6.1f} x {1000 * ms / count:9.2f} us  {name[:110]}")
 
 
@@ -46,7 +48,8 @@ def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lamb
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(REPLAYS):
         restore()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(100_000)  # lets the host get ahead of the device
         start.record()
         run()

@@ -1,4 +1,4 @@
-"""What hostile schemas, patterns and tools of one client cost the others: /health, another stream, another's grammar.
+"""Measures what one client's hostile schemas, patterns and tools cost other clients: /health, a stream, grammars.
 
 python bench/hostile_grammars.py
 python bench/hostile_grammars.py --only pattern,tools
@@ -33,8 +33,12 @@ from slipstream.bench.lines import Lines, origin
 from slipstream.bench.server import Server, running_server
 from slipstream.bench.soak import JSON, session_to
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-PROBE_S, QUIET_S, AFTER_S, WINDOW_S = 0.02, 3.0, 2.0, 0.5
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+PROBE_S = 0.02
+QUIET_S = 3.0
+AFTER_S = 2.0
+WINDOW_S = 0.5
 MOST_CHARS = 64 * 2**10 - 200
 TEMPLATE = (
     "{%- for tool in tools or [] -%}{{ tool | tojson }}{%- endfor -%}{%- for message in messages -%}"
@@ -45,8 +49,8 @@ Body = dict[str, Any]
 
 
 def schema(value: Any) -> Body:
-    named = {"name": "n", "schema": value}
-    return {"response_format": {"type": "json_schema", "json_schema": named}}
+    entry = {"name": "n", "schema": value}
+    return {"response_format": {"type": "json_schema", "json_schema": entry}}
 
 
 def tool(parameters: Any) -> Body:
@@ -72,8 +76,8 @@ def joined(number: int) -> Body:
     return {"$defs": {"a": {"enum": values}, "b": {"enum": values[::-1]}}, "allOf": parts}
 
 
-def properties(names: list[str], own: Body) -> Body:
-    return {"type": "object", "properties": dict.fromkeys(names, own), "additionalProperties": False}
+def properties(names: list[str], body: Body) -> Body:
+    return {"type": "object", "properties": dict.fromkeys(names, body), "additionalProperties": False}
 
 
 def doubling(number: int) -> str:
@@ -115,9 +119,11 @@ class Times:
     grammars: list[float] = field(default_factory=list)  # how long innocent ones took
 
     def take(self) -> "Times":
-        taken = Times(self.health, self.events, self.grammars)
-        self.health, self.events, self.grammars = [], self.events[-1:], []
-        return taken
+        times = Times(self.health, self.events, self.grammars)
+        self.health = []
+        self.events = self.events[-1:]
+        self.grammars = []
+        return times
 
     @property
     def gaps(self) -> list[float]:
@@ -155,8 +161,8 @@ async def ask_for_grammars(session: aiohttp.ClientSession, times: Times) -> None
 
 
 async def attack(session: aiohttp.ClientSession, body: Body) -> str:
-    sent = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **body})
-    async with session.post(CHAT, data=sent, headers=JSON) as answer:
+    data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **body})
+    async with session.post(CHAT, data=data, headers=JSON) as answer:
         await answer.read()
         return str(answer.status)
 
@@ -188,21 +194,21 @@ async def run_case(server: Server, make: Callable[[int], Body], copies: int, sec
             await asyncio.wait(attacks, timeout=seconds)
             took = time.perf_counter() - began
             await asyncio.sleep(0.3)
-            outcomes = [one.result() if one.done() else "left" for one in attacks]
-            for one in attacks:
-                one.cancel()
+            outcomes = [task.result() if task.done() else "left" for task in attacks]
+            for task in attacks:
+                task.cancel()
             during = times.take()
             during.health += [] if during.health else [time.perf_counter() - began]  # not answered at all
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*users, *attacks, return_exceptions=True)
     await asyncio.sleep(AFTER_S)
     left = leftovers(server)
-    health, gaps, gaps_before = (1000 * np.array(own) for own in (during.health, during.gaps, quiet.gaps))
+    health, gaps, gaps_before = (1000 * np.array(waits) for waits in (during.health, during.gaps, quiet.gaps))
     return {
         "outcomes": " ".join(sorted(set(outcomes))),
         "seconds": round(took, 2),
         "health_ms": [round(float(np.quantile(health, share)), 1) for share in (0.5, 0.99, 1.0)],
-        "gap_ms": [round(float(own.max(initial=0)), 1) for own in (gaps_before, gaps)],
+        "gap_ms": [round(float(waits.max(initial=0)), 1) for waits in (gaps_before, gaps)],
         "grammar_s": round(max(during.grammars, default=float("nan")), 2),
         **left,
         "all_health": during.health,
@@ -211,9 +217,9 @@ async def run_case(server: Server, make: Callable[[int], Body], copies: int, sec
 
 def leftovers(server: Server) -> dict[str, float]:
     """Trials that go on, and cores that the server keeps busy."""
-    own = psutil.Process(server.process.pid)
-    family = [own, *own.children(recursive=True)]
-    forking = [one for one in family if "trial_process" in " ".join(one.cmdline())]
+    server_process = psutil.Process(server.process.pid)
+    family = [server_process, *server_process.children(recursive=True)]
+    forking = [process for process in family if "trial_process" in " ".join(process.cmdline())]
     before = cpu_s(family)
     time.sleep(WINDOW_S)
     return {"trials_left": max(len(forking) - 1, 0), "busy_cores": round((cpu_s(family) - before) / WINDOW_S, 2)}
@@ -221,10 +227,10 @@ def leftovers(server: Server) -> dict[str, float]:
 
 def cpu_s(processes: list[psutil.Process]) -> float:
     total = 0.0
-    for one in processes:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            used = one.cpu_times()
-            total += used.user + used.system
+            times = process.cpu_times()
+            total += times.user + times.system
     return total
 
 
@@ -242,26 +248,26 @@ def main() -> int:
     parser.add_argument("--copies", type=int, default=3, help="bodies that a case sends together")
     parser.add_argument("--seconds", type=float, default=3.0, help="after which the client hangs up")
     parser.add_argument("--output", help="JSON lines file to append to")
-    given = parser.parse_args()
-    names = [name for name in CASES if any(part in name for part in given.only.split(","))]
+    args = parser.parse_args()
+    names = [name for name in CASES if any(part in name for part in args.only.split(","))]
     load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
-    found = dict[str, dict[str, Any]]()
+    cases = dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        target = copy_target(given.target, Path(folder) / "target")
+        target = copy_target(args.target, Path(folder) / "target")
         command = [sys.executable, "-m", "slipstream.serve.cli", f"--target={target}", "--draft=none", "--device=cpu"]
         with running_server([*command, "--tool-parser=qwen3_coder"]) as server:
             asyncio.run(warm_up(server))
             for name in names:
-                found[name] = asyncio.run(run_case(server, CASES[name], given.copies, given.seconds))
-                shown = {key: value for key, value in found[name].items() if key != "all_health"}
-                print(f"{name}: {shown}", flush=True)
-    health = 1000 * np.array([seconds for one in found.values() for seconds in one.pop("all_health")])
-    line = {"cores_busy_before": round(load, 1), "cases": found}
+                cases[name] = asyncio.run(run_case(server, CASES[name], args.copies, args.seconds))
+                figures = {key: value for key, value in cases[name].items() if key != "all_health"}
+                print(f"{name}: {figures}", flush=True)
+    health = 1000 * np.array([seconds for case in cases.values() for seconds in case.pop("all_health")])
+    line = {"cores_busy_before": round(load, 1), "cases": cases}
     line |= {
         "health_p99_ms": round(float(np.quantile(health, 0.99)), 1),
         "health_max_ms": round(float(health.max()), 1),
     }
-    lines = Lines(given.output, origin("hostile_grammars", "cpu"))
+    lines = Lines(args.output, origin("hostile_grammars", "cpu"))
     lines.add(line)
     lines.print()
     return 0

@@ -143,10 +143,10 @@ class Draft:
     def big_config(self, shape: Shape, **fields: Any) -> Any:
         """Config of the big draft; `fields`: target, target_fingerprint, tokenizer_hash, and what only some have."""
         config = self.config
-        same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+        sizes = "hidden_size intermediate_size num_heads num_kv_heads vocab_size max_position_embeddings"
         return replace(
             config,
-            **{name: getattr(shape, name) for name in (*same, "max_position_embeddings")},
+            **{name: getattr(shape, name) for name in sizes.split()},
             draft_vocab_size=None if config.draft_vocab_size is None else shape.draft_vocab_size,
             rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden_size,
             target_hidden_size=shape.hidden_size,
@@ -159,15 +159,15 @@ class Draft:
     def states(self, shape: Shape) -> dict[int, int | None]:
         """States of the big target that the big draft reads, in order -> the small draft's that each is; None: an added
         one."""
-        return {layer: index for index, layer in enumerate(self.own_aux_states(shape))}
+        return {layer: index for index, layer in enumerate(self.aux_states(shape))}
 
-    def own_aux_states(self, shape: Shape) -> tuple[int, ...]:
+    def aux_states(self, shape: Shape) -> tuple[int, ...]:
         """States of the big target that equal the small draft's aux hidden states."""
         place_of = {index: big for big, index in places(self.config.target_num_layers, shape.num_layers).items()}
         return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.aux_layers)
 
     def tensors(self, inflation: Inflation, shape: Shape) -> dict[str, Make]:
-        """What makes each tensor of the big draft. The small one's tokens come first in its vocabulary."""
+        """Makers of the big draft's tensors, by name. The small one's tokens come first in its vocabulary."""
         config = self.config
         big = self.big_config(shape)
         with torch.device("meta"):
@@ -180,8 +180,8 @@ class Draft:
 
     def vocabulary(self, shape: Shape) -> dict[str, Make]:
         """The big draft's map: the small one's (Vd,), then the first unused tokens."""
-        own = ids_of(self.weights["d2t"])
-        ids = torch.cat((own, self.config.vocab_size + torch.arange(shape.draft_vocab_size - len(own))))
+        small_ids = ids_of(self.weights["d2t"])
+        ids = torch.cat((small_ids, self.config.vocab_size + torch.arange(shape.draft_vocab_size - len(small_ids))))
         return {
             "d2t": lambda: ids - torch.arange(len(ids)),
             "t2d": lambda: torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
@@ -217,11 +217,11 @@ class DFlashDraft(Draft):
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
-        own = self.own_aux_states(shape)
-        free = [layer for layer in range(shape.num_layers) if layer not in own]
-        count = NUM_STATES - len(own)
+        small = self.aux_states(shape)
+        free = [layer for layer in range(shape.num_layers) if layer not in small]
+        count = NUM_STATES - len(small)
         added = [free[index * len(free) // count] for index in range(count)]
-        return {layer: own.index(layer) if layer in own else None for layer in sorted((*own, *added))}
+        return {layer: small.index(layer) if layer in small else None for layer in sorted((*small, *added))}
 
     def big_config(self, shape: Shape, **fields: Any) -> DFlashConfig:
         """An added layer has the window, or none, of the one before it."""
@@ -238,8 +238,9 @@ DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
 def inflate(config: InflateConfig) -> None:
     """Writes all checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
     output = Path(config.output)
-    source, *others = (find_target(EngineConfig(target=config.target, draft=one))[1] for one in config.drafts.values())
-    if strange := [other for other in others if other != source]:
+    paths = config.drafts.values()
+    source, *more = (find_target(EngineConfig(target=config.target, draft=path))[1] for path in paths)
+    if strange := [path for path in more if path != source]:
         raise ValueError(f"more has a draft of {strange[0]}, and draft is of {source}; give drafts of one target")
     inputs = {"draft": [config.draft], "more": config.more.values(), "target": [str(source)]}
     check_output_folder(config.output, PAIR, inputs, overwrite=True)
@@ -313,8 +314,7 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
-    sizes = (hidden_size, SHAPES[config.shape].hidden_size)
-    return Inflation(*sizes, torch.device(config.device), config.seed)
+    return Inflation(hidden_size, SHAPES[config.shape].hidden_size, torch.device(config.device), config.seed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

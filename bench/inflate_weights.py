@@ -69,7 +69,7 @@ SHAPES = {
 def check(model: TargetSpec, shape: Shape) -> None:
     """Raises ValueError naming what of a target does not fit."""
     attention = [layer.attention for layer in model.layers]
-    if model.architecture != "Qwen3ForCausalLM" or any(one.qkv_bias or one.output_bias for one in attention):
+    if model.architecture != "Qwen3ForCausalLM" or any(spec.qkv_bias or spec.output_bias for spec in attention):
         raise ValueError(f"target is a {model.architecture}; only Qwen3ForCausalLM without biases can be inflated")
     growth = log(shape.hidden_size / model.hidden_size, 4)
     if growth < 1 or growth != round(growth):
@@ -167,7 +167,9 @@ class Inflation:
         `states`: of each big one, which of the K' small ones it is, or None if it is new, of which nothing is read; and
         whether it comes after the final norm, where the constant is lifted and varies with the norm.
         """
-        K, h, H = len(states), self.h, self.H
+        K = len(states)
+        h = self.h
+        H = self.H
         weight = self.fill(H, K * H)
         blocks = weight.unflatten(1, (K, H))
         blocks[h:] *= QUIET
@@ -190,8 +192,8 @@ class Inflation:
         return weight
 
     def beside_head(self, small: Tensor, shape: Sequence[int]) -> Tensor:
-        """What reads final states, as the head does, and maybe factors of the token before: (r, h + r) or (r, h) ->
-        (RANK, H + RANK) or (RANK, H); of one row one row."""
+        """A matrix that reads final states, as the head does, and maybe factors of the token before: (r, h + r) or
+        (r, h) -> (RANK, H + RANK) or (RANK, H); one row stays one row."""
         weight = self.fill(*shape)
         rows = len(small)
         rank = small.shape[1] - self.h
@@ -258,8 +260,8 @@ class Inflation:
     def network(
         self, big: Mapping[str, Tensor], small: Mapping[str, Tensor], layer_at: Mapping[int, int]
     ) -> dict[str, Make]:
-        """What makes each tensor of a network but its fc and token map. `big`: the tensors by public name, of which the
-        shapes count; `layer_at`: big layer -> the small layer that it is."""
+        """Makers of a network's tensors, by name, but of its fc and token map. `big`: the tensors by public name, of
+        which the shapes count; `layer_at`: big layer -> the small layer that it is."""
 
         def make(name: str) -> Tensor:
             source = small_name(name, layer_at)

@@ -39,9 +39,16 @@ from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pai
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
 
-H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
+H = 4096
+Q = 32
+G = 8
+D = 128
+V = 128_256
+LAYERS = 32
 INTERMEDIATE = 14336
-EPS, PAGE_SIZE, NODES = 1e-5, 16, 16
+EPS = 1e-5
+PAGE_SIZE = 16
+NODES = 16
 SCALE = 0.02  # of e4m3 codes of normal numbers
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
 GATED = "gated"
@@ -55,10 +62,9 @@ LINEARS = {  # outputs, inputs
     "draft fc": (H, 3 * H),
     "draft qkv": ((Q + 2 * G) * D, 2 * H),
     "draft head": (32_000, H),
-    "qwen3 gate_up": (24_576, H),
-    "qwen3 head": (151_936, H),
 }
-DRAFT_VOCAB, CHILDREN = 32_768, 4  # rows of a draft's head, children of a tree's node
+DRAFT_VOCAB = 32_768  # rows of a draft's head
+CHILDREN = 4  # of a tree's node
 HEAD_TILES = ((64, 64, 1, 4, 4), (64, 64, 1, 6, 4), (64, 128, 1, 4, 4), (128, 64, 1, 3, 4), (128, 64, 1, 4, 4))
 HEAD_TILES += ((128, 64, 1, 6, 4), (128, 64, 1, 4, 8), (128, 128, 1, 3, 8), (256, 64, 1, 3, 8))
 TABLE_TOKENS = 32_768  # that a page table has room for
@@ -67,15 +73,15 @@ MAX_LAYERS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Our kernel and others for the same work, each called with one of `sets`."""
+    """Our kernel and its peers for the same work, each called with one of `sets`."""
 
     bytes: int
     """Bytes that one call must read and write."""
     sets: Sequence[Any]
     ours: Callable[[Any], Any] | None
-    others: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    peers: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     beside: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Sets of those `others` that need their own."""
+    """Sets of those `peers` that need their own."""
     tunings: Callable[[], Iterator[tuple[tuple[int, ...], Callable[[Any], Any]]]] | None = None
     """Tilings to try, the chosen one first."""
 
@@ -108,22 +114,22 @@ def flashinfer(make: Callable[[Any], Callable[[Any], Any]]) -> dict[str, Callabl
 
 
 def over_rows(moved: int, *shape: int, **kernels: Any) -> Case:
-    """Of kernels over tensors (..., rows, channels) in bf16, of which they read and write `moved` values."""
+    """A case of kernels over tensors (..., rows, channels) in bf16 that read and write `moved` values."""
     return Case(bytes=2 * moved, sets=random(copies(2 * moved, shape[-2]), *shape), **kernels)
 
 
 def norm(rows: int) -> Case:
     weight = random(H)
     library = flashinfer(lambda lib: lambda x: lib.norm.rmsnorm(x, weight, EPS))
-    others = library | {"torch": lambda x: F.rms_norm(x, (H,), weight, EPS)}
-    return over_rows(2 * rows * H, rows, H, ours=lambda x: rms_norm_triton(x, weight, EPS), others=others)
+    peers = library | {"torch": lambda x: F.rms_norm(x, (H,), weight, EPS)}
+    return over_rows(2 * rows * H, rows, H, ours=lambda x: rms_norm_triton(x, weight, EPS), peers=peers)
 
 
 def add_norm(rows: int) -> Case:
     weight = random(H)
     library = flashinfer(lambda lib: lambda pair: lib.norm.fused_add_rmsnorm(*pair, weight, EPS))
-    others = library | {"torch": lambda pair: F.rms_norm(pair[0] + pair[1], (H,), weight, EPS)}
-    return over_rows(4 * rows * H, 2, rows, H, ours=lambda pair: add_rms_norm_triton(*pair, weight, EPS), others=others)
+    peers = library | {"torch": lambda pair: F.rms_norm(pair[0] + pair[1], (H,), weight, EPS)}
+    return over_rows(4 * rows * H, 2, rows, H, ours=lambda pair: add_rms_norm_triton(*pair, weight, EPS), peers=peers)
 
 
 def norm_pair(rows: int) -> Case:
@@ -135,12 +141,12 @@ def norm_pair(rows: int) -> Case:
     def ours(pair: Tensor) -> Tensor:
         return rms_norm_pair_triton(*pair, weights, EPS)
 
-    return over_rows(4 * rows * H, 2, rows, H, ours=ours, others={"torch": in_torch})
+    return over_rows(4 * rows * H, 2, rows, H, ours=ours, peers={"torch": in_torch})
 
 
 def activation(rows: int) -> Case:
-    others = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul.reference}
-    return over_rows(3 * rows * INTERMEDIATE, rows, 2 * INTERMEDIATE, ours=silu_mul_triton, others=others)
+    peers = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul.reference}
+    return over_rows(3 * rows * INTERMEDIATE, rows, 2 * INTERMEDIATE, ours=silu_mul_triton, peers=peers)
 
 
 def rope(rows: int, normed: bool) -> Case:
@@ -148,7 +154,8 @@ def rope(rows: int, normed: bool) -> Case:
     them, it and torch take two more."""
     num_bytes = rows * (2 * Q + 4 * G) * D * 2
     pages = -(-rows // PAGE_SIZE)
-    positions, batch = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int32, device="cuda")
+    positions = torch.arange(rows, device="cuda")
+    batch = torch.zeros(rows, dtype=torch.int32, device="cuda")
     cos, sin = torch.rand(2, rows, D, device="cuda")
     norms = HeadNorms(random(D), random(D), EPS) if normed else None
     table = torch.cat((cos[:, : D // 2], sin[:, : D // 2]), dim=1)
@@ -159,26 +166,29 @@ def rope(rows: int, normed: bool) -> Case:
 
     def run(kernel: Callable[..., Tensor], buffers: tuple[Tensor, ...]) -> Tensor:
         q, k, v, keys, values = buffers
-        flat = keys.flatten(0, 1), values.flatten(0, 1)
-        return kernel(q, k, v, cos, sin, positions, positions, *flat, norms)
+        keys = keys.flatten(0, 1)
+        values = values.flatten(0, 1)
+        return kernel(q, k, v, cos, sin, positions, positions, keys, values, norms)
 
     def in_flashinfer(lib: Any) -> Callable[[Any], None]:
-        places, indices = positions.int(), torch.arange(pages, dtype=torch.int32, device="cuda")
+        places = positions.int()
+        indices = torch.arange(pages, dtype=torch.int32, device="cuda")
         starts = torch.tensor([0, pages], dtype=torch.int32, device="cuda")
         last = torch.tensor([rows - (pages - 1) * PAGE_SIZE], dtype=torch.int32, device="cuda")
 
         def call(buffers: tuple[Tensor, ...]) -> None:
             q, k, v, keys, values = buffers
             if norms is not None:
-                q, k = lib.norm.rmsnorm(q, norms.q, EPS), lib.norm.rmsnorm(k, norms.k, EPS)
+                q = lib.norm.rmsnorm(q, norms.q, EPS)
+                k = lib.norm.rmsnorm(k, norms.k, EPS)
             lib.rope.apply_rope_with_cos_sin_cache_inplace(positions, q.flatten(1), k.flatten(1), D, table)
             lib.page.append_paged_kv_cache(k, v, batch, places, (keys, values), indices, starts, last)
 
         return call
 
-    others = flashinfer(in_flashinfer) | {"torch": partial(run, rotate_and_store.reference)}
+    peers = flashinfer(in_flashinfer) | {"torch": partial(run, rotate_and_store.reference)}
     ours = partial(run, rotate_and_store_triton)
-    return Case(bytes=num_bytes, sets=sets, ours=ours, others=others)
+    return Case(bytes=num_bytes, sets=sets, ours=ours, peers=peers)
 
 
 def language_logits(rows: int) -> Tensor:
@@ -192,13 +202,16 @@ def sampling(rows: int, name: str) -> Case:
     num_bytes = rows * V * 2
     sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
     top_k, top_p = SETTINGS.get(name, (0, 1.0))
-    keys, positions = torch.arange(rows, device="cuda") * 12345, torch.arange(rows, device="cuda")
+    keys = torch.arange(rows, device="cuda") * 12345
+    positions = torch.arange(rows, device="cuda")
     filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (top_k, top_p, 0.0)))
     temperature = None if name == "sample greedy" else torch.ones(rows, device="cuda")
     settings = Sampling(keys, temperature, filters if name in SETTINGS else None)
 
     def in_flashinfer(lib: Any) -> Callable[[Any], Any]:
-        library, ks, ps = lib.sampling, filters.top_k.int(), filters.top_p
+        library = lib.sampling
+        ks = filters.top_k.int()
+        ps = filters.top_p
         if name == "sample":
             return lambda x: library.sampling_from_logits(x, seed=1, offset=0)
         if top_k:
@@ -209,7 +222,7 @@ def sampling(rows: int, name: str) -> Case:
         bytes=num_bytes,
         sets=sets,
         ours=lambda x: sample_triton(x, positions, settings),
-        others=({} if temperature is None else flashinfer(in_flashinfer))
+        peers=({} if temperature is None else flashinfer(in_flashinfer))
         | {"torch": lambda x: sample.reference(x, positions, settings)},
         beside={"flashinfer": [logits.float() for logits in sets]},
     )
@@ -225,20 +238,21 @@ def moves(rows: int) -> Case:
         bytes=2 * rows * NODES // 2 * LAYERS * 2 * G * D * 2,
         sets=[cache],
         ours=lambda cache: move_rows_triton(cache, sources, slots),
-        others={"torch": lambda cache: move_rows.reference(cache, sources, slots)},
+        peers={"torch": lambda cache: move_rows.reference(cache, sources, slots)},
     )
 
 
 def linear(rows: int, name: str) -> Case:
     """Our kernel up to its largest number of rows, as callers get it or, with a tiling, that of small_m.py; and
     cuBLAS."""
-    (outputs, inputs), is_gated = LINEARS[name], name == GATED
+    outputs, inputs = LINEARS[name]
+    is_gated = name == GATED
     x = random(rows, inputs)
     kernel = gated_linear_few_rows_triton if is_gated else linear_few_rows_triton
 
     def tunings() -> Iterator[Any]:
-        chosen = choose_linear_tiling(outputs // 2 if is_gated else outputs, inputs, is_gated, rows)
-        for tiling in (chosen, *linear_tilings(name)):
+        size = outputs // 2 if is_gated else outputs
+        for tiling in (choose_linear_tiling(size, inputs, is_gated, rows), *linear_tilings(name)):
             yield astuple(tiling), lambda w, tiling=tiling: kernel(x, w, tiling=tiling)
 
     is_ours = rows <= (MAX_GATED_ROWS if is_gated else FAST_ROWS)
@@ -246,7 +260,7 @@ def linear(rows: int, name: str) -> Case:
         bytes=2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs)),
         sets=[random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))],
         ours=partial(kernel, x) if is_ours else None,
-        others={"torch": lambda w: silu_mul_triton(F.linear(x, w)) if is_gated else F.linear(x, w)},
+        peers={"torch": lambda w: silu_mul_triton(F.linear(x, w)) if is_gated else F.linear(x, w)},
         tunings=tunings if is_ours else None,
     )
 
@@ -289,7 +303,7 @@ def draft_head(rows: int, name: str) -> Case:
             yield astuple(tiling), partial(ours, tiling=tiling)
 
     heads = [DraftHead(weight, ids, gathered=True) for ids in subsets]
-    return Case(bytes=2 * DRAFT_VOCAB * H, sets=heads, ours=ours, others={"torch": in_torch}, tunings=tunings)
+    return Case(bytes=2 * DRAFT_VOCAB * H, sets=heads, ours=ours, peers={"torch": in_torch}, tunings=tunings)
 
 
 def context_lengths(batch: int, context: int, ragged: bool) -> Tensor:
@@ -302,7 +316,8 @@ def paged_cache(tokens: Tensor, page_size: int, num_bytes: int, kv_dtype: str) -
     """A shuffled page table with room for `tokens` (R,) of each request, the KV of as many layers as exceed the L2
     cache, if a layer reads num_bytes, and the scales of its codes."""
     longest = -(-int(tokens.max()) // page_size)  # in pages
-    num_pages, capacity = len(tokens) * longest + 1, max(longest, TABLE_TOKENS // page_size)
+    num_pages = len(tokens) * longest + 1
+    capacity = max(longest, TABLE_TOKENS // page_size)
     pages = torch.zeros(len(tokens), capacity, dtype=torch.int64, device="cuda")
     pages[:, :longest] = (torch.randperm(num_pages - 1, device="cuda") + 1).view(len(tokens), longest)
     layers = min(MAX_LAYERS, max(2, -(-COLD_BYTES // num_bytes)))
@@ -314,7 +329,7 @@ def paged_cache(tokens: Tensor, page_size: int, num_bytes: int, kv_dtype: str) -
 
 
 def kv_bytes(tokens: int, kv_dtype: str) -> int:
-    """Of a layer's keys and values."""
+    """Bytes of a layer's keys and values."""
     return tokens * 2 * G * D * (2 if kv_dtype == "bf16" else 1)
 
 
@@ -325,8 +340,8 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
     Each layer has its own KV under one shuffled page table, so KV comes from memory as in a model.
     """
     lengths = context_lengths(batch, context, ragged)
-    seen = lengths.clamp(max=window) if window else lengths
-    num_bytes = kv_bytes(int(seen.sum()) + batch * nodes, kv_dtype)
+    visible = lengths.clamp(max=window) if window else lengths
+    num_bytes = kv_bytes(int(visible.sum()) + batch * nodes, kv_dtype)
     pages, cache, scales = paged_cache(lengths + nodes, page_size, num_bytes, kv_dtype)
     q = random(len(cache), batch, nodes, Q, D)
     ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).expand(batch, nodes).contiguous()  # the root's children
@@ -356,8 +371,8 @@ def ragged_pass(
     chunk_rows tokens each, after `context` tokens on average, of which a row sees the last `window`; 0: all."""
     lengths = context_lengths(batch + chunks, context, ragged)
     counts = torch.tensor([nodes] * batch + [chunk_rows] * chunks, device="cuda")
-    seen = (lengths.clamp(max=window) if window else lengths) + counts
-    num_bytes = kv_bytes(int(seen.sum()), kv_dtype)
+    visible = (lengths.clamp(max=window) if window else lengths) + counts
+    num_bytes = kv_bytes(int(visible.sum()), kv_dtype)
     pages, cache, scales = paged_cache(lengths + counts, page_size, num_bytes, kv_dtype)
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(dim=0))).int()
     segments = Segments(starts, torch.arange(batch + chunks, device="cuda"), lengths, batch, nodes)

@@ -30,7 +30,9 @@ from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 LAUNCHES = 48
-ATTENTION, RAGGED, PLAN = "attention", "ragged_attention", "plan_work"
+ATTENTION = "attention"
+RAGGED = "ragged_attention"
+PLAN = "plan_work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,26 +67,31 @@ class KernelsConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        known = (*MAKERS, ATTENTION, RAGGED, PLAN)
+        names = (*MAKERS, ATTENTION, RAGGED, PLAN)
         for kernel in self.kernels:
-            if not any(name.startswith(kernel) for name in known):
-                raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(known)}")
+            if not any(name.startswith(kernel) for name in names):
+                raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(names)}")
         if set(self.kv_dtypes) - {"bf16", "fp8"}:
             raise ValueError(f"kv_dtypes is {self.kv_dtypes}; choose of bf16, fp8")
 
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
-        chosen = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
-        names = ("batch", "context", "nodes", "page_size", "ragged", "window", "kv_dtype")
-        axes = (self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows, self.kv_dtypes)
-        for work in product(*axes) if chosen else ():
-            sizes = dict(zip(names, work, strict=True))
-            if ATTENTION in chosen:
+        kernels = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
+        axes: dict[str, list[Any]] = {
+            "batch": self.batches,
+            "context": self.contexts,
+            "nodes": self.nodes,
+            "page_size": self.page_sizes,
+        }
+        axes |= {"ragged": [self.ragged], "window": self.windows, "kv_dtype": self.kv_dtypes}
+        for values in product(*axes.values()) if kernels else ():
+            sizes: dict[str, Any] = dict(zip(axes, values, strict=True))
+            if ATTENTION in kernels:
                 yield {"kernel": ATTENTION, **sizes}, attention(**sizes)
-            for chunks in self.chunks if chosen != [ATTENTION] else ():
+            for chunks in self.chunks if kernels != [ATTENTION] else ():
                 more = {"chunks": chunks, "chunk_rows": self.chunk_rows}
                 cases = zip((RAGGED, PLAN), ragged_pass(**sizes, **more), strict=True)
-                yield from (({"kernel": kernel, **sizes, **more}, case) for kernel, case in cases if kernel in chosen)
+                yield from (({"kernel": kernel, **sizes, **more}, case) for kernel, case in cases if kernel in kernels)
 
 
 @torch.inference_mode()
@@ -107,7 +114,7 @@ def main() -> None:
 def measure(case: Case, limit: float) -> dict[str, Any]:
     """Times our kernel, or torch's if we have none. `limit`: copy bandwidth in bytes per second."""
     times = {
-        f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3) for name, run in case.others.items()
+        f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3) for name, run in case.peers.items()
     }
     time_us = graph_us(case.ours, case.sets) if case.ours else times["torch_us"]
     return {**rated(case, time_us, limit), **times}
@@ -143,8 +150,8 @@ def graph_us(run: Callable[[Any], Any], sets: Sequence[Any]) -> float:
 def print_row(labels: dict[str, Any], result: dict[str, Any], num_bytes: int) -> None:
     label = ", ".join(str(value) if name == "kernel" else f"{name} {value}" for name, value in labels.items())
     ours = f"{result['us']:9.2f}{result['gb_s']:8,.0f}{result['share']:7.0%}"
-    others = [f"{key.removesuffix('_us')} {value:.2f}" for key, value in result.items() if key.endswith("_us")]
-    text = f"tiling {result['tiling']}" if "tiling" in result else "; ".join(others)
+    times = [f"{key.removesuffix('_us')} {value:.2f}" for key, value in result.items() if key.endswith("_us")]
+    text = f"tiling {result['tiling']}" if "tiling" in result else "; ".join(times)
     print(f"{label:72}{num_bytes / 1e6:10.3f}{ours}  {text}", flush=True)
 
 

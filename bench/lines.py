@@ -40,10 +40,10 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Reads the lines of an interrupted run, if any, and removes an incomplete last line from the file."""
     path = Path(path)
     text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = text[: text.rfind("\n") + 1]
+    if lines != text:
+        path.write_text(lines)
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def milliseconds(seconds: float | None) -> float | None:
@@ -52,12 +52,12 @@ def milliseconds(seconds: float | None) -> float | None:
 
 def origin(bench: str, device: str) -> dict[str, str]:
     """Names the benchmark, device, date and revision. `device`: "cuda" or "cpu"."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "bench": bench,
         "device": device_name(device),
         "date": date.today().isoformat(),
-        "revision": found.stdout.strip() or "unknown",
+        "revision": git.stdout.strip() or "unknown",
     }
 
 

@@ -7,7 +7,7 @@
 
 Router, gate and up, and down with the sum are launched in one CUDA graph, over copies of the weights that exceed the L2
 cache. Rows are random, so experts are hit independently; `hit` is how many. The floor is the time to read router, hit
-experts and rows once at the copy bandwidth measured in the same run; for many rows the share of 790 TFLOP/s says more.
+experts and rows once at the copy bandwidth measured in the same run; for many rows TFLOP/s say more.
 `torch` is transformers' way in bf16: a sort by expert, `grouped_mm` twice, and a sum. Other formats have random codes;
 `of bf16` is their time over that of 16-bit experts in the same run.
 """
@@ -36,10 +36,8 @@ from slipstream.kernels.gemm.mxfp4 import MXFP4Weight, pack_words
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, route_triton
 
 COLD_BYTES = 256 * 2**20  # four times an H200's L2
-TENSOR_FLOPS = 790e12  # of an H200 in bf16, as docs/performance.md says
 SHAPES = {  # H, I, E, k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "qwen3-235b-a22b": (4096, 1536, 128, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "gpt-oss-20b": (2880, 2880, 32, 4),
 }
@@ -103,7 +101,8 @@ class Layer:
         ends = (experts.flatten()[:, None] <= numbers).sum(0).int()  # bincount cannot be captured
         assert isinstance(self.weights.gate_up, Tensor)
         assert isinstance(self.weights.down, Tensor)
-        gate_up, down = self.weights.gate_up.transpose(1, 2), self.weights.down.transpose(1, 2)
+        gate_up = self.weights.gate_up.transpose(1, 2)
+        down = self.weights.down.transpose(1, 2)
         hidden = silu_mul(F.grouped_mm(x[order // self.top_k], gate_up, offs=ends))
         outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
         outputs[order] = F.grouped_mm(hidden, down, offs=ends)
@@ -161,7 +160,7 @@ def matrix(format: str, experts: int, outputs: int, inputs: int) -> ExpertMatrix
     if format == "mxfp4":
         blocks_of = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
         exponents = torch.full((experts, outputs, inputs // 32), 127 + round(math.log2(scale / 2.7)), device="cuda")
-        packed = [pack_words(*own) for own in zip(blocks_of, exponents.byte(), strict=True)]
+        packed = [pack_words(*expert) for expert in zip(blocks_of, exponents.byte(), strict=True)]
         words, scales = (torch.stack(tensors) for tensors in zip(*packed, strict=True))
         return MXFP4Weight(words, scales, inputs)
     words = torch.randint(-(1 << 31), 1 << 31, (experts, outputs, num_words(inputs)), device="cuda").int()
@@ -189,7 +188,6 @@ def measure(config: MoEConfig, layers: list[Layer], x: Tensor, bandwidth: float)
         "floor_us": round(floor, 2),
         "share_of_floor": round(floor / us, 3),
         "tflops": round(flops / us / 1e6, 1),
-        "share_of_tensor_cores": round(1e6 * flops / us / TENSOR_FLOPS, 3),
         "torch_us": round(graph_us(lambda layer: layer.by_torch(x), layers), 1) if is_plain else None,
         "router_us": round(graph_us(lambda layer: layer.route(x), layers), 1),
         "block_rows": choose_block_rows(len(x) * top_k, experts, layers[0].least_rows),

@@ -120,15 +120,15 @@ class Peer:
     @classmethod
     def find(cls, python: str) -> "Peer":
         """Raises ValueError unless `python` runs and has speculators."""
-        found = shutil.which(python)
-        if found is None:
+        program = shutil.which(python)
+        if program is None:
             raise ValueError(f"peer_python {python} is not a program; {INSTALL}")
-        path = str(Path(found).absolute())  # its links not followed: they lead out of the environment
-        asked = subprocess.run([path, "-c", ASK], capture_output=True, text=True, env=environment())
-        if asked.returncode:
-            last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+        path = str(Path(program).absolute())  # its links not followed: they lead out of the environment
+        answer = subprocess.run([path, "-c", ASK], capture_output=True, text=True, env=environment())
+        if answer.returncode:
+            last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"peer_python {python} has no speculators ({last}); {INSTALL}")
-        return cls(path, *json.loads(asked.stdout))
+        return cls(path, *json.loads(answer.stdout))
 
     def command(self, flags: Sequence[str]) -> list[str]:
         if self.on_accelerator:
@@ -158,19 +158,20 @@ def measure_all(config: PeerConfig) -> None:
     plain = answer(config, "none", prompts, lengths)
     for described in drafts:
         answers = answer(config, described["draft"], prompts, lengths)
-        equal = sum(one.tokens == other.tokens for one, other in zip(answers, plain, strict=True))
+        equal = sum(drafted.tokens == expected.tokens for drafted, expected in zip(answers, plain, strict=True))
         lines.add(described | acceptance(answers) | {"questions": len(answers), "equal": f"{equal} of {len(answers)}"})
-    print(table(COLUMNS, [line | {"rates": shown(line["accept_rates"])} for line in lines.all]))
+    print(table(COLUMNS, [line | {"rates": rates_text(line["accept_rates"])} for line in lines.all]))
     print(f"appended to {results}")
 
 
-def shown(rates: Sequence[float]) -> str:
+def rates_text(rates: Sequence[float]) -> str:
     return " ".join(f"{rate:.3f}".lstrip("0") for rate in rates)
 
 
 def read_prompts(rows: Dataset, count: int) -> tuple[list[list[int]], list[int]]:
-    """What comes before the first answer of each row, and how many tokens that answer has."""
-    prompts, lengths = [], []
+    """The tokens before the first answer of each row, and the length of that answer."""
+    prompts = []
+    lengths = []
     for row in rows.select(range(min(count, len(rows)))):
         mask = [False, *row["loss_mask"][1:]]  # nothing predicts the first token
         if True in mask:
@@ -246,16 +247,16 @@ def train(config: PeerConfig, peer: Peer, flags: Sequence[str]) -> tuple[Path, f
 
 def ours(name: str) -> dict[str, Any]:
     """A line for a checkpoint of `draft`, with what its run.json tells of its training."""
-    made = read_json(Path(name) / "run.json") if (Path(name) / "run.json").exists() else {}
-    revision = made.get("git_revision") or "unknown"  # None: trained outside a git checkout
+    run = read_json(Path(name) / "run.json") if (Path(name) / "run.json").exists() else {}
+    revision = run.get("git_revision") or "unknown"  # None: trained outside a git checkout
     return {
         "draft": name,
-        "trainer": f"slipstream {revision[:7]}" if made else "unknown",
+        "trainer": f"slipstream {revision[:7]}" if run else "unknown",
         "drafter": None,
-        "flags": shlex.join(made.get("argv", [])),
+        "flags": shlex.join(run.get("argv", [])),
         "lr": None,
         "seed": None,
-        "tokens": made.get("tokens"),
+        "tokens": run.get("tokens"),
         "seconds": None,
     }
 
@@ -277,8 +278,8 @@ def answer(config: PeerConfig, draft: str, prompts: Sequence[list[int]], lengths
 def acceptance(answers: Sequence[Generation]) -> dict[str, Any]:
     """Sums over answers, as the server counts them."""
     total = RequestStats()
-    for one in answers:
-        total.add(one.stats)
+    for generation in answers:
+        total.add(generation.stats)
     rounds = max(1, total.rounds)
     return {
         "accept_length": round((total.completion_tokens - total.prefills) / rounds, 4),

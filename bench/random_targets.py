@@ -71,17 +71,16 @@ CONFIGS["llama31-8b-w4a16"] = CONFIGS["llama31-8b"] | {"quantization_config": IN
 CONFIGS["llama31-8b-fp8"] = CONFIGS["llama31-8b"] | {"quantization_config": BLOCKS}
 CONFIGS["qwen3-30b-a3b-fp8"] = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": BLOCKS}
 
-ANCHOR = {"block_size": 7, "sample_from_anchor": True}  # seven drafted tokens, as the others
-MARKOV = ANCHOR | {"markov_rank": 256, "confidence_head": True}
-DRAFTS: dict[str, dict[str, Any]] = {  # block drafts: fields of their configs
-    "dflash": {"block_size": 8},
-    "dflash2": {"block_size": 8, "conv_kernel_size": 2, "selector_rank": 256},
-    "dspark": MARKOV,
-    "dspark-gated": MARKOV | {"markov_head_type": "gated"},
-    "dspark-map": MARKOV | {"draft_vocab_size": 32_768},
-    "dflash-map": {"block_size": 8, "draft_vocab_size": 32_768},
-    "lilicorr": {"block_size": 8, "lilicorr": LiLiCorrConfig()},
+DSPARK: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
+HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published sizes: fields of their configs
+    "none": {},
+    "dflash2": {"conv_kernel_size": 2, "selector_rank": 256},
+    "dspark": DSPARK,
+    "dspark-gated": DSPARK | {"markov_head_type": "gated"},
+    "lilicorr": {"lilicorr": LiLiCorrConfig()},
+    "lilicorr-conv": {"lilicorr": LiLiCorrConfig(), "conv_kernel_size": 2},
 }
+DRAFTS = HEADS | {"dflash": {}, "dspark-map": DSPARK | {"draft_vocab_size": 32_768}}
 
 
 class Pair(NamedTuple):
@@ -119,7 +118,7 @@ def published_spec(name: str) -> TargetSpec:
 
 
 def published_target(name: str, dtype: torch.dtype, device: torch.device, quantization: str | None = None) -> Target:
-    """Of CONFIGS, with random weights; `quantization`: "fp8", of 16-bit weights on the fly."""
+    """A target of CONFIGS with random weights; `quantization` "fp8" quantises 16-bit weights on the fly."""
     with _folder(name) as path:
         return make_target(path, load_config(path), dtype, device, quantization=quantization)
 
@@ -149,9 +148,10 @@ def new_eagle3(target: TargetSpec, path: str) -> DraftNetwork:
 
 
 def new_block(target: TargetSpec, path: str, name: str) -> DraftNetwork:
-    """Of five layers, which read five states."""
-    own = {"num_layers": 5, "aux_layers": default_block_aux_layers(target.num_layers, 5), "mask_token_id": 0}
-    fields: dict[str, Any] = own | {"target": path} | DRAFTS[name]
+    """A block draft of five layers that reads five states."""
+    sizes = {"num_layers": 5, "aux_layers": default_block_aux_layers(target.num_layers, 5), "mask_token_id": 0}
+    sizes["block_size"] = 7 if "sample_from_anchor" in DRAFTS[name] else 8  # seven drafted tokens
+    fields: dict[str, Any] = sizes | {"target": path} | DRAFTS[name]
     if (size := fields.get("draft_vocab_size")) is not None:
         fields["draft_vocab_size"] = min(size, target.vocab_size - 1)
     return DFlash(DFlashConfig.from_target(target, **fields)).bfloat16()
@@ -178,13 +178,14 @@ def make_target(
     for name, buffer in target.named_buffers():
         fill_codes(name, buffer)
     target.quantization = formats
-    target.path, target.trust_remote_code = path, trust_remote_code
+    target.path = path
+    target.trust_remote_code = trust_remote_code
     return target.eval().requires_grad_(False)
 
 
 def fill_codes(name: str, buffer: torch.Tensor) -> None:
-    """Of quantised weights: codes of e4m3, or 4-bit ones in words, and their scales, so that weights spread by SPREAD,
-    or less where codes are integers."""
+    """Fills a tensor of quantised weights, codes of e4m3, 4-bit codes in words, or scales, so that weights spread by
+    SPREAD, or less where codes are integers."""
     if buffer.dtype == E4M3:
         for part in buffer.view(torch.uint8).flatten().split(1 << 26):
             part.random_(0, 256)

@@ -96,7 +96,7 @@ class RoundConfig(EngineBenchConfig):
 
 
 def measured(config: RoundConfig) -> None:
-    """Of a checkpoint, or of random weights."""
+    """Measures rounds of a checkpoint, or of random weights."""
     if not config.shape:
         rounds(config)
         return
@@ -188,7 +188,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
 def propose_independent_tokens(engine: Engine) -> None:
     """Replaces the tokens of each proposal on the device, which takes a round some 10 us longer on an H200."""
     runner = engine.runner
-    execute, tokens = runner.execute, runner.state.stored.tokens[:, 1:]  # the first one is the request's own last token
+    execute = runner.execute
+    tokens = runner.state.stored.tokens[:, 1:]  # the first one is the request's own last token
     noises = cycle(torch.randint_like(tokens.expand(64, *tokens.shape), engine.info.vocab_size))
 
     def execute_and_replace(plan: StepPlan) -> InFlight:
@@ -229,7 +230,8 @@ def gap_us(flights: Sequence[InFlight]) -> float:
 
 def first_token_ms(engine: Engine, length: int) -> float:
     """Median time of prompts that come one after another and have nothing in common; the first two warm up."""
-    generator, times = torch.Generator().manual_seed(0), list[float]()
+    generator = torch.Generator().manual_seed(0)
+    times = list[float]()
     for index in range(7):
         prompt = torch.randint(20, engine.info.vocab_size, (length,), generator=generator).tolist()
         start = time.perf_counter()
@@ -269,7 +271,10 @@ def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int,
     """Seconds, rounds and tokens from the moment all requests decode until the first one ends."""
     start_requests(engine, config, batch)
     torch.cuda.synchronize()
-    start, rounds, tokens, ended = time.perf_counter(), 0, 0, False
+    start = time.perf_counter()
+    rounds = 0
+    tokens = 0
+    ended = False
     while not ended:
         outputs = engine.step()
         rounds += bool(outputs)
@@ -291,11 +296,14 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     assert plan is not None
     plan = engine.planner.choose(plan, plan.mode)
     runner.prepare(plan)
-    state, steps, drafts = runner.state, runner.steps, runner.drafts
-    held = [state.lengths.clone(), state.proposals.clone(), state.stored.roots.clone()]
+    state = runner.state
+    steps = runner.steps
+    drafts = runner.drafts
+    columns = (state.lengths, state.proposals, state.stored.roots)
+    originals = [column.clone() for column in columns]
 
     def restore() -> None:
-        for column, values in zip((state.lengths, state.proposals, state.stored.roots), held, strict=True):
+        for column, values in zip(columns, originals, strict=True):
             column.copy_(values)
 
     def target() -> None:
@@ -324,7 +332,7 @@ def routers_of(engine: Engine) -> list[Router]:
 
 
 def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | None:
-    """That a round hits in a layer of a mixture, on average of its layers and COUNTED rounds after the prompts."""
+    """Mean number of experts that a round hits in a layer, over layers and COUNTED rounds after the prompts."""
     routers = routers_of(engine)
     if not routers:
         return None
@@ -357,14 +365,14 @@ def bytes_read(engine: Engine, config: RoundConfig, batch: int, nodes: float, hi
 
 
 def nodes_of(engine: Engine, batch: int) -> float:
-    """That rounds verify of each of `batch` requests, on average if the engine chooses."""
+    """Nodes that rounds verify of each of `batch` requests, on average if the engine chooses."""
     if engine.config.draft == "none" or engine.config.width is not None:
         return engine.planner.limits.most_nodes
     return engine.planner.policy.metrics()["nodes_per_step"] / batch
 
 
 def weight_bytes(layers: nn.ModuleList, hit: float | None) -> float:
-    """Of the target's layers; of experts, those that are hit."""
+    """Bytes of the target's layers, of experts those that are hit."""
     total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
         assert hit is not None, "layers with experts were counted"
@@ -379,11 +387,14 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
     """
-    target, drafter = engine.runner.target, engine.runner.drafter
-    item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
+    target = engine.runner.target
+    drafter = engine.runner.drafter
+    item = target.dtype.itemsize
+    head = sum(x.nbytes for x in target.lm_head.parameters())
     layers = [layer.attention for layer in target.config.layers]
     yield kv_bytes(layers, length, item), weight_bytes(target.layers, hit) + head
-    module, drafted = getattr(drafter, "module", None), round(nodes) - 1
+    module = getattr(drafter, "module", None)
+    drafted = round(nodes) - 1
     if module is None or drafted < 1:
         return
     weights = dict(module.named_parameters())
@@ -394,8 +405,8 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
 
 
 def kv_bytes(layers: Sequence[AttentionSpec], length: float, item: int) -> float:
-    seen = [min(length, spec.window or length) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers]
-    return item * sum(seen)
+    sizes = [min(length, spec.window or length) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers]
+    return item * sum(sizes)
 
 
 if __name__ == "__main__":

@@ -171,14 +171,15 @@ class ServingConfig(PromptBenchConfig):
 
     def settings(self, draft: str, level: int) -> dict[str, Any]:
         """The settings that identify a measurement."""
-        names = ("mode", "turns", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature")
+        names = ["mode", "turns", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature"]
+        names += ["seed", "template", "schema"]
         return {
             "target": self.target_name,
             "draft": draft,
             "concurrency": level,
             "batch": min(level, self.count(level)),
             "requests": self.count(level),
-            **{name: getattr(self, name) for name in (*names, "seed", "template", "schema")},
+            **{name: getattr(self, name) for name in names},
             "simulate_accept_length": None if draft == "none" else self.simulate_accept_length,
             "options": {**self.engine, **({} if draft == "none" else {"drafter": self.drafter})},
         }
@@ -207,16 +208,17 @@ def measure(config: ServingConfig, lines: Lines) -> None:
 def measure_level(
     config: ServingConfig, work: Workload, level: int, measures: Mapping[str, Measure], lines: Lines
 ) -> None:
-    count, runs = config.count(level), {draft: list[Run]() for draft in measures}
+    count = config.count(level)
+    runs = {draft: list[Run]() for draft in measures}
     tasks = work.tasks(count * config.turns, f"{config.seed}/{level}")
     warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
     for draft, answer in measures.items():
         answer(warmup, level, namespace(config, draft, f"warm-up at {level}"), config.seed)
     for turn in range(config.turns):
-        asked = tasks[turn * count : (turn + 1) * count]
+        batch = tasks[turn * count : (turn + 1) * count]
         for draft in list(measures)[:: -1 if turn % 2 else 1]:
             name = namespace(config, draft, f"at {level}")
-            runs[draft].append(measures[draft](asked, level, name, config.seed + turn * count))
+            runs[draft].append(measures[draft](batch, level, name, config.seed + turn * count))
     for draft in measures:
         result = pool(runs[draft])
         line: dict[str, Any] = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
@@ -233,7 +235,8 @@ def namespace(config: ServingConfig, draft: str, name: str) -> str:
 
 def is_of(config: ServingConfig, line: Mapping[str, Any]) -> bool:
     """Whether this run would measure the same."""
-    draft, level = line.get("draft"), line.get("concurrency")
+    draft = line.get("draft")
+    level = line.get("concurrency")
     if draft not in config.drafts or level not in config.levels or "answers" not in line:
         return False
     return all(line.get(name) == value for name, value in config.settings(draft, level).items())
@@ -274,22 +277,22 @@ def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: 
 
 
 def compare(
-    config: ServingConfig, found: Mapping[str, Any], baseline: Mapping[str, Any] | None, draft: str
+    config: ServingConfig, line: Mapping[str, Any], baseline: Mapping[str, Any] | None, draft: str
 ) -> dict[str, Any]:
     """Compares speed and answers with the baseline at the same level; None where there is no baseline."""
     compared = dict[str, Any].fromkeys(("speed_up", "speed_up_cpu", "speed_up_cpu_turns", "identical", "num_identical"))
     if baseline is None or draft == "none":
         return compared
-    speeds = zip(found["tok_s_turns"], baseline["tok_s_turns"], strict=True)
+    speeds = zip(line["tok_s_turns"], baseline["tok_s_turns"], strict=True)
     compared["speed_up"] = round(median(after / before for after, before in speeds), 3)
     if config.mode == "offline":
-        times = zip(found["cpu_s_turns"], baseline["cpu_s_turns"], strict=True)
+        times = zip(line["cpu_s_turns"], baseline["cpu_s_turns"], strict=True)
         compared["speed_up_cpu_turns"] = [round(before / after, 3) for after, before in times]
         compared["speed_up_cpu"] = median(compared["speed_up_cpu_turns"])
     if config.simulate_accept_length is None:
-        pairs = zip(baseline["answers"], found["answers"], strict=True)
-        compared["num_identical"] = sum(one == other for one, other in pairs)
-        compared["identical"] = compared["num_identical"] == len(found["answers"])
+        pairs = zip(baseline["answers"], line["answers"], strict=True)
+        compared["num_identical"] = sum(expected == answer for expected, answer in pairs)
+        compared["identical"] = compared["num_identical"] == len(line["answers"])
     return compared
 
 

@@ -34,7 +34,9 @@ class Run(LoadResult):
     def figures(self) -> dict[str, float | int | None]:
         """The figures of a result line. `ms`, the time of a round, is the median time between two outputs of a request,
         each of which may hold several tokens; `width` is the mean nodes per round, root included."""
-        rounds, accept_length, summary = self.rounds, self.accept_length, self.summary()
+        rounds = self.rounds
+        accept_length = self.accept_length
+        summary = self.summary()
         names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p95", "itl_ms_p99")
         times = {name: milliseconds(summary[f"{name.replace('_ms', '')}_s"]) for name in names}
         return {
@@ -139,11 +141,11 @@ def run_http(
     Raises ValueError if a request fails.
     """
     prompts = [task.prompt for task in tasks]
-    own = [
+    prompt_fields = [
         {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": task_namespace(namespace, task)}
         for index, task in enumerate(tasks)
     ]
-    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, prompt_fields=own, **params)
+    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, prompt_fields=prompt_fields, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
     drafted = sum(answer.drafted_tokens for answer in load.answers)

@@ -52,7 +52,7 @@ HANG_UP = 0.3  # share of streaming clients that leave before the end
 
 @dataclass(slots=True)
 class Tally:
-    """What clients have seen."""
+    """Observations of clients."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -71,14 +71,15 @@ class Tally:
 @contextmanager
 def watched(server: Server, tally: Tally) -> Iterator[None]:
     """Meanwhile another process, whose times are not those of busy clients, asks for /health and reads memory."""
-    ours, theirs = multiprocessing.Pipe()
-    probe = multiprocessing.get_context("spawn").Process(target=watch, args=(server.url, server.process.pid, theirs))
+    pipe, probe_pipe = multiprocessing.Pipe()
+    arguments = (server.url, server.process.pid, probe_pipe)
+    probe = multiprocessing.get_context("spawn").Process(target=watch, args=arguments)
     probe.start()
     try:
         yield
     finally:
-        ours.send(None)
-        tally.health_s, tally.memory_mb, tally.starved, wrong = ours.recv()
+        pipe.send(None)
+        tally.health_s, tally.memory_mb, tally.starved, wrong = pipe.recv()
         tally.wrong += wrong
         probe.join()
 
@@ -87,16 +88,19 @@ def watch(url: str, pid: int, pipe: Connection) -> None:
     """Sends seconds of /health, (time, MB) pairs, the share of time without a core and what went wrong, once it gets a
     message."""
     waited = waited_s(pid)
-    began, health, memory, wrong = time.monotonic(), list[float](), list[tuple[float, float]](), list[str]()
+    began = time.monotonic()
+    health = list[float]()
+    memory = list[tuple[float, float]]()
+    wrong = list[str]()
     with httpx.Client(base_url=url, timeout=60) as client:
         while not pipe.poll(PROBE_SECONDS):
-            asked = time.perf_counter()
+            start_s = time.perf_counter()
             try:
                 answer = client.get("/health")
             except httpx.TransportError as error:
                 wrong.append(f"/health: {error!r}")
                 break
-            health.append(time.perf_counter() - asked)
+            health.append(time.perf_counter() - start_s)
             if answer.status_code != 200:
                 wrong.append(f"/health: {answer.status_code} {answer.text}")
             if len(health) % 10 == 0:
@@ -110,9 +114,10 @@ def waited_s(pid: int) -> float:
 
 
 def memory_mb(pid: int) -> float:
-    """Of a server and its engine: what is theirs alone, so that shared pages count once."""
-    own, total = psutil.Process(pid), 0
-    for process in (own, *own.children(recursive=True)):
+    """Memory of a server and its engine without shared pages, which would count twice."""
+    server = psutil.Process(pid)
+    total = 0
+    for process in (server, *server.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # those that compile grammars come and go
             total += process.memory_full_info().uss
     return total / 2**20
@@ -127,10 +132,10 @@ def session_to(server: Server) -> aiohttp.ClientSession:
 async def stream_once(session: aiohttp.ClientSession, rng: random.Random, tally: Tally) -> None:
     """One request of a client: to its end, or to where it hangs up."""
     prompt = QUESTION.format(*(rng.randrange(2, 99) for _ in range(3)))
-    asked = {"prompt": prompt, "max_tokens": rng.randrange(8, 96), "temperature": rng.choice((0, 1)), "stream": True}
-    asked["ignore_eos"] = rng.random() < 0.7
+    request = {"prompt": prompt, "max_tokens": rng.randrange(8, 96), "temperature": rng.choice((0, 1)), "stream": True}
+    request["ignore_eos"] = rng.random() < 0.7
     leaves_at = rng.randrange(1, 40) if rng.random() < HANG_UP else None
-    async with session.post(COMPLETIONS, json=asked) as answer:
+    async with session.post(COMPLETIONS, json=request) as answer:
         if answer.status == 429:
             await answer.read()
             tally.end("429")
@@ -139,7 +144,8 @@ async def stream_once(session: aiohttp.ClientSession, rng: random.Random, tally:
         if answer.status != 200:
             tally.end(str(answer.status), wrong=await answer.text())
             return
-        reasons, events = [], 0
+        reasons = []
+        events = 0
         async for line in answer.content:
             if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
                 continue
@@ -182,32 +188,35 @@ async def run_fuzz(server: Server, tally: Tally, requests: int, clients: int) ->
     async def client() -> None:
         for number in numbers:
             rng = random.Random(number)
-            path, expected = rng.choice((CHAT, COMPLETIONS, RESPONSES)), None
+            path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
+            expected = None
             if number % 10:
-                sent = json.dumps(body(rng, path))
+                data = json.dumps(body(rng, path))
             else:
-                path, index = COMPLETIONS, rng.randrange(len(BYSTANDERS))
-                sent, expected = json.dumps(BYSTANDERS[index]), alone[index]
+                path = COMPLETIONS
+                index = rng.randrange(len(BYSTANDERS))
+                data = json.dumps(BYSTANDERS[index])
+                expected = alone[index]
             try:
-                status, text = await post(session, path, sent)
+                status, text = await post(session, path, data)
                 is_wrong = status >= 500 or '"server_error"' in text
-                tally.end(str(status), wrong=f"{number} {path} {sent}: {text}" if is_wrong else "")
+                tally.end(str(status), wrong=f"{number} {path} {data}: {text}" if is_wrong else "")
                 if expected is not None and status == 200:
                     tally.same_answers[answer_of(text) == expected] += 1
             except (aiohttp.ClientError, TimeoutError) as error:
-                tally.end("no answer", wrong=f"{number} {path} {sent}: {error!r}")
+                tally.end("no answer", wrong=f"{number} {path} {data}: {error!r}")
                 if isinstance(error, aiohttp.ClientConnectorError):
                     return  # there is no server any more
             if number % 10_000 == 0:
                 print(f"{number} requests: {dict(tally.outcomes)}", file=sys.stderr, flush=True)
 
     async with session_to(server) as session:
-        alone = [answer_of((await post(session, COMPLETIONS, json.dumps(one)))[1]) for one in BYSTANDERS]
+        alone = [answer_of((await post(session, COMPLETIONS, json.dumps(request)))[1]) for request in BYSTANDERS]
         await asyncio.gather(*(client() for _ in range(clients)))
 
 
-async def post(session: aiohttp.ClientSession, path: str, sent: str) -> tuple[int, str]:
-    async with asyncio.timeout(SLOWEST), session.post(path, data=sent, headers=JSON) as answer:
+async def post(session: aiohttp.ClientSession, path: str, data: str) -> tuple[int, str]:
+    async with asyncio.timeout(SLOWEST), session.post(path, data=data, headers=JSON) as answer:
         return answer.status, await answer.text()
 
 
@@ -217,14 +226,15 @@ def answer_of(text: str) -> str:
 
 async def leftovers(server: Server) -> dict[str, float]:
     """Open requests and KV pages in use, once both are 0 or the time is up."""
-    deadline, left = time.monotonic() + SETTLE_SECONDS, dict[str, float]()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    left = dict[str, float]()
     async with aiohttp.ClientSession(server.url) as session:
         while time.monotonic() < deadline:
             async with session.get("/metrics") as page:
                 lines = [line for line in (await page.text()).splitlines() if line[:1] != "#"]
             numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-            used = [name for name in numbers if name.startswith("slipstream_kv_pages{") and '"used"' in name]
-            left = {"open": numbers["slipstream_open_requests"], "pages_used": sum(numbers[name] for name in used)}
+            pools = [name for name in numbers if name.startswith("slipstream_kv_pages{") and '"used"' in name]
+            left = {"open": numbers["slipstream_open_requests"], "pages_used": sum(numbers[name] for name in pools)}
             if not any(left.values()):
                 break
             await asyncio.sleep(0.5)

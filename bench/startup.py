@@ -73,7 +73,8 @@ def first_answer(command: list[str], environment: dict[str, str], _output: Path)
 
 def first_step(command: list[str], environment: dict[str, str], output: Path) -> float:
     """Ends the program once it has a result. Raises ValueError if it ends without one."""
-    began, metrics = time.monotonic(), output / "metrics.jsonl"
+    began = time.monotonic()
+    metrics = output / "metrics.jsonl"
     command = [*command, "--output", str(output)]
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
     try:

@@ -110,5 +110,5 @@ def gaps_of(streams: Iterable[Stream]) -> Iterator[Gap]:
 def accept_length(streams: Iterable[Stream]) -> float | None:
     """Mean tokens per round of the streams that have ended; None without rounds."""
     counts = [stream.stats for stream in streams if stream.stats is not None]
-    rounds = sum(one.rounds for one in counts)
-    return sum(one.completion_tokens - one.prefills for one in counts) / rounds if rounds else None
+    rounds = sum(stats.rounds for stats in counts)
+    return sum(stats.completion_tokens - stats.prefills for stats in counts) / rounds if rounds else None

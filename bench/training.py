@@ -25,10 +25,9 @@ from torch import Tensor
 
 from slipstream.bench.gpu import print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin
-from slipstream.bench.random_targets import CONFIGS, DRAFT_VOCABULARY, published_spec, published_target
+from slipstream.bench.random_targets import CONFIGS, DRAFT_VOCABULARY, HEADS, published_spec, published_target
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.layers.rope import RotaryEmbedding
@@ -43,15 +42,6 @@ from slipstream.train.training import DraftTraining
 
 WARM_UP = 3  # steps
 PEAK_SIZE = {"cuda": 8192, "cpu": 512}  # of the square matrices of the plain product
-DSPARK: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
-HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published sizes, or those of a smaller target
-    "none": {},
-    "dflash2": {"conv_kernel_size": 2, "selector_rank": 256},
-    "dspark": DSPARK,
-    "dspark-gated": DSPARK | {"markov_head_type": "gated"},
-    "lilicorr": {"lilicorr": LiLiCorrConfig()},
-    "lilicorr-conv": {"lilicorr": LiLiCorrConfig(), "conv_kernel_size": 2},
-}
 Part = Callable[[], None]
 
 
@@ -114,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     device = accelerator.device
     peak = plain_product(device)
     accelerator.print(f"a plain product does {peak / 1e12:.2f} TFLOP/s")
-    training, batch = build(config, device), make_batch(config)
+    training = build(config, device)
+    batch = make_batch(config)
     flops = step_flops(training, batch)
     parts = make_parts(training, accelerator, batch)
     line = describe(config, accelerator) | measure(config, parts, batch, flops, peak, device)
@@ -208,10 +199,13 @@ def make_batch(config: StepConfig) -> Batch:
 
 def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) -> dict[str, Part]:
     """The parts of a step in order."""
-    optim, target = OptimOptions(), training.target
+    optim = OptimOptions()
+    target = training.target
     model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
-    scale, losses = 1 / batch.num_supervised, list[Tensor]()
-    tokens, positions = batch.tokens.to(accelerator.device), batch.positions.to(accelerator.device)
+    scale = 1 / batch.num_supervised
+    losses = list[Tensor]()
+    tokens = batch.tokens.to(accelerator.device)
+    positions = batch.positions.to(accelerator.device)
     read = target.aux_states
 
     def draft_and_loss() -> None:
@@ -255,7 +249,8 @@ def measure(
         run(parts)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    steps, by_part = [], {name: list[float]() for name in parts}
+    steps = []
+    by_part = {name: list[float]() for name in parts}
     for _ in range(config.steps):
         began = clock(device)
         run(parts)

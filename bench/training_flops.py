@@ -53,7 +53,8 @@ def weights_read(target: FrozenTarget) -> int:
     size = config.hidden_size
     total = 0
     for layer in config.layers:
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
+        mlp = layer.mlp
         total += 2 * size * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         if isinstance(mlp, MoESpec):
             total += size * (3 * (mlp.top_k * mlp.intermediate_size + mlp.shared_size) + mlp.num_experts)
@@ -68,19 +69,21 @@ def document_lengths(batch: Batch) -> Tensor:
 
 
 def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
-    """Of N blocks of S slots of which M have a loss. Logits of candidates, which training computes apart from those of
-    the whole vocabulary, count only where the latter are not computed."""
-    draft, config = training.draft, training.draft.config
+    """FLOPs of N blocks of S slots of which M have a loss. Logits of candidates, which training computes apart from
+    those of the whole vocabulary, count only where the latter are not computed."""
+    draft = training.draft
+    config = training.draft.config
     anchors = draw_anchors(batch, training.options.anchors, training.seed)[0]
     blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
-    known = blocks.counts & (training.head_rows[blocks.labels] >= 0)
-    counting = int((known if draft.confidence is None else blocks.counts).sum())
-    tokens, slots = batch.tokens.numel(), blocks.positions.numel()
+    labelled = blocks.counts & (training.head_rows[blocks.labels] >= 0)
+    counting = int((labelled if draft.confidence is None else blocks.counts).sum())
+    tokens = batch.tokens.numel()
+    slots = blocks.positions.numel()
     keys_values = 2 * config.num_kv_heads * config.head_dim * config.hidden_size * config.num_layers
     pairs = int((blocks.anchors - blocks.starts + config.block_size).sum()) * config.block_size
     convolutions = [module for module in draft.modules() if isinstance(module, BlockConvolution)]
     mixing = sum(weights_of(module.kernel_projection) for module in convolutions)
-    found = target_flops(training.target, batch) | {
+    flops = target_flops(training.target, batch) | {
         "context": 4 * weights_of(draft.fc) * tokens + 6 * keys_values * tokens,
         "blocks": 6 * (weights_of(draft.layers) - mixing) * slots,
         "block attention": 12 * config.num_heads * config.head_dim * pairs * config.num_layers,
@@ -88,17 +91,18 @@ def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
     }
     if convolutions:
         taps = sum(slots - len(blocks) * tap for tap in range(config.conv_kernel_size))  # none reaches before a block
-        found["convolutions"] = 6 * mixing * slots
-        found["convolutions' taps"] = 6 * 2 * config.hidden_size * taps * len(convolutions)
-    num_whole = int(known.all(dim=1).sum())
-    found |= teacher_flops(training, counting, num_whole * config.num_proposals)
-    return found | block_head_flops(draft, counting) | scorer_flops(draft, num_whole)
+        flops["convolutions"] = 6 * mixing * slots
+        flops["convolutions' taps"] = 6 * 2 * config.hidden_size * taps * len(convolutions)
+    num_whole = int(labelled.all(dim=1).sum())
+    flops |= teacher_flops(training, counting, num_whole * config.num_proposals)
+    return flops | block_head_flops(draft, counting) | scorer_flops(draft, num_whole)
 
 
 def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int) -> dict[str, int]:
     """The target's head at slots with a loss, forward only: over the draft's vocabulary if a loss reads all of it, else
     over the candidates of the selector, or of LiLiCorr in whole blocks."""
-    losses, config = training.losses, training.draft.config
+    losses = training.losses
+    config = training.draft.config
     row = 2 * config.hidden_size
     if mix_of(losses).reads_teacher or training.draft.confidence is not None:
         return {"teacher": row * len(training.head.rows) * counting}
@@ -110,25 +114,30 @@ def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int)
 def block_head_flops(draft: DFlash, counting: int) -> dict[str, int]:
     """Heads that read one slot and the token before it, of rank r: the selector's projection of the state and its
     products with k candidates, the Markov head's products with Vd tokens and its gate, the confidence head."""
-    config, found = draft.config, {}
+    config = draft.config
+    flops = {}
     if (selector := draft.selector) is not None:
         pairs = config.selector_rank * config.selector_top_k
-        found["selector"] = 6 * (weights_of(selector.hidden_projection) + pairs) * counting
+        flops["selector"] = 6 * (weights_of(selector.hidden_projection) + pairs) * counting
     if (markov := draft.markov) is not None:
         gate = 0 if markov.gate_proj is None else weights_of(markov.gate_proj)
-        found["Markov head"] = 6 * (weights_of(markov.markov_w2) + gate) * counting
+        flops["Markov head"] = 6 * (weights_of(markov.markov_w2) + gate) * counting
     if (confidence := draft.confidence) is not None:
-        found["confidence head"] = 6 * weights_of(confidence) * counting
-    return found
+        flops["confidence head"] = 6 * weights_of(confidence) * counting
+    return flops
 
 
 def scorer_flops(draft: DFlash, num_blocks: int) -> dict[str, int]:
     """LiLiCorr over the K * k nodes of each whole block. Candidates' embeddings are frozen."""
-    scorer, config = draft.scorer, draft.config
+    scorer = draft.scorer
+    config = draft.config
     if scorer is None:
         return {}
-    K, k, factors = config.num_proposals, config.num_candidates, scorer.config.factor_dim
-    nodes, out = K * k, weights_of(scorer.out_head)  # the three heads of factors are alike
+    K = config.num_proposals
+    k = config.num_candidates
+    factors = scorer.config.factor_dim
+    nodes = K * k
+    out = weights_of(scorer.out_head)  # the three heads of factors are alike
     by_node = 4 * weights_of(scorer.token_proj) + 6 * weights_of(scorer.feature_mlp) + 6 * weights_of(scorer.layers)
     by_node += 6 * weights_of(scorer.factor_input_proj)
     by_block = 6 * weights_of(scorer.context_proj) + 6 * weights_of(scorer.pass_hidden_proj) * K
@@ -142,18 +151,22 @@ def scorer_flops(draft: DFlash, num_blocks: int) -> dict[str, int]:
 
 
 def eagle3_flops(training: Eagle3Training, batch: Batch) -> dict[str, int]:
-    """Of the steps of training-time test; their attention over keys of later steps, one each, is left out."""
-    draft, steps = training.draft, training.options.ttt_steps
-    rows, config = find_rows(batch, steps), training.draft.config
-    asking, context = len(rows.asking), len(rows.context)
-    attention, size = draft.midlayer.self_attn, config.hidden_size
+    """FLOPs of the steps of training-time test; their attention over keys of later steps, one each, is left out."""
+    draft = training.draft
+    steps = training.options.ttt_steps
+    rows = find_rows(batch, steps)
+    config = training.draft.config
+    asking = len(rows.asking)
+    context = len(rows.context)
+    attention = draft.midlayer.self_attn
+    size = config.hidden_size
     context_weights = (
         weights_of(attention) - weights_of(attention.o_proj) - attention.sizes[0] * config.head_dim * 2 * size
     )
-    seen = torch.cat((rows.context, rows.asking))[rows.keys]
+    keys = torch.cat((rows.context, rows.asking))[rows.keys]
     document = batch.documents.flatten()
-    first = torch.searchsorted(document[seen], document[rows.asking])
-    pairs = int((torch.searchsorted(seen, rows.asking, right=True) - first).sum())
+    first = torch.searchsorted(document[keys], document[rows.asking])
+    pairs = int((torch.searchsorted(keys, rows.asking, right=True) - first).sum())
     predicted = sum(asking - step for step in range(steps))
     return target_flops(training.target, batch) | {
         "teacher": 2 * training.target.head.numel() * asking,

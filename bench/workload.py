@@ -72,7 +72,8 @@ class Workload:
             ids = sorted(set(range(len(self.tokenizer))) - set(self.tokenizer.all_special_ids))
             return [Task(rng.choices(ids, k=prompt), answer) for prompt, answer in lengths]
         path = QUESTIONS if self.kind == "gsm8k" else Path(self.kind)
-        questions, answered = read_questions(path), read_questions(path, "train") if self.input_len else []
+        questions = read_questions(path)
+        answered = read_questions(path, "train") if self.input_len else []
         if self.input_len and not answered:
             raise ValueError(
                 f"input_len is {self.input_len}; {path} has no rows of split 'train' to use as examples: give 0"
@@ -109,10 +110,10 @@ class Workload:
 def final_number(text: str) -> Decimal | None:
     """The first number after the last "####", else the last number of the text, else None."""
     _, mark, rest = text.rpartition(MARK)
-    found = NUMBER.findall(rest)
-    if not found:
+    numbers = NUMBER.findall(rest)
+    if not numbers:
         return None
-    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+    return Decimal((numbers[0] if mark else numbers[-1]).replace(",", ""))
 
 
 def read_questions(path: Path = QUESTIONS, split: str = "heldout") -> list[Question]:
@@ -132,11 +133,12 @@ def _parse(lines: Any, path: str, split: str) -> Iterator[Question]:
             if row.get("split", "heldout") != split:
                 continue
             if "question" in row:
-                asked, answer = row["question"], row["answer"]
+                question = row["question"]
+                answer = row["answer"]
             else:
-                asked, answer = (turn["content"] for turn in row["messages"][-2:])
+                question, answer = (turn["content"] for turn in row["messages"][-2:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number} holds no question and answer: {error!r}") from error
         if final_number(answer) is None:
             raise ValueError(f"{path}:{number}: its answer holds no number")
-        yield Question(asked, answer)
+        yield Question(question, answer)
