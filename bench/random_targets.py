@@ -81,6 +81,7 @@ HEADS: dict[str, dict[str, Any]] = {  # of block drafts, with the published size
     "lilicorr-conv": {"lilicorr": LiLiCorrConfig(), "conv_kernel_size": 2},
 }
 DRAFTS = HEADS | {"dflash": {}, "dspark-map": DSPARK | {"draft_vocab_size": 32_768}}
+del DRAFTS["none"]
 
 
 class Pair(NamedTuple):

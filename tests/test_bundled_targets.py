@@ -37,8 +37,9 @@ def test_chat_template_marks_the_assistant(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / name)
     roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, TEXTS, strict=True)]
-    whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = whole["input_ids"], whole["assistant_masks"]
+    rendering = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids = rendering["input_ids"]
+    mask = rendering["assistant_masks"]
     rendered = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in zip(roles, TEXTS, strict=True))
     assert tokenizer.decode(ids) == rendered
     supervised = [token for token, marked in zip(ids, mask, strict=True) if marked]

@@ -24,7 +24,9 @@ from slipstream.serve.request import Output, Request
 from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
-LONG, CHUNKS, CHUNK_S = [7] * 100, 2, 20.0
+LONG = [7] * 100
+CHUNKS = 2
+CHUNK_S = 20.0
 
 
 class ChunkedEngine(ClockedEngine):
