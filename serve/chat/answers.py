@@ -1,6 +1,6 @@
-"""How a target's answers are read: its forms of reasoning and calls, what an answer may be, and its parts as it comes.
+"""Reads a target's answers: finds its forms of reasoning and calls, builds grammars and parses text as it comes.
 
-For the HTTP server and `LLM.chat` alike.
+The HTTP server and `LLM.chat` both use it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,24 +36,24 @@ SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn r
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Of one request. `parser` makes one for each choice; None: the answer is content."""
+    """Reads the answers of one request. `parser` makes a parser for each choice; None: the whole answer is content."""
 
     decoder: Decoder
     grammar: Grammar | None = None
     stop_ids: tuple[int, ...] = ()
     parser: Callable[[], AnswerParser] | None = None
     has_reasoning: bool = False
-    hidden: Callable[[str], str] = str  # a text as the decoder would give it
-    grammar_field: str = "tools"  # of the request, which is at fault where the grammar cannot be served
-    continues: bool = False  # the text of the prompt, whose end is then decoded with it; a chat's answer is a new text
+    hidden: Callable[[str], str] = str  # spells a text as the decoder does
+    grammar_field: str = "tools"  # field of the request that an error about the grammar names
+    continues: bool = False  # the answer continues the prompt's text and is decoded with its end, unlike in a chat
 
     def stops(self, stop: Sequence[str]) -> list[str]:
-        """Stop strings, as decoded text may hold them."""
+        """Returns the stop strings in each spelling that decoded text may have."""
         return list(dict.fromkeys([*stop, *map(self.hidden, stop)]))
 
 
 class ChatFormat:
-    """Of a target. `tool_parser` and `reasoning_parser`: names of forms, or auto or none."""
+    """Reads the chat answers of one target. `tool_parser` and `reasoning_parser`: names of forms, auto or none."""
 
     def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str) -> None:
         self._source = template_source(tokenizer)
@@ -74,7 +74,7 @@ class ChatFormat:
             self._stop_ids = tuple(id for name, id in markers.ids.items() if self.tools.call[0].endswith(name))
 
     def answer(self, choice: ToolChoice, prompt: Sequence[int], content: Grammar | None) -> AnswerFormat:
-        """Of a request whose content has a grammar or none. Raises ToolError."""
+        """Returns the format of a request's answers. `content`: the content's grammar, if any. Raises ToolError."""
         if choice.mode != "none":
             self._check_tools()
         if choice.mode == "none" and self.reasoning is None:
@@ -98,7 +98,7 @@ class ChatFormat:
         )
 
     def _types_of(self, tool: Tool, work: Work) -> ParameterTypes:
-        """What the texts of a call's parameters mean, where the form is tags."""
+        """Returns the types of a tool's parameters, which only forms with tags need."""
         if self.tools is None or self.tools.arguments != "parameters":
             return {}
         try:
@@ -118,26 +118,29 @@ class ChatFormat:
             raise ToolError("tools", f"cannot be served: {why}; {remedy}")
 
     def variables(self, effort: str | None, field: str = "reasoning_effort") -> dict[str, Any]:
-        """What a chat template gets for a `reasoning_effort`, which is in `field`. Raises ToolError where it takes
-        nothing of the kind."""
+        """Returns the variables that set a chat template's reasoning effort, which the request has in `field`. Raises
+        ToolError if the template has no such variable."""
         if effort is None:
             return {}
         if effort not in EFFORTS:
             raise ToolError(field, f"is {quote(effort)}; it must be one of {', '.join(EFFORTS)}")
-        found: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._source}
-        found |= {"reasoning_effort": effort} if "reasoning_effort" in self._source else {}
-        if not found:
+        values: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._source}
+        values |= {"reasoning_effort": effort} if "reasoning_effort" in self._source else {}
+        if not values:
             raise ToolError(field, "has no effect with this target's chat template; leave it out")
-        return found
+        return values
 
     def named_reasoning(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages whose reasoning has the name that the template reads."""
+        """Returns messages whose reasoning has the name that the template reads."""
         name = self.reasoning.message_field if self.reasoning else "reasoning_content"
-        return [{name if key == "reasoning_content" else key: value for key, value in one.items()} for one in messages]
+        return [
+            {name if key == "reasoning_content" else key: value for key, value in message.items()}
+            for message in messages
+        ]
 
 
 def texts_of(form: ToolForm | ReasoningForm | None) -> list[str]:
-    """All that a form writes."""
-    values = [] if form is None else [getattr(form, one.name) for one in fields(form) if one.name != "signs"]
+    """Returns all texts of a form."""
+    values = [] if form is None else [getattr(form, field.name) for field in fields(form) if field.name != "signs"]
     strings = [value if isinstance(value, tuple) else (value,) for value in values]
     return [text for group in strings for text in group if isinstance(text, str)]

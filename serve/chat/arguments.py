@@ -1,4 +1,4 @@
-"""Arguments of a call, as they come: JSON is passed on as it is written, other notations become JSON."""
+"""Reads the arguments of a call as they come: passes JSON on unchanged and turns other notations into JSON."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from slipstream.serve.grammar.work import Work
 
-ParameterTypes = Mapping[str, Set[str]]  # of a tool: what JSON types each parameter may have
+ParameterTypes = Mapping[str, Set[str]]  # JSON types of a tool's parameters, by name
 Read = tuple[str, str | None]
 TEXT: Set[str] = frozenset(["string"])  # the types of a parameter whose schema names none
 JSON_NAMES = {"true": True, "false": False, "null": None}
@@ -19,21 +19,21 @@ class Arguments(Protocol):
     """Reads the arguments of one call."""
 
     is_whole: ClassVar[bool]
-    """They are passed on as a whole, or not at all."""
+    """The reader returns the arguments as a whole, or not at all."""
 
     def feed(self, text: str, final: bool) -> Read:
-        """The new part of the arguments and, where they have ended, the text that follows; before that None. Raises
-        ValueError where the text is no arguments after all; only if `is_whole`."""
+        """Returns the new part of the arguments and the text that follows them, which is None until they have ended.
+        Raises ValueError if the text turns out not to be arguments, which only happens if `is_whole`."""
         ...
 
 
 class JsonArguments:
-    """An object, which begins with the first character of the text. A marker outside its strings ends it, too."""
+    """Reads a JSON object that begins at the start of the text. A marker outside its strings ends it, too."""
 
     is_whole: ClassVar[bool] = False
 
-    def __init__(self, shown: Callable[[str], str], is_marker: Callable[[str], bool]) -> None:
-        self._shown = shown
+    def __init__(self, spell_markers: Callable[[str], str], is_marker: Callable[[str], bool]) -> None:
+        self._spell_markers = spell_markers
         self._is_marker = is_marker
         self._depth = 0
         self._in_string = False
@@ -51,16 +51,16 @@ class JsonArguments:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    return self._shown(text[: index + 1]), text[index + 1 :]
+                    return self._spell_markers(text[: index + 1]), text[index + 1 :]
             elif self._is_marker(character):
-                return self._shown(text[:index]), text[index:]
-        return self._shown(text), None
+                return self._spell_markers(text[:index]), text[index:]
+        return self._spell_markers(text), None
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSyntax:
-    """Compiled patterns of a parameter's tags. `end`: a `tag` before what may stand behind it, since a value may spell
-    tags. `lines`: a value has lines of its own."""
+    """Compiled patterns of a parameter's tags. `end`: a `tag` and a lookahead for the text that may follow it, since a
+    value may contain tags. `lines`: a value has its own lines."""
 
     begin: Any
     tag: Any
@@ -69,67 +69,67 @@ class ParameterSyntax:
 
 
 class ParameterArguments:
-    """Parameters between tags, typed by the tool's schema. Each is passed on when it is complete."""
+    """Reads parameters between tags, typed by the tool's schema. Returns each when it is complete."""
 
     is_whole: ClassVar[bool] = False
 
-    def __init__(self, syntax: ParameterSyntax, types: ParameterTypes, shown: Callable[[str], str]) -> None:
+    def __init__(self, syntax: ParameterSyntax, types: ParameterTypes, spell_markers: Callable[[str], str]) -> None:
         self._syntax = syntax
         self._types = types
-        self._shown = shown
-        self._parameter: Any = None  # the match of the one that is read
-        self._value = list[str]()  # of the parameter, but what may begin its end
-        self._held = ""
+        self._spell_markers = spell_markers
+        self._parameter: Any = None  # match of the begin tag of the current parameter
+        self._value = list[str]()  # of the current parameter, without a possible beginning of its end tag
+        self._buffer = ""
         self._space = list[str]()
         self._num_read = 0
 
     def feed(self, text: str, final: bool) -> Read:
-        if not final and text.isspace() and self._held[-1:].isspace():  # decided with what follows
+        if not final and text.isspace() and self._buffer[-1:].isspace():  # decided with what follows
             self._space.append(text)
             return "", None
-        self._held += "".join(self._space) + text
+        self._buffer += "".join(self._space) + text
         self._space.clear()
         pieces = list[str]()
         while True:
             if self._parameter is None:
-                self._held = self._held.lstrip()
-                found = self._syntax.begin.match(self._held, partial=not final)
-                if found is None and self._held:
-                    return "".join([*pieces, "}" if self._num_read else "{}"]), self._held
-                if found is None or found.partial:
+                self._buffer = self._buffer.lstrip()
+                match = self._syntax.begin.match(self._buffer, partial=not final)
+                if match is None and self._buffer:
+                    return "".join([*pieces, "}" if self._num_read else "{}"]), self._buffer
+                if match is None or match.partial:
                     return "".join(pieces), None
-                self._parameter = found
-                self._held = self._held[found.end() :]
-            found = self._find_end(final)
-            self._keep(len(self._held) if found is None else found.start())
-            if found is None or found.partial:
+                self._parameter = match
+                self._buffer = self._buffer[match.end() :]
+            match = self._find_end(final)
+            self._keep(len(self._buffer) if match is None else match.start())
+            if match is None or match.partial:
                 return "".join([*pieces, self._cut() if final else ""]), None
             pieces.append(self._written(self._json("".join(self._value))))
-            self._held = self._held[found.end() - found.start() :]
+            self._buffer = self._buffer[match.end() - match.start() :]
             self._parameter = None
             self._value.clear()
 
     def _find_end(self, final: bool) -> Any:
-        """The match of the tag that ends a value, a partial one if that is not decided, or None."""
-        found = self._syntax.end.search(self._held, partial=True)
-        if found is not None and found.partial and final:  # the end of the answer has cut off what follows the tag
-            return self._syntax.tag.match(self._held, found.start())
-        return found
+        """Returns the match of the tag that ends a value, a partial match if more text has to decide, or None."""
+        match = self._syntax.end.search(self._buffer, partial=True)
+        if match is not None and match.partial and final:  # the end of the answer has cut off what follows the tag
+            return self._syntax.tag.match(self._buffer, match.start())
+        return match
 
     def _keep(self, count: int) -> None:
-        """So many characters that are held belong to the value."""
-        self._value.append(self._held[:count])
-        self._held = self._held[count:]
+        """Moves the first `count` characters of the buffer to the value."""
+        self._value.append(self._buffer[:count])
+        self._buffer = self._buffer[count:]
 
     def _written(self, value: str) -> str:
         self._num_read += 1
-        key = json.dumps(self._shown(self._parameter["key"]), ensure_ascii=False)
+        key = json.dumps(self._spell_markers(self._parameter["key"]), ensure_ascii=False)
         return f"{'{' if self._num_read == 1 else ', '}{key}: {value}"
 
     def _json(self, text: str) -> str:
         if self._syntax.lines:
             text = text.removeprefix("\n").removesuffix("\n")
-        text = self._shown(text)
+        text = self._spell_markers(text)
         type_ = self._parameter.groupdict().get("type")
         if type_ == "true":
             return json.dumps(text, ensure_ascii=False)
@@ -137,19 +137,19 @@ class ParameterArguments:
         return written(typed(text, types))
 
     def _cut(self) -> str:
-        """The beginning of a parameter that the end of the answer has cut off."""
+        """Returns the beginning of a parameter that the end of the answer has cut off."""
         value = "".join(self._value)
-        text = self._shown(value.removeprefix("\n") if self._syntax.lines else value)
+        text = self._spell_markers(value.removeprefix("\n") if self._syntax.lines else value)
         return self._written(json.dumps(text, ensure_ascii=False)[:-1]) if text else ""
 
 
 class PythonArguments:
-    """Keyword arguments, up to the bracket that closes the call; passed on as a whole."""
+    """Reads keyword arguments up to the bracket that closes the call, and returns them as a whole."""
 
     is_whole: ClassVar[bool] = True
 
-    def __init__(self, shown: Callable[[str], str]) -> None:
-        self._shown = shown
+    def __init__(self, spell_markers: Callable[[str], str]) -> None:
+        self._spell_markers = spell_markers
         self._pieces = list[str]()
         self._depth = 0
         self._quote = ""
@@ -167,7 +167,7 @@ class PythonArguments:
                 self._depth += 1
             elif character in ")]}":
                 if self._depth == 0:
-                    return keyword_arguments(self._shown("".join(self._pieces) + text[:index])), text[index:]
+                    return keyword_arguments(self._spell_markers("".join(self._pieces) + text[:index])), text[index:]
                 self._depth -= 1
         self._pieces.append(text)
         if final:
@@ -176,7 +176,7 @@ class PythonArguments:
 
 
 def keyword_arguments(text: str) -> str:
-    """`a=1, b="x"` as a JSON object. Raises ValueError for anything but literal values of keywords."""
+    """Converts `a=1, b="x"` to a JSON object. Raises ValueError unless all are keywords with literal values."""
     try:
         call = ast.parse(f"f({text}\n)", mode="eval").body
         assert isinstance(call, ast.Call)
@@ -196,7 +196,7 @@ def written(value: Any) -> str:
 
 
 def literal(node: ast.expr) -> Any:
-    """Python's literals, and JSON's names for them."""
+    """Evaluates a literal of Python; `true`, `false` and `null` of JSON are literals, too."""
     if isinstance(node, ast.Name) and node.id in JSON_NAMES:
         return JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -229,8 +229,8 @@ def types_of(schema: Any, root: Any, work: Work, place: str) -> Set[str]:
         if id(part) in visited:
             continue
         visited.add(id(part))
-        named, alternatives = types_named_by(part, root, work, place)
-        types |= named
+        names, alternatives = types_named_by(part, root, work, place)
+        types |= names
         waiting += alternatives
     return types or TEXT
 
@@ -239,9 +239,9 @@ def types_named_by(schema: Any, root: Any, work: Work, place: str) -> tuple[Set[
     """Returns the types that a schema itself names, and the schemas that decide instead where it names none."""
     if not isinstance(schema, Mapping):
         return TEXT, []
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        names = [named] if isinstance(named, str) else named
+    type_ = schema.get("type")
+    if isinstance(type_, str | list):
+        names = [type_] if isinstance(type_, str) else type_
         work.charge(place, len(names))
         return {name for name in names if isinstance(name, str)}, []
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
@@ -269,7 +269,7 @@ def json_type(value: Any) -> str:
 
 
 def typed(text: str, allowed: Set[str] | None) -> Any:
-    """The value of a parameter's text as JSON, if that has an allowed type (None: any). Otherwise the text."""
+    """Returns the text's JSON value if its type is allowed (None: any type is), otherwise the text itself."""
     plain = text.strip()
     plain = plain.lower() if plain in ("True", "False") else "null" if plain == "None" else plain
     try:

@@ -38,7 +38,7 @@ class ReasoningForm:
     begin: tuple[str, ...]
     end: tuple[str, ...]
     signs: tuple[tuple[str, ...], ...]
-    content: tuple[str, ...] = ()  # what begins the content, if that is marked
+    content: tuple[str, ...] = ()  # markers that begin the content, if any
     content_end: tuple[str, ...] = ()
     next_message: str = ""  # between reasoning and what follows it
     is_first: bool = True  # the reasoning is at the beginning, or in the middle, too
@@ -153,27 +153,27 @@ REASONING_FORMS: Mapping[str, ReasoningForm] = {
 Form = TypeVar("Form", ToolForm, ReasoningForm)
 
 
-def find_form(forms: Mapping[str, Form], asked: str, source: str) -> Form | None:
-    """The form of this name; with `auto` that of the chat template, if it can be told, and with `none` none."""
-    if asked == AUTO:
+def find_form(forms: Mapping[str, Form], name: str, source: str) -> Form | None:
+    """Returns the form with this name; for `auto`, the form that the chat template shows, if any; for `none`, None."""
+    if name == AUTO:
         plain = source.translate(ANY_CASE)
         fits = (form for form in forms.values() if any(all(sign in plain for sign in signs) for signs in form.signs))
         return next(fits, None)
-    return None if asked == NONE else forms[asked]
+    return None if name == NONE else forms[name]
 
 
 def template_source(tokenizer: Any) -> str:
-    """All chat templates of a tokenizer, which may have several by name."""
-    found = tokenizer.chat_template or ""
-    return "\n".join(found.values()) if isinstance(found, Mapping) else str(found)
+    """Returns all chat templates of a tokenizer, which may have several by name."""
+    template = tokenizer.chat_template or ""
+    return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
-    """Raises ValueError for a name that there is not."""
-    named: list[tuple[str, str, Mapping[str, Any]]] = [
+    """Raises ValueError for an unknown name."""
+    options: list[tuple[str, str, Mapping[str, Any]]] = [
         ("tool_parser", tool_parser, TOOL_FORMS),
         ("reasoning_parser", reasoning_parser, REASONING_FORMS),
     ]
-    for option, value, forms in named:
+    for option, value, forms in options:
         if value not in (AUTO, NONE, *forms):
             raise ValueError(f"{option} is {value!r}; choose one of {', '.join((AUTO, NONE, *forms))}")

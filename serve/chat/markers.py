@@ -1,7 +1,7 @@
 """Markers of forms as a tokenizer has them.
 
-What the tokenizer has as one added token is a marker only as that token, so a text that spells it is none. Decoded
-answers hold, in the place of such a token, a character that no text has: half of a surrogate pair.
+If the tokenizer has a marker as an added token, only that token is the marker; a text that spells it is not. Decoded
+answers hold a character that no text has, half of a surrogate pair, in place of such a token.
 """
 
 import re
@@ -21,7 +21,7 @@ SPACE = r"\s*+"
 
 
 class Markers:
-    """The added tokens that are in some forms."""
+    """Added tokens that occur in the given forms."""
 
     def __init__(self, tokenizer: Any, forms: Iterable[str]) -> None:
         text = "\n".join(forms)
@@ -36,44 +36,44 @@ class Markers:
         self._parts = re.compile("|".join(inner), re.DOTALL)
 
     def shown(self, text: str) -> str:
-        """A decoded text, with markers as they are spelled."""
+        """Returns a decoded text with its markers spelled out."""
         return text.translate(self._names)
 
     def hidden(self, text: str) -> str:
-        """A text with the stand-ins of the markers that it spells."""
+        """Returns a text with stand-ins for the markers that it spells."""
         for name, character in self._stand_ins.items():
             text = text.replace(name, character)
         return text
 
     def pattern(self, form: str) -> str:
-        """The regular expression of a form, or a part of one, in decoded text."""
-        found = []
+        """Returns the regular expression that finds a form, or a part of one, in decoded text."""
+        pieces = []
         for part in self._parts.findall(form):
             if part in self._stand_ins:
-                found.append(self._stand_ins[part])
+                pieces.append(self._stand_ins[part])
             elif part.isspace():
-                found.append(SPACE)
+                pieces.append(SPACE)
             elif part in "{}[],:" and not is_name(form, part):
-                found.append(SPACE + re.escape(part) + SPACE)
+                pieces.append(SPACE + re.escape(part) + SPACE)
             else:
-                found.append(PLACEHOLDERS.get(part) or re.escape(part))
-        return "".join(found).replace(SPACE + SPACE, SPACE).replace(SPACE + SPACE, SPACE)
+                pieces.append(PLACEHOLDERS.get(part) or re.escape(part))
+        return "".join(pieces).replace(SPACE + SPACE, SPACE).replace(SPACE + SPACE, SPACE)
 
     def any_of(self, forms: Iterable[str]) -> str:
         return "(?:" + "|".join(map(self.pattern, forms)) + ")"
 
     def elements(self, form: str) -> list[dict[str, Any]]:
-        """A text as elements of a structural tag: markers as tokens, the rest as it is written."""
-        found = list[dict[str, Any]]()
+        """Returns a text as elements of a structural tag: tokens for markers, strings for the rest."""
+        elements = list[dict[str, Any]]()
         text = ""
         for part in self._parts.findall(form):
             if part not in self.ids:
                 text += part
                 continue
-            found += [{"type": "const_string", "value": text}] if text else []
-            found.append({"type": "token", "token": self.ids[part]})
+            elements += [{"type": "const_string", "value": text}] if text else []
+            elements.append({"type": "token", "token": self.ids[part]})
             text = ""
-        return found + ([{"type": "const_string", "value": text}] if text else [])
+        return elements + ([{"type": "const_string", "value": text}] if text else [])
 
 
 def is_name(form: str, part: str) -> bool:

@@ -1,4 +1,4 @@
-"""What arguments may be by a tool's schema, in each notation, as elements of xgrammar's structural tags."""
+"""Grammars of a call's arguments from a tool's schema, in each notation, as elements of xgrammar's structural tags."""
 
 import json
 import re
@@ -40,7 +40,8 @@ def json_of(schema: Any) -> Element:
 
 
 def arguments_of(form: ToolForm, schema: Any, markers: Markers, work: Work) -> list[Element]:
-    """Raises Unsupported for a schema that cannot be enforced in this form, or not within the request's work."""
+    """Returns the elements of a call's arguments. Raises Unsupported for a schema that this form cannot enforce, or
+    that exceeds the request's work."""
     rewritten = rewrite(schema, work)
     if form.arguments == "json":
         return [json_of(schema)]
@@ -50,25 +51,25 @@ def arguments_of(form: ToolForm, schema: Any, markers: Markers, work: Work) -> l
 
 
 def properties(schema: Any) -> list[tuple[str, Any, bool]] | None:
-    """Name, schema and whether it is required, of each property of a rewritten schema; None for any object. Others than
-    those named are not written."""
+    """Returns name, schema and whether it is required for each property of a rewritten schema; None for any object.
+    Calls have no properties beyond these."""
     if "anyOf" in schema or "$ref" in schema or "enum" in schema:
         raise Unsupported("", "a union or reference", "is not supported in this form of calls; name properties")
     for keyword in schema.keys() - OBJECT_KEYWORDS:
         raise Unsupported("", keyword, "is not supported in this form of calls; leave it out")
-    own = schema.get("properties", {})
+    members = schema.get("properties", {})
     required = schema.get("required", [])
-    if required and not set(required) <= own.keys():
+    if required and not set(required) <= members.keys():
         raise Unsupported("", "required", "names a property that properties lacks; add it there")
-    if not own:
+    if not members:
         return [] if schema.get("additionalProperties") is False else None
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return [(name, {**one, **definitions}, name in required) for name, one in own.items()]
+    return [(name, {**part, **definitions}, name in required) for name, part in members.items()]
 
 
 def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, place: str) -> Iterator[dict[str, Any]]:
-    """The alternatives of a rewritten schema, references at their tops resolved. What a reference offers counts once,
-    since it adds nothing another time."""
+    """Yields the alternatives of a rewritten schema with their top-level references resolved. Each reference is
+    followed once, since a second time adds nothing."""
     rest = [schema]
     names = set[str]()
     while rest:
@@ -84,7 +85,7 @@ def branches(schema: dict[str, Any], definitions: dict[str, Any], work: Work, pl
 
 
 class Parameters:
-    """Tags with one parameter each, in the order of the schema."""
+    """Writes a tag for each parameter, in the order of the schema."""
 
     def __init__(self, form: str, markers: Markers, work: Work) -> None:
         begin, _, self._end = form.partition("$value")
@@ -94,22 +95,22 @@ class Parameters:
         self._work = work
 
     def elements(self, schema: Any) -> list[Element]:
-        found = properties(schema)
-        if found is None:
+        members = properties(schema)
+        if members is None:
             key = {"type": "regex", "pattern": KEY}
             return [{"type": "star", "content": self._tag([key], {}, "")}]
         elements = []
-        for name, own, is_required in found:
+        for name, part, is_required in members:
             if re.fullmatch(KEY, name) is None:
                 raise Unsupported(f"/properties/{name}", "the name", "cannot be written in a tag; choose another")
-            tag = self._tag([text(name)], own, f"/properties/{name}")
+            tag = self._tag([text(name)], part, f"/properties/{name}")
             elements.append(tag if is_required else optional(tag))
         return elements
 
     def _tag(self, key: list[Element], schema: Any, place: str) -> Element:
         is_free = False
         texts = list[Element]()
-        others = list[Element]()
+        json_values = list[Element]()
         definitions = schema.get("$defs", {})
         shared = {"$defs": definitions} if definitions else {}
         top = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
@@ -122,20 +123,20 @@ class Parameters:
             elif "enum" in branch:
                 self._work.charge(place, STEPS_OF_BRANCH * len(branch["enum"]))
                 texts += [text(value) for value in branch["enum"] if isinstance(value, str)]
-                others += [text(json.dumps(value)) for value in branch["enum"] if not isinstance(value, str)]
+                json_values += [text(json.dumps(value)) for value in branch["enum"] if not isinstance(value, str)]
             else:
-                others.append(json_of({**branch, **shared}))
-        if not is_free and not texts and not others:
+                json_values.append(json_of({**branch, **shared}))
+        if not is_free and not texts and not json_values:
             raise Unsupported(place, "$ref", "refers to itself alone, which allows nothing; correct it")
         if is_free and not self._is_typed:
             return self._tag_of(key, "true", None)
-        kinds: list[tuple[str, list[Element] | None]] = [("true", None if is_free else texts), ("false", others)]
+        kinds: list[tuple[str, list[Element] | None]] = [("true", None if is_free else texts), ("false", json_values)]
         if not self._is_typed:
-            kinds = [("true", texts + others)]
+            kinds = [("true", texts + json_values)]
         return one_of([self._tag_of(key, kind, values) for kind, values in kinds if values is None or values])
 
     def _tag_of(self, key: list[Element], kind: str, values: list[Element] | None) -> Element:
-        """With one of these values; None: with any text."""
+        """Returns a tag that holds one of these values; None: any text."""
         begin = [*self._literal(self._before_key), *key, *self._literal(self._after_key.replace("$type", kind))]
         end = self._literal(self._end)
         if values is not None:
@@ -148,18 +149,18 @@ class Parameters:
 
 
 def keywords(schema: Any) -> list[Element]:
-    """Python's, those that are required first. Values are JSON, whose names for true, false and null are read, too."""
-    found = properties(schema)
-    if found is None:
+    """Returns Python's keyword arguments, required ones first. Values are JSON; the parser reads its constants, too."""
+    members = properties(schema)
+    if members is None:
         pair = sequence({"type": "regex", "pattern": IDENTIFIER}, text("="), json_of({}))
         return [optional(sequence(pair, {"type": "star", "content": sequence(text(", "), pair)}))]
-    for name, _, _ in found:
+    for name, _, _ in members:
         if re.fullmatch(IDENTIFIER, name) is None:
             raise Unsupported(f"/properties/{name}", "the name", "cannot be written as a keyword; choose another")
-    pairs = [(sequence(text(f"{name}="), json_of(own)), is_required) for name, own, is_required in found]
+    pairs = [(sequence(text(f"{name}="), json_of(part)), is_required) for name, part, is_required in members]
     required = [pair for pair, is_required in pairs if is_required]
-    others = [pair for pair, is_required in pairs if not is_required]
-    if not required and len(others) > MOST_OPTIONAL:
+    optional_pairs = [pair for pair, is_required in pairs if not is_required]
+    if not required and len(optional_pairs) > MOST_OPTIONAL:
         fault = f"has more than {MOST_OPTIONAL} optional ones and none that is required; require one"
         raise Unsupported("", "properties", fault)
 
@@ -167,6 +168,8 @@ def keywords(schema: Any) -> list[Element]:
         return [wrap(sequence(text(", "), element)) for element in elements]
 
     if required:
-        return [required[0], *following(required[1:]), *following(others, optional)]
-    first = [sequence(one, *following(others[index + 1 :], optional)) for index, one in enumerate(others)]
+        return [required[0], *following(required[1:]), *following(optional_pairs, optional)]
+    first = [
+        sequence(pair, *following(optional_pairs[index + 1 :], optional)) for index, pair in enumerate(optional_pairs)
+    ]
     return [optional(one_of(first))] if first else []

@@ -1,7 +1,7 @@
-"""Parts an answer, as it comes, into reasoning, content and calls of tools.
+"""Splits an answer, as it comes, into reasoning, content and calls of tools.
 
-Invariant: however the text is cut into pieces, the parts are the same. Nothing is lost but markers and the white space
-beside them: what is no call of a tool that the request has stays content.
+Invariant: the parts do not depend on how the text is cut into pieces. Only markers and the white space beside them are
+lost: a call of a tool that the request does not have stays content.
 """
 
 import secrets
@@ -27,12 +27,12 @@ from slipstream.serve.chat.markers import SPACE, Markers
 
 RUN_START = r"(?<!\s)"  # so that long white space is not searched from each of its characters
 ARGUMENTS = "$arguments"
-MOST_FED = 4096  # characters that are looked at together: what remains after each part is copied
+MOST_FED = 4096  # characters that are parsed at once, since the rest is copied after each part
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """The beginning of a call, which has its id and name, or more of its arguments, as JSON text."""
+    """The beginning of a call, with its id and name, or a piece of its arguments, which are JSON text."""
 
     kind: ClassVar[Literal["call"]] = "call"
 
@@ -43,7 +43,7 @@ class CallPiece:
 
 
 class TextPiece(NamedTuple):
-    """Text of the reasoning or the content, which took the characters from `start` to `end` of the decoded answer."""
+    """Text of the reasoning or the content: the characters from `start` to `end` of the decoded answer."""
 
     kind: Literal["reasoning", "content"]
     text: str
@@ -56,7 +56,7 @@ Piece = TextPiece | CallPiece
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of an answer brings, in its order."""
+    """The parts that a piece of an answer adds, in order."""
 
     pieces: list[Piece] = field(default_factory=list)
 
@@ -78,19 +78,19 @@ def text_of(pieces: Iterable[Piece], kind: Literal["reasoning", "content"]) -> s
 
 
 def calls_of(pieces: Iterable[Piece]) -> list[CallPiece]:
-    """One for each call."""
+    """Joins the pieces of each call."""
     calls = [piece for piece in pieces if piece.kind == "call"]
     return [piece for piece in joined(calls) if isinstance(piece, CallPiece)] if calls else []
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """One for each call, and one for each run of text of a kind."""
+    """Joins the pieces of each call, and each run of text of one kind."""
     runs = groupby(pieces, lambda piece: (piece.kind, piece.index if isinstance(piece, CallPiece) else None))
     return [joined_run(list(run)) for _, run in runs]
 
 
 def joined_run(run: list[Any]) -> Piece:
-    """One piece for those of one call, or of one kind of text."""
+    """Joins the pieces of one call, or of one kind of text."""
     first = run[0]
     if isinstance(first, CallPiece):
         return replace(first, arguments="".join([piece.arguments for piece in run]))
@@ -148,18 +148,18 @@ class Syntax:
         )
 
     def arguments(self, types: ParameterTypes) -> Arguments:
-        """A reader of a call's arguments."""
+        """Returns a reader of a call's arguments."""
         assert self.tools is not None
-        shown = self.markers.shown
+        spell_markers = self.markers.shown
         if self.tools.arguments == "json":
-            return JsonArguments(shown, lambda character: shown(character) != character)
+            return JsonArguments(spell_markers, lambda character: spell_markers(character) != character)
         if self.tools.arguments == "python":
-            return PythonArguments(shown)
-        return ParameterArguments(self.parameter, types, shown)
+            return PythonArguments(spell_markers)
+        return ParameterArguments(self.parameter, types, spell_markers)
 
 
 def alternatives(patterns: Mapping[str, str], before: str) -> Any:
-    """A compiled pattern whose `lastgroup` is the name of the alternative; None without any."""
+    """Compiles a pattern whose `lastgroup` names the alternative that matches; None if there are none."""
     if not patterns:
         return None
     inner = "|".join(f"(?P<is_{name}>{pattern})" for name, pattern in patterns.items())
@@ -167,7 +167,7 @@ def alternatives(patterns: Mapping[str, str], before: str) -> Any:
 
 
 class AnswerParser:
-    """Of one answer. `tools`: the types of parameters of the request's tools, by name. `is_open`: the prompt has begun
+    """Parses one answer. `tools`: the parameter types of the request's tools, by name. `is_open`: the prompt has begun
     the reasoning."""
 
     def __init__(
@@ -185,16 +185,16 @@ class AnswerParser:
         self._parts = Parts()
         self.num_consumed = 0  # characters before the buffer
         self.num_calls = 0
-        self.reasoning: list[tuple[int, int]] = []  # where it begins and ends in the text, markers included
+        self.reasoning: list[tuple[int, int]] = []  # its ranges in the text, markers included
         self._reads: Callable[[bool], bool] = self._text
         self._region: Literal["reasoning", "content"] = "content"
         self._region_start = 0
-        # What may come next: the beginning of an answer, or of another call; white space that nobody wrote on purpose.
+        # These say what may come next: the beginning of an answer or of another call, or white space to skip.
         self._is_start = True
         self._is_after_call = False
         self._skips_space = False
-        self._space: list[str] = []  # that follows white space at the buffer's end
-        # of the call that is read
+        self._space: list[str] = []  # further white space after that at the buffer's end
+        # The current call.
         self._name = ""
         self._call_text = list[str]()
         self._arguments: Arguments | None = None
@@ -202,7 +202,7 @@ class AnswerParser:
             self._enter("reasoning", 0)
 
     def feed(self, text: str, final: bool = False) -> Parts:
-        """What a piece of the answer brings; with `final` all that has been held back."""
+        """Returns the parts that a piece of the answer adds; `final` releases all text that was held back."""
         self._parts = Parts()
         starts = range(MOST_FED, len(text), MOST_FED)
         for start in starts:
@@ -222,15 +222,15 @@ class AnswerParser:
             pass
 
     def num_reasoning(self, starts: Sequence[int]) -> int:
-        """Tokens of the reasoning, markers included. `starts`: the characters before each token of the answer."""
+        """Counts the tokens of the reasoning, markers included. `starts`: number of characters before each token."""
         return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in self.reasoning)
 
     def _take(self, count: int) -> str:
-        """The first characters of the buffer, which are done with."""
-        taken = self._buffer[:count]
+        """Removes the first characters of the buffer and returns them."""
+        text = self._buffer[:count]
         self._buffer = self._buffer[count:]
         self.num_consumed += count
-        return taken
+        return text
 
     def _skip(self) -> None:
         if self._skips_space:
@@ -238,7 +238,7 @@ class AnswerParser:
             self._skips_space = not self._buffer
 
     def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """`text`: what was taken last."""
+        """Adds a piece of text, which must be the text that was taken last."""
         if text:
             start = self.num_consumed - len(text)
             self._parts.pieces.append(TextPiece(kind, self._syntax.markers.shown(text), start, self.num_consumed))
@@ -250,53 +250,53 @@ class AnswerParser:
         self._skips_space = self._syntax.skips_space[region]
 
     def _text(self, final: bool) -> bool:
-        """Outside of all markers. Whether there is more to do now."""
+        """Reads text outside of all markers. Returns whether the buffer can be parsed further."""
         if self._is_after_call:
             return self._between_calls(final)
         self._skip()
         if self._is_start and self._syntax.at_start is not None:
-            found = self._syntax.at_start.match(self._buffer, partial=not final)
-            if found is not None:
-                return not found.partial and self._begin(found)
+            match = self._syntax.at_start.match(self._buffer, partial=not final)
+            if match is not None:
+                return not match.partial and self._begin(match)
         if self._is_start and (not self._buffer or self._buffer.isspace()):
             return self._flush(final)
         self._is_start = False
         if self._syntax.anywhere is None:
             self._emit("content", self._take(len(self._buffer)))
             return False
-        found = self._syntax.anywhere.search(self._buffer, partial=not final)
-        if found is None:
+        match = self._syntax.anywhere.search(self._buffer, partial=not final)
+        if match is None:
             self._emit("content", self._take(len(self._buffer)))
             return False
-        if found.lastgroup != "is_call" and not (final or found.partial or self._buffer[found.end() :].strip()):
-            return False  # a call that begins before it, and goes on with its bracket, would contain it
-        self._emit("content", self._take(found.start()))
-        return not found.partial and self._begin(found)
+        if match.lastgroup != "is_call" and not (final or match.partial or self._buffer[match.end() :].strip()):
+            return False  # a call may begin earlier and contain this marker, if a bracket follows
+        self._emit("content", self._take(match.start()))
+        return not match.partial and self._begin(match)
 
     def _flush(self, final: bool) -> bool:
-        """White space is held back until something follows it."""
+        """Holds white space back until other text follows."""
         if final:
             self._emit("content", self._take(len(self._buffer)))
         return False
 
     def _between_calls(self, final: bool) -> bool:
-        found = self._syntax.after_call.match(self._buffer, partial=not final)
-        if found is not None and found.partial:
+        match = self._syntax.after_call.match(self._buffer, partial=not final)
+        if match is not None and match.partial:
             return False
-        if found is None:
+        if match is None:
             self._is_after_call = False
             self._skips_space = True
             return bool(self._buffer)
-        if found["is_call"] is None:
-            self._take(found.end())
+        if match["is_call"] is None:
+            self._take(match.end())
             return True
-        return self._begin(found)
+        return self._begin(match)
 
-    def _begin(self, found: Any) -> bool:
-        """Of a region or a call, at the beginning of the buffer."""
+    def _begin(self, match: Any) -> bool:
+        """Begins a region or a call at the beginning of the buffer."""
         start = self.num_consumed
-        length = found.end() - found.start()
-        groups = found.groupdict()
+        length = match.end() - match.start()
+        groups = match.groupdict()
         if groups.get("is_call") is None:
             self._take(length)
             self._enter("content" if groups.get("is_reasoning") is None else "reasoning", start)
@@ -304,16 +304,17 @@ class AnswerParser:
         assert self._syntax.tools is not None
         self._is_start = self._is_after_call = False
         begin = self._take(length)
-        if found["name"] not in self._tools:
+        if match["name"] not in self._tools:
             self._emit("content", begin)
             return True
-        if self._syntax.tools.arguments == "json":  # they begin with the bracket
+        if self._syntax.tools.arguments == "json":  # the bracket belongs to the arguments
             self._buffer = begin[-1] + self._buffer
             self.num_consumed = self.num_consumed - 1
             begin = begin[:-1]
-        self._name = found["name"]
+        self._name = match["name"]
         self._call_text = [begin]
-        self._reads, self._arguments = self._in_call, self._syntax.arguments(self._tools[self._name])
+        self._reads = self._in_call
+        self._arguments = self._syntax.arguments(self._tools[self._name])
         if not self._arguments.is_whole:
             self._announce()
         return True
@@ -325,11 +326,11 @@ class AnswerParser:
     def _in_region(self, final: bool) -> bool:
         self._skip()
         end = self._syntax.ends.get(self._region)
-        found = None if end is None else end.search(self._buffer, partial=not final)
-        self._emit(self._region, self._take(len(self._buffer) if found is None else found.start()))
-        if found is None or found.partial:
+        match = None if end is None else end.search(self._buffer, partial=not final)
+        self._emit(self._region, self._take(len(self._buffer) if match is None else match.start()))
+        if match is None or match.partial:
             return False
-        self._take(found.end() - found.start())
+        self._take(match.end() - match.start())
         if self._region == "reasoning":
             self.reasoning.append((self._region_start, self.num_consumed))
         self._reads = self._text
@@ -360,11 +361,11 @@ class AnswerParser:
         return True
 
     def _after_arguments(self, final: bool) -> bool:
-        found = self._syntax.call_end.match(self._buffer, partial=True)
-        if found is not None and found.partial and not final:
+        match = self._syntax.call_end.match(self._buffer, partial=True)
+        if match is not None and match.partial and not final:
             return False
-        if found is not None:  # of one that is cut off, nothing is shown
-            self._take(found.end())
+        if match is not None:  # a partial end at the end of the answer is dropped, too
+            self._take(match.end())
         self._reads = self._text
         self._is_after_call = True
         return True

@@ -16,14 +16,14 @@ from slipstream.serve.grammar.grammars import MOST_CHARS, as_element
 from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar
 
-# What an answer begins with that is content alone, where calls stand at the beginning: brackets begin a call.
+# First character of an answer without calls, if calls stand at the beginning of an answer: brackets begin a call.
 NOT_A_CALL: Element = {"type": "regex", "pattern": r"[^\s\[\]{}<]"}
 SPACE: Element = {"type": "regex", "pattern": r"\s{0,8}"}
 
 
 def written(tag: Element) -> str:
-    """A structural tag as JSON. What references share in it is written many times, so it is not written further than
-    its limit. Raises ToolError."""
+    """Returns a structural tag as JSON. Stops at the limit, since parts that several references share are written many
+    times. Raises ToolError."""
     parts = list[str]()
     num_chars = 0
     for part in json.JSONEncoder().iterencode(tag):
@@ -37,7 +37,7 @@ def written(tag: Element) -> str:
 
 
 class AnswerGrammar:
-    """Of a model's forms; either may be missing."""
+    """Builds grammars of answers from a model's forms; either form may be missing."""
 
     def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
         self._tools = tools
@@ -47,8 +47,8 @@ class AnswerGrammar:
     def build(
         self, choice: ToolChoice, content: Grammar | None, work: Work, *, is_open: bool, is_closed: bool
     ) -> Grammar:
-        """What an answer may be. `content`: of the content, None if it is free. `work`: of the request. `is_open`: the
-        prompt has begun the reasoning; `is_closed`: it has ended it."""
+        """Returns the grammar of an answer. `content`: the content's grammar, None if it is free. `is_open`: the prompt
+        has begun the reasoning; `is_closed`: the prompt has ended it."""
         if choice.mode == "none":
             answer = self._content(content)
         elif choice.mode == "required":
@@ -65,7 +65,7 @@ class AnswerGrammar:
         return self._markers.elements(text)
 
     def _before(self, is_open: bool, is_closed: bool) -> list[Element]:
-        """The reasoning, and what stands between it and the answer."""
+        """Returns the reasoning and the text between it and the answer."""
         form = self._reasoning
         if form is None or is_closed:
             return []
@@ -77,7 +77,7 @@ class AnswerGrammar:
         return [optional(sequence(*self._literal(form.begin[0].rstrip()), *inside))]
 
     def _until(self, end: Element) -> list[Element]:
-        """Any text before the marker `end`."""
+        """Returns any text before the marker `end`."""
         if end["type"] == "token":
             return [{"type": "any_tokens", "exclude_tokens": [end["token"]]}]
         return [{"type": "any_text", "excludes": [end["value"]]}]
@@ -87,7 +87,7 @@ class AnswerGrammar:
         return sequence(*begin, ANY_TEXT if grammar is None else as_element(grammar))
 
     def _calls(self, choice: ToolChoice, work: Work) -> Element:
-        """One call, or several, and nothing else."""
+        """Returns a grammar of one or several calls and nothing else."""
         assert self._tools is not None
         return sequence(*self._literal(self._tools.first[0] + self._before_name), *self._from_name(choice, work))
 
@@ -97,7 +97,7 @@ class AnswerGrammar:
         return self._tools.call[0].partition("$name")[0]
 
     def _from_name(self, choice: ToolChoice, work: Work) -> list[Element]:
-        """Calls, from the name of the first on."""
+        """Returns the calls from the first one's name on."""
         assert self._tools is not None
         form = self._tools
         call = one_of([self._call(tool, choice, work) for tool in choice.callable_tools])
@@ -107,7 +107,7 @@ class AnswerGrammar:
         return [call, *([more] if choice.is_parallel else []), *self._literal(form.last[0])]
 
     def _call(self, tool: Tool, choice: ToolChoice, work: Work) -> Element:
-        """From its name on."""
+        """Returns a call from its name on."""
         assert self._tools is not None
         form = self._tools
         middle, _, end = form.call[0].partition("$name")[2].partition(ARGUMENTS)
@@ -120,7 +120,7 @@ class AnswerGrammar:
         return sequence(*self._literal(tool.name + middle), *arguments, *end_elements)
 
     def _free_or_calls(self, choice: ToolChoice, work: Work) -> Element:
-        """Any content, with calls that are right at its end."""
+        """Returns free content that may end with valid calls."""
         assert self._tools is not None
         form = self._tools
         if form.at_start:

@@ -1,4 +1,4 @@
-"""Tools of a request and which of them an answer may or must call, as OpenAI's API names them."""
+"""Tools of a request and the tools that an answer may or must call, as in OpenAI's API."""
 
 import json
 import re
@@ -10,10 +10,10 @@ from typing import Any, Literal
 from slipstream.models.chat.quotes import quote, shorten
 
 MOST_TOOLS = 128  # as OpenAI
-MOST_CHARS = 64 * 2**10  # of one tool, as JSON: as of a grammar
+MOST_CHARS = 64 * 2**10  # of a tool as JSON; a grammar has the same limit
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
-# Of the Responses API's functions, with the values that have no effect.
+# Further fields of the Responses API's functions, with their values that have no effect.
 NEUTRAL_FIELDS: dict[str, Any] = {
     "allowed_callers": ["direct"],
     "async": False,
@@ -24,7 +24,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolError(ValueError):
-    """`field` is the path of the fault, such as tools.0.function.name."""
+    """A wrong tool or choice of tools. `field`: the path of the fault, such as tools.0.function.name."""
 
     def __init__(self, field: str, fault: str) -> None:
         super().__init__(f"{field} {fault}")
@@ -43,15 +43,15 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """For chat templates."""
+        """The definition that chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that the prompt names, and what the answer does with them. `allowed`: the names that it may call;
-    `is_parallel`: it may call more than one at once."""
+    """The tools that the prompt names, and how the answer uses them. `allowed`: the names that the answer may call;
+    `is_parallel`: it may contain several calls."""
 
     tools: tuple[Tool, ...] = ()
     mode: Literal["none", "auto", "required"] = "none"
@@ -64,7 +64,7 @@ class ToolChoice:
 
     @property
     def is_enforced(self) -> bool:
-        """A grammar decides about the calls."""
+        """Whether a grammar enforces the calls."""
         if self.mode == "none":
             return False
         has_strict = any(tool.is_strict for tool in self.callable_tools)
@@ -74,13 +74,13 @@ class ToolChoice:
 def read_choice(
     tools: Any, choice: Any, is_parallel: bool | None, *, is_flat: bool = False, ignore_unknown: bool = False
 ) -> ToolChoice:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of a request. `is_flat`: in the form of the Responses API, where
-    a function's fields stand beside its type. Raises ToolError."""
-    found = read_tools(tools, is_flat=is_flat, ignore_unknown=ignore_unknown)
-    mode, names = read_mode(choice, found, is_flat=is_flat, ignore_unknown=ignore_unknown)
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls` of a request. `is_flat`: in the form of the Responses API,
+    in which a function's fields stand beside its type. Raises ToolError."""
+    functions = read_tools(tools, is_flat=is_flat, ignore_unknown=ignore_unknown)
+    mode, names = read_mode(choice, functions, is_flat=is_flat, ignore_unknown=ignore_unknown)
     if mode == "none":
-        return ToolChoice()  # the model does not hear of them, so that it writes no call that would be content
-    return ToolChoice(tuple(found), mode, names, is_parallel is not False)
+        return ToolChoice()  # hides the tools from the model, which would otherwise write calls into the content
+    return ToolChoice(tuple(functions), mode, names, is_parallel is not False)
 
 
 def read_tools(value: Any, *, is_flat: bool = False, ignore_unknown: bool = False) -> list[Tool]:
@@ -91,28 +91,28 @@ def read_tools(value: Any, *, is_flat: bool = False, ignore_unknown: bool = Fals
     if len(value) > MOST_TOOLS:
         raise ToolError("tools", f"has {len(value)} entries; the limit is {MOST_TOOLS}")
     tools = list[Tool]()
-    for index, one in enumerate(value):
-        function, place = read_function(one, f"tools.{index}", is_flat=is_flat, ignore_unknown=ignore_unknown)
+    for index, entry in enumerate(value):
+        function, place = read_function(entry, f"tools.{index}", is_flat=is_flat, ignore_unknown=ignore_unknown)
         tools.append(read_tool(function, place))
         if tools[-1].name in {tool.name for tool in tools[:-1]}:
             raise ToolError(f"{place}.name", f"is {tools[-1].name!r} again; give each tool a name of its own")
     return tools
 
 
-def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool) -> tuple[dict[str, Any], str]:
-    """The fields of a function that are not null, and its place in the request."""
+def read_function(value: Any, path: str, *, is_flat: bool, ignore_unknown: bool) -> tuple[dict[str, Any], str]:
+    """Returns the fields of a function that are not null, and its place in the request."""
     form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
     if not isinstance(value, Mapping):
-        raise ToolError(where, f"must be an object: {form}")
+        raise ToolError(path, f"must be an object: {form}")
     if value.get("type", "function") != "function":
-        raise ToolError(f"{where}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
+        raise ToolError(f"{path}.type", f"is {quote(value['type'])}; this server has functions alone: send function")
     function = value.get("function")
-    place = f"{where}.function"
+    place = f"{path}.function"
     if is_flat:
         function = {name: entry for name, entry in value.items() if name != "type"}
-        place = where
+        place = path
     else:
-        check_keys(value, {"type", "function"}, where, ignore_unknown)
+        check_keys(value, {"type", "function"}, path, ignore_unknown)
     if not isinstance(function, Mapping):
         raise ToolError(place, "must be an object with name, description and parameters")
     neutral = NEUTRAL_FIELDS if is_flat else {}
@@ -120,42 +120,42 @@ def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool
     for name in function.keys() & neutral.keys():
         if function[name] not in (None, neutral[name]):
             raise ToolError(f"{place}.{name}", "is not supported by this server; leave it out")
-    given = {name: function[name] for name in FUNCTION_FIELDS if function.get(name) is not None}
-    return given, place
+    fields = {name: function[name] for name in FUNCTION_FIELDS if function.get(name) is not None}
+    return fields, place
 
 
-def check_keys(value: Mapping[str, Any], known: Set[str], where: str, ignore_unknown: bool) -> None:
-    unknown = sorted(value.keys() - known)
+def check_keys(value: Mapping[str, Any], fields: Set[str], path: str, ignore_unknown: bool) -> None:
+    unknown = sorted(value.keys() - fields)
     if unknown and not ignore_unknown:
-        raise ToolError(f"{where}.{shorten(unknown[0])}", "is an unknown field; leave it out")
+        raise ToolError(f"{path}.{shorten(unknown[0])}", "is an unknown field; leave it out")
 
 
-def read_tool(given: Mapping[str, Any], place: str) -> Tool:
-    name = given.get("name")
+def read_tool(function: Mapping[str, Any], place: str) -> Tool:
+    name = function.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         fault = f"is {quote(name)}; it must be 1 to 64 letters, digits, _ and -"
         raise ToolError(f"{place}.name", fault)
-    for field, kind, called in (
+    for field, kind, type_name in (
         ("description", str, "a string"),
         ("parameters", Mapping, "an object, a JSON schema"),
         ("strict", bool, "true or false"),
     ):
-        if field in given and not isinstance(given[field], kind):
-            raise ToolError(f"{place}.{field}", f"must be {called}")
-    parameters = dict(given.get("parameters") or NO_PARAMETERS)
+        if field in function and not isinstance(function[field], kind):
+            raise ToolError(f"{place}.{field}", f"must be {type_name}")
+    parameters = dict(function.get("parameters") or NO_PARAMETERS)
     if parameters.setdefault("type", "object") != "object":
         fault = f"is {quote(parameters['type'])}; parameters are members of an object: send object"
         raise ToolError(f"{place}.parameters.type", fault)
-    size = len(json.dumps(given, ensure_ascii=False))
+    size = len(json.dumps(function, ensure_ascii=False))
     if size > MOST_CHARS:
         raise ToolError(place, f"has {size} characters as JSON; the limit is {MOST_CHARS}")
-    return Tool(name, given.get("description", ""), parameters, given.get("strict", False), f"{place}.parameters")
+    return Tool(name, function.get("description", ""), parameters, function.get("strict", False), f"{place}.parameters")
 
 
 def read_mode(
     choice: Any, tools: Sequence[Tool], *, is_flat: bool, ignore_unknown: bool
 ) -> tuple[Literal["none", "auto", "required"], frozenset[str]]:
-    """What the answer does, and the names of the tools that it may call."""
+    """Returns the mode of a choice and the names of the tools that the answer may call."""
     names = frozenset(tool.name for tool in tools)
     if choice is None or choice == "none":
         return ("auto" if choice is None and tools else "none"), names
@@ -176,8 +176,8 @@ def read_mode(
         check_keys(choice, {"type", "mode", "tools"} if is_flat else {"type", kind}, "tool_choice", ignore_unknown)
         check_keys(allowed, {"type", "mode", "tools"} if is_flat else {"mode", "tools"}, place, ignore_unknown)
         return mode, frozenset(read_name(entry, f"{place}.tools.{index}") for index, entry in enumerate(entries))
-    one = '"name": ...' if is_flat else '"function": {"name": ...}'
-    remedy = f'none, auto, required, {{"type": "function", {one}}} or {{"type": "allowed_tools", ...}}'
+    form = '"name": ...' if is_flat else '"function": {"name": ...}'
+    remedy = f'none, auto, required, {{"type": "function", {form}}} or {{"type": "allowed_tools", ...}}'
     raise ToolError("tool_choice", f"is {quote(choice)}; it must be {remedy}")
 
 
@@ -197,7 +197,7 @@ def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignor
 
 
 def read_calls(value: Any, field: str, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
-    """The calls of an assistant's earlier turn, for a chat template. Raises ToolError."""
+    """Reads the calls of an assistant's earlier turn for a chat template. Raises ToolError."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ToolError(field, f"must be a list of at most {MOST_TOOLS} calls")
     return [read_call(call, f"{field}.{index}", ignore_unknown) for index, call in enumerate(value)]
@@ -209,14 +209,14 @@ def read_call(value: Any, field: str, ignore_unknown: bool) -> dict[str, Any]:
         raise ToolError(field, 'must be an object: {"id": ..., "type": "function", "function": {...}}')
     if not isinstance(value.get("id", ""), str):
         raise ToolError(f"{field}.id", "must be a string")
-    check_keys(value, {"id", "type", "function", "index"}, field, ignore_unknown)  # the last comes of joined streams
+    check_keys(value, {"id", "type", "function", "index"}, field, ignore_unknown)  # joined streams leave an index
     check_keys(function, {"name", "arguments"}, f"{field}.function", ignore_unknown)
     call = {"type": "function", "function": read_called(function, f"{field}.function")}
     return {"id": value["id"], **call} if "id" in value else call
 
 
 def read_called(function: Mapping[str, Any], field: str) -> dict[str, str]:
-    """The name and the arguments, JSON text, of a call. Raises ToolError."""
+    """Reads the name and the arguments, as JSON text, of a call. Raises ToolError."""
     name = function.get("name")
     arguments = function.get("arguments")
     if not isinstance(name, str) or not name:
