@@ -1,4 +1,4 @@
-"""Grammars of answers, by xgrammar: what a client asks for is checked, compiled once, and followed token by token.
+"""Grammars of answers, by xgrammar: checks a client's grammar, compiles it once, and follows it token by token.
 
 `translate` reads a grammar once for all. A server does so in a process that it can kill, where it tries to compile each
 grammar (serve/grammar/trials.py). `Grammars` belongs to an engine and compiles on threads of its own, without Python's
@@ -29,17 +29,17 @@ from slipstream.serve.grammar.strings import Strings
 from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.request import Grammar, GrammarKind
 
-MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
+MOST_CHARS = 64 * 2**10  # of a client's grammar
 MOST_TRANSLATED = 8 * 2**20  # characters of xgrammar's own form, some 15 times longer
-JSON_WHITESPACE = 1  # characters in a row between two parts of JSON, at most, where nothing else is asked for
-OPTIONAL_SPACE = '("" | ([ \\n\\r\\t]))'  # as the library writes it; text of a schema would have its quotes escaped
-MOST_COMPILED = 256  # grammars that are kept
+JSON_WHITESPACE = 1  # most characters in a row between two parts of JSON, by default
+OPTIONAL_SPACE = '("" | ([ \\n\\r\\t]))'  # as the library writes it; in a schema's text the quotes would be escaped
+MOST_COMPILED = 256  # grammars in the cache
 NUM_THREADS = 2  # grammars that are compiled at a time
-NICENESS = 10  # of what compiles
-WORTH_SHARING_S = 5e-4  # work: threads take about .1 ms to start
+NICENESS = 10  # of threads and processes that compile
+WORTH_SHARING_S = 5e-4  # work that pays for threads, which take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
-MOST_PREFIXES = 64  # tokens among which a longest one that begins like all others is looked for
-LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a word depends on its end
+MOST_PREFIXES = 64  # tokens that may be beginnings of one forced text
+LOOKAHEAD = 4  # further tokens to read, since the spelling of a word depends on its end
 WORD_BITS = 32
 
 
@@ -49,8 +49,8 @@ def check_length(grammar: Grammar) -> None:
 
 
 def translate(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Grammar:
-    """A grammar in xgrammar's own form, an "ast". Raises ValueError, in a sentence, for one that cannot be served.
-    `json_whitespace`: most white-space characters in a row between two parts of JSON."""
+    """Translates a grammar into xgrammar's own form, an "ast". Raises ValueError, in a sentence, if it cannot be
+    served. `json_whitespace`: most white-space characters in a row between two parts of JSON."""
     if grammar.kind == "ast":
         return grammar
     check_length(grammar)
@@ -61,7 +61,7 @@ def translate(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Gramm
 
 
 def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
-    """xgrammar's Grammar. Raises ValueError as `translate`."""
+    """Returns xgrammar's Grammar. Raises ValueError like `translate`."""
     import xgrammar
 
     kind, text = grammar
@@ -90,20 +90,21 @@ def parse(grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
 
 
 def as_element(grammar: Grammar) -> dict[str, Any]:
-    """A grammar within a structural tag, whose translation translates it, too."""
-    kind, given = grammar
+    """Returns a grammar as an element of a structural tag, which is translated with the tag."""
+    kind, text = grammar
     if kind == "structural_tag":
-        return dict(json.loads(given)["format"])
+        return dict(json.loads(text)["format"])
     if kind in ("json_object", "json_schema"):
-        return {"type": "json_schema", "json_schema": json.loads(given) if given else {"type": "object"}}
-    return {"type": "grammar", "grammar": given} if kind == "ebnf" else {"type": kind, "text": given}
+        return {"type": "json_schema", "json_schema": json.loads(text) if text else {"type": "object"}}
+    return {"type": "grammar", "grammar": text} if kind == "ebnf" else {"type": kind, "text": text}
 
 
 def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: Any, work: Work) -> Any:
-    """A structural tag whose JSON schemas are kept to the letter, as those of whole answers. Other notations than JSON
-    are the library's, with the line breaks between their tags even where JSON may have no white space."""
+    """Rewrites the JSON schemas in a structural tag, which are enforced as strictly as those of whole answers. The
+    library translates other notations than JSON, with line breaks between their tags even if JSON may have no white
+    space."""
     if isinstance(tag, list):
-        return [_with_schemas(of_schema, json_whitespace, one, work) for one in tag]
+        return [_with_schemas(of_schema, json_whitespace, part, work) for part in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
@@ -116,15 +117,15 @@ def _with_schemas(of_schema: Callable[[Any], Any], json_whitespace: int, tag: An
         rewrite(tag.get("json_schema"), work)
         styled = {"style": "qwen_xml", **tag, "type": "json_schema"}
         return {"max_whitespace_cnt": max(1, json_whitespace), **styled}
-    return {name: _with_schemas(of_schema, json_whitespace, one, work) for name, one in tag.items()}
+    return {name: _with_schemas(of_schema, json_whitespace, part, work) for name, part in tag.items()}
 
 
 def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
-    """JSON with white space where JSON may have it, but no more in a row than small models may fill."""
+    """Converts a schema to a grammar with bounded white space, since small models may write it without end."""
     strings = Strings(json.dumps(schema))
     marked = json.dumps(strings.mark(schema))
     for pattern in strings.patterns:
-        kind.from_regex(pattern)  # or it would be found out only when the grammar is compiled
+        kind.from_regex(pattern)  # fails now rather than when the grammar is compiled
     converted = str(kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=max(1, json_whitespace)))
     if json_whitespace == 0:  # which the library does not know; its fixed separators are not those asked for everywhere
         converted = converted.replace(OPTIONAL_SPACE, '("")')
@@ -132,33 +133,33 @@ def _of_schema(kind: Any, json_whitespace: int, schema: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """A library's text, without its own place in its source."""
+    """Returns the text of a library's error without the place in its source."""
     text = " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).split())
     return shorten(text, PLACE_CHARS) or f"the grammar library fails with {type(error).__name__} and gives no reason"
 
 
 def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise ValueError("a choice must be a JSON list of texts, and not empty")
     return value
 
 
 def _literal(text: str) -> str:
-    """A text as EBNF has it."""
+    """Quotes a text for EBNF."""
     escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
 class Compiler(NamedTuple):
-    """Of one vocabulary."""
+    """xgrammar's compiler for one vocabulary."""
 
     compiler: Any  # xgrammar's
-    size: int  # token ids from here on have no text: rows that fill up a head
+    size: int  # ids from here on are padding rows of the head, without text
     spelling: Spelling
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
+    """Compiled grammars of one vocabulary. Calls `load_tokenizer` for the first grammar."""
 
     def __init__(
         self,
@@ -177,8 +178,8 @@ class Grammars:
         self._filler = Filler()
 
     def compile(self, grammar: Grammar) -> "Future[Any]":
-        """At once if it is known. The result, which the caller keeps as long as it needs it, raises ValueError, in a
-        sentence, where a grammar cannot be compiled."""
+        """Returns the compiled grammar, at once if it is cached. The future, which the caller holds as long as it needs
+        it, raises ValueError, in a sentence, if the grammar cannot be compiled."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", lower_priority)
             self._compiler = self._threads.submit(self._make_compiler)
@@ -193,14 +194,14 @@ class Grammars:
         return self._compiled[name]
 
     def cancel(self, grammar: Grammar) -> None:
-        """Forgets a grammar that nobody waits for, unless it is compiled already, or just now."""
+        """Drops a grammar that nobody waits for, unless its compilation has begun."""
         name = grammar.digest()
         if name in self._compiled and self._compiled[name].cancel():
             del self._compiled[name]
 
     def matcher(self, compiled: Any, ends: Collection[int]) -> "Matcher":
-        """A matcher of a result of `compile`, for an answer that one of the token ids `ends` ends. The target's own
-        ends and control tokens are allowed where the grammar may end; other tokens where the grammar takes their text,
+        """Returns a matcher of a compiled grammar, for an answer that any of the token ids `ends` ends. The target's
+        end and control tokens are allowed where the grammar may end; other tokens where the grammar takes their text,
         so that a stop id changes no token before it."""
         import xgrammar
 
@@ -214,7 +215,7 @@ class Grammars:
     def allowed(
         self, matchers: "Sequence[Matcher]", trees: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[NDArray[np.uint32]]:
-        """`Matcher.allowed` of several at once."""
+        """Returns `Matcher.allowed` of several matchers at once."""
         return allowed_after(matchers, trees, self._filler)
 
     def close(self) -> None:
@@ -232,14 +233,14 @@ class Grammars:
 
 
 def lower_priority() -> None:
-    """Lets the threads of steps go first where cores are few. The library's threads inherit it."""
+    """Gives the threads of steps precedence if cores are few. The library's threads inherit the priority."""
     with suppress(OSError, AttributeError):  # macOS has no priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Collection[int] = ()) -> Any:
-    """xgrammar's TokenizerInfo, without the ids from `vocab_size` on, and without those after the last token, which
-    have no text: the library would forbid them one by one, in each mask."""
+    """Returns xgrammar's TokenizerInfo without the ids from `vocab_size` on and without those after the last token,
+    which have no text: the library would forbid them one by one in each mask."""
     import xgrammar
 
     size = 1 + max((*tokenizer.get_vocab().values(), *end_ids))
@@ -248,14 +249,14 @@ def read_vocabulary(tokenizer: Any, vocab_size: int | None = None, end_ids: Coll
 
 
 def make_compiler(vocabulary: Any) -> Any:
-    """xgrammar's, of what `read_vocabulary` returns."""
+    """Returns xgrammar's compiler. `vocabulary`: a result of `read_vocabulary`."""
     import xgrammar
 
     return xgrammar.GrammarCompiler(vocabulary, max_threads=NUM_CORES, cache_enabled=False)
 
 
 def compile_with(compiler: Any, grammar: Grammar, json_whitespace: int = JSON_WHITESPACE) -> Any:
-    """Raises ValueError, in a sentence, where that is impossible."""
+    """Compiles a grammar. Raises ValueError, in a sentence, if that is impossible."""
     try:
         return compiler.compile_grammar(parse(grammar, json_whitespace))
     except RuntimeError as error:
@@ -263,8 +264,8 @@ def compile_with(compiler: Any, grammar: Grammar, json_whitespace: int = JSON_WH
 
 
 class Matcher:
-    """Where one answer stands in its grammar. `size`: of the matcher's vocabulary, at most `vocab_size`. `spelling`: of
-    its tokens; None: nothing is known to be forced."""
+    """The state of one answer in its grammar. `size`: size of the matcher's vocabulary, at most `vocab_size`.
+    `spelling`: spelling of its tokens; None: no text counts as forced."""
 
     def __init__(
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
@@ -277,11 +278,11 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """The answer has ended."""
+        """Whether the answer has ended."""
         return bool(self.library.is_terminated())
 
     def push(self, tokens: Sequence[int]) -> bool:
-        """Whether the grammar takes these tokens. What follows an end is ignored."""
+        """Advances by tokens and returns whether the grammar takes them. Tokens after an end are ignored."""
         for token in tokens:
             if self.is_over:
                 return True
@@ -290,73 +291,75 @@ class Matcher:
         return True
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]:
-        """(N, ceil(V / 32)) bits of the tokens that may follow each node of a tree, whose parents come first. After
-        nodes that the grammar refuses, and after an end, all: these are never accepted."""
+        """Returns (N, ceil(V / 32)) bits of the tokens that may follow each node of a tree, whose parents come first.
+        All bits are set after nodes that the grammar refuses and after an end, since these are never accepted."""
         return allowed_after([self], [(tokens, parents)], Filler())[0]
 
     def widened(self, masks: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Masks (N, words of the matcher's vocabulary), for the whole one: what it does not have is forbidden."""
+        """Extends masks (N, words of the matcher's vocabulary) to the target's vocabulary; further tokens are
+        forbidden."""
         if self._size % WORD_BITS:
             masks[:, -1] &= np.uint32((1 << self._size % WORD_BITS) - 1)
         if self.own_words == self._num_words:
             return masks
-        found = np.zeros((len(masks), self._num_words), np.uint32)
-        found[:, : self.own_words] = masks
-        return found
+        wide_masks = np.zeros((len(masks), self._num_words), np.uint32)
+        wide_masks[:, : self.own_words] = masks
+        return wide_masks
 
     def may_follow(self, token: int) -> bool:
-        """Whether the grammar may be asked about this token, and about what comes after it."""
+        """Whether the matcher can take this token and go on after it."""
         return token < self._size and token not in self._ends
 
-    def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]:
-        """Up to `most` tokens that follow the token `last` because the grammar leaves one text, in the tokenizer's own
-        spelling, and the masks (1 + their number, ceil(V / 32)) before and after each, as of `allowed`.
+    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]:
+        """Returns up to `limit` tokens after the token `last` that spell the only text that the grammar leaves, as the
+        tokenizer spells it, and the masks (1 + their number, ceil(V / 32)) before and after each, as `allowed` does.
 
-        The last tokens of a forced text are left out where others that go beyond it may take their place. A text counts
-        as forced as long as all tokens that may come next are beginnings of the longest of them. Rarely it is not, as
-        where "sale", "sales" and "saleable" are allowed. The library's own way to find it does not end where the text
-        does not.
+        Leaves out the last tokens of a forced text if longer tokens, which go beyond the text, may replace them. Treats
+        a text as forced as long as all tokens that may come next are beginnings of the longest of them. In rare cases
+        it is not, for instance if "sale", "sales" and "saleable" are allowed. The library's own search for forced text
+        does not end if the text has no end.
         """
-        longest = self._longest(most + LOOKAHEAD)
+        longest = self._longest(limit + LOOKAHEAD)
         if not longest or self._spelling is None:
             return [], np.empty((0, self._num_words), np.uint32)
-        spelled = self._spelling.respell(last, longest)[:most]
+        spelled = self._spelling.respell(last, longest)[:limit]
         masks = self.allowed([last, *spelled], range(-1, len(spelled)))
         count = 0
         while count < len(spelled) and self._is_sure(masks[count], spelled[count:]):
             count += 1
         return spelled[:count], masks[: 1 + count]
 
-    def _longest(self, most: int) -> list[int]:
-        """Of a forced text up to `most` tokens, each the longest that may come next."""
+    def _longest(self, limit: int) -> list[int]:
+        """Returns up to `limit` tokens of a forced text, each the longest that may come next."""
         import torch
 
-        found = list[int]()
+        tokens = list[int]()
         mask = torch.empty((1, self.own_words), dtype=torch.int32)
         row = mask.numpy().view(np.uint32)[0]
-        while len(found) < most and not self.is_over:
+        while len(tokens) < limit and not self.is_over:
             mask.fill_(-1)
             self.library.fill_next_token_bitmask(mask)
             token = self._only(row)
             if token is None:
                 break
             self.library.accept_token(token)
-            found.append(token)
-        self.library.rollback(len(found))
-        return found
+            tokens.append(token)
+        self.library.rollback(len(tokens))
+        return tokens
 
     def _only(self, mask: NDArray[np.uint32]) -> int | None:
-        """The token that may come next, or the longest if the others are its beginnings."""
+        """Returns the only token that may come next, or the longest if the others are its beginnings."""
         tokens = tokens_in(mask, MOST_PREFIXES)
         if len(tokens) < 2 or self._spelling is None:
             return tokens[0] if tokens else None
         vocabulary = self._spelling.vocabulary
         longest = max(tokens, key=lambda token: len(vocabulary[token]))
         is_text = self._ends.isdisjoint(tokens) and self._spelling.added.isdisjoint(tokens)
-        return longest if is_text and all(vocabulary[longest].startswith(vocabulary[one]) for one in tokens) else None
+        text = vocabulary[longest]
+        return longest if is_text and all(text.startswith(vocabulary[token]) for token in tokens) else None
 
     def _is_sure(self, mask: NDArray[np.uint32], following: Sequence[int]) -> bool:
-        """Whether all that may come next are beginnings of the `following` tokens' text."""
+        """Whether all tokens that may come next are beginnings of the text of the `following` tokens."""
         assert self._spelling is not None
         tokens = tokens_in(mask, MOST_PREFIXES)
         vocabulary = self._spelling.vocabulary
@@ -367,7 +370,7 @@ class Matcher:
 
 
 class Walk:
-    """Leads a matcher to one node after another of a tree, whose root it has taken, and back."""
+    """Moves a matcher, which has taken the root of a tree, from node to node and back."""
 
     def __init__(self, matcher: Matcher, tokens: Sequence[int], parents: Sequence[int]) -> None:
         self.matcher = matcher
@@ -380,7 +383,7 @@ class Walk:
         return len(self._tokens)
 
     def go_to(self, node: int) -> bool:
-        """Whether the grammar takes the path to the node; those before it have been asked for."""
+        """Moves to a node, after a call for each node before it. Returns whether the grammar takes the path."""
         if node == 0:
             return True
         parent = self._parents[node]
@@ -390,8 +393,8 @@ class Walk:
         path = self._path_to(parent)
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._path, path, strict=False))
         self._go_back(len(list(shared)) - 1)
-        for one in path[len(self._path) :]:
-            self.matcher.library.accept_token(self._tokens[one])
+        for ancestor in path[len(self._path) :]:
+            self.matcher.library.accept_token(self._tokens[ancestor])
         self._path = path
         if not self.matcher.library.accept_token(token):
             return False
@@ -403,7 +406,7 @@ class Walk:
         self._go_back(0)
 
     def _go_back(self, place: int) -> None:
-        """To a place of the path."""
+        """Rolls the matcher back to a place of the path."""
         if place + 1 < len(self._path):
             self.matcher.library.rollback(len(self._path) - place - 1)
             del self._path[place + 1 :]
@@ -418,44 +421,44 @@ class Walk:
 def allowed_after(
     matchers: Sequence[Matcher], trees: Sequence[tuple[Sequence[int], Sequence[int]]], filler: "Filler"
 ) -> list[NDArray[np.uint32]]:
-    """`Matcher.allowed` for the tokens and parents of a tree for each matcher. All have one vocabulary."""
+    """Returns `Matcher.allowed` of each matcher for its tree. All matchers have the same vocabulary."""
     import torch
 
     walks = [Walk(matcher, *tree) for matcher, tree in zip(matchers, trees, strict=True)]
     starts = [0, *accumulate(map(len, walks))]
     masks = torch.full((starts[-1], matchers[0].own_words), -1, dtype=torch.int32)
     for node in range(max(map(len, walks))):
-        there = [(walk, start) for walk, start in zip(walks, starts, strict=False) if node < len(walk)]
-        filler.fill(masks, [(walk.matcher.library, start + node) for walk, start in there if walk.go_to(node)])
+        rows = [(walk, start + node) for walk, start in zip(walks, starts, strict=False) if node < len(walk)]
+        filler.fill(masks, [(walk.matcher.library, row) for walk, row in rows if walk.go_to(node)])
     for walk in walks:
         walk.end()
-    found = masks.numpy().view(np.uint32)
+    bits = masks.numpy().view(np.uint32)
     for start, end in pairwise(starts):
-        allow_any(found[start + 1 : end])
-    found = matchers[0].widened(found)
-    return [found[start:end] for start, end in pairwise(starts)]
+        allow_any(bits[start + 1 : end])
+    bits = matchers[0].widened(bits)
+    return [bits[start:end] for start, end in pairwise(starts)]
 
 
 class Filler:
-    """Writes masks: one after the other, or on several threads where the last ones took so long that it pays."""
+    """Writes masks one after the other, or on several threads if the last masks took long enough."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # that a mask took lately, at most
+        self._seconds = 0.0  # of work per mask in the last call, at most
 
-    def fill(self, masks: Any, asked: Sequence[tuple[Any, int]]) -> None:
-        """masks (N, words) int32; asked: matchers of the library, and their rows."""
-        if not asked:
+    def fill(self, masks: Any, entries: Sequence[tuple[Any, int]]) -> None:
+        """Fills masks (N, words) int32. `entries`: matchers of the library and their rows."""
+        if not entries:
             return
         start = time.perf_counter()
-        is_shared = len(asked) > 1 and self._seconds * len(asked) > WORTH_SHARING_S
+        is_shared = len(entries) > 1 and self._seconds * len(entries) > WORTH_SHARING_S
         if is_shared:
-            handles, rows = zip(*asked, strict=True)
+            handles, rows = zip(*entries, strict=True)
             _batch().batch_fill_next_token_bitmask(list(handles), masks, list(rows))
         else:
-            for handle, row in asked:
+            for handle, row in entries:
                 handle.fill_next_token_bitmask(masks, row)
-        at_once = min(NUM_CORES, len(asked)) if is_shared else 1
-        self._seconds = (time.perf_counter() - start) / len(asked) * at_once
+        at_once = min(NUM_CORES, len(entries)) if is_shared else 1
+        self._seconds = (time.perf_counter() - start) / len(entries) * at_once
 
 
 @cache
@@ -466,19 +469,19 @@ def _batch() -> Any:
 
 
 def allow_any(masks: NDArray[np.uint32]) -> None:
-    """After nodes where nothing is allowed, in place: these are never accepted."""
+    """Allows all tokens, in place, after nodes that allow none: these are never accepted."""
     for row in np.flatnonzero(masks.max(axis=1, initial=0) == 0):
         masks[row] = 2**WORD_BITS - 1
 
 
-def tokens_in(mask: NDArray[np.uint32], most: int) -> list[int]:
-    """The tokens that a mask (ceil(V / 32),) allows; none where there are more than `most`."""
+def tokens_in(mask: NDArray[np.uint32], limit: int) -> list[int]:
+    """Returns the tokens that a mask (ceil(V / 32),) allows; none if it allows more than `limit`."""
     words = np.flatnonzero(mask)
-    if len(words) > most:
+    if len(words) > limit:
         return []
-    found = list[int]()
+    tokens = list[int]()
     for word, bits in zip(words.tolist(), mask[words].tolist(), strict=True):
         while bits:
-            found.append(WORD_BITS * word + (bits & -bits).bit_length() - 1)
+            tokens.append(WORD_BITS * word + (bits & -bits).bit_length() - 1)
             bits &= bits - 1
-    return found if len(found) <= most else []
+    return tokens if len(tokens) <= limit else []

@@ -1,7 +1,7 @@
-"""Which JSON Schemas (draft 2020-12) can be served, rewritten so that the grammar library takes them at their word.
+"""Rewrites JSON Schemas (draft 2020-12) so that the grammar library enforces every keyword, and refuses others.
 
-The library ignores some keywords, and reads others only beside a `type`. So a schema is rewritten into one that names
-the type of everything and has no keyword beside a union, and whatever would not be honoured is refused by its name.
+The library ignores some keywords, and reads others only beside a `type`. So the result names every type and has no
+keyword beside a union, and a keyword that the library would not honour is refused by its name.
 Each step is charged to the request's Work. Imports no library.
 """
 
@@ -30,23 +30,27 @@ KEYWORDS = {  # by type: those that the library honours
     "null": (),
 }
 UNIONS = ("anyOf", "oneOf", "allOf", "enum", "const", "$ref")
-HONOURED = frozenset(keyword for own in KEYWORDS.values() for keyword in own)
+HONOURED = frozenset(keyword for keywords in KEYWORDS.values() for keyword in keywords)
+APPLICATORS = (  # keywords that apply other schemas, on whose results `unevaluated...` depends
+    *("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "if", "then", "else", "not"),
+    *("contains", "patternProperties", "dependentSchemas"),
+)
 ANYTHING = r"(.|\n)*"  # as a pattern
 MOST_DEPTH = 64
-MOST_VARIANTS = 64  # that two schemas make together
+MOST_VARIANTS = 64  # of the intersection of two schemas
 MOST_FACTOR = 1_000
-MOST_COUNT = 10_000  # of items or characters that a bound may name
-# the library would round others
+MOST_COUNT = 10_000  # of items or characters, as a bound
+# The library would round bounds beyond these.
 LEAST_INTEGER = -(2**63)
 MOST_INTEGER = 2**63 - 1
-MOST_DOUBLE = 2**63 - 2**10  # of these
+MOST_DOUBLE = 2**63 - 2**10  # the greatest double among them
 STEPS_OF_SCHEMA = 8  # reading a schema takes as long as comparing some values
 CHARS_OF_STEP = 32
 
 
 def rewrite(schema: Any, work: Work | None = None) -> Any:
-    """A schema that means the same, made of {}, {"type", its keywords}, {"enum"}, {"anyOf"} and {"$ref"}. Raises
-    Unsupported naming a keyword that would not be honoured, or where the schema needs more than is left of `work`."""
+    """Returns an equivalent schema of {}, {"type", its keywords}, {"enum"}, {"anyOf"} and {"$ref"}. Raises Unsupported
+    naming a keyword that the library would not honour, or if the schema needs more than is left of `work`."""
     if not isinstance(schema, Mapping | bool):
         raise Unsupported("", "the schema", "must be an object, true or false")
     try:
@@ -59,10 +63,11 @@ class _Rewriter:
     def __init__(self, root: Any, work: Work) -> None:
         self.root = root
         self.work = work
-        self.names: dict[str, str] = {}  # by pointer: names of definitions in the result
+        self.names: dict[str, str] = {}  # names of definitions in the result, by pointer
         self.definitions: dict[str, Any] = {}
-        self.num_joining = 0  # schemas that are intersected just now, one within another
-        self.values: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # by id: an enum's list, and it by canonical text
+        self.num_joining = 0  # depth of nested intersections in progress
+        # By the id of an enum's list: the list, and its values by canonical text.
+        self.values: dict[int, tuple[list[Any], dict[str, Any]]] = {}
 
     def run(self) -> Any:
         result = self.visit(self.root, "", 0)
@@ -71,7 +76,7 @@ class _Rewriter:
         return result
 
     def measure(self, result: Any) -> None:
-        """Charges the size of a result: what is shared in it is written many times."""
+        """Charges the size of a result, whose shared parts are written many times."""
         rest = [result]
         while rest:
             part = rest.pop()
@@ -93,25 +98,25 @@ class _Rewriter:
         if not isinstance(schema, Mapping):
             raise Unsupported(place, "the schema", "must be an object, true or false")
         self.work.charge(place, len(schema))
-        own = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
-        own = _without_effect(_with_evaluated(own), place)
-        for name in own:
+        keywords = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+        keywords = _without_effect(_with_evaluated(keywords), place)
+        for name in keywords:
             if name not in HONOURED and name not in UNIONS and name != "type":
                 raise Unsupported(place, name)
-        unions = [name for name in UNIONS if name in own]
+        unions = [name for name in UNIONS if name in keywords]
         if unions:
-            return self.union(own, unions, place, depth)
-        return self.typed(own, place, depth)
+            return self.union(keywords, unions, place, depth)
+        return self.typed(keywords, place, depth)
 
-    def union(self, own: Mapping[str, Any], unions: list[str], place: str, depth: int) -> dict[str, Any]:
-        """What holds for the schema's own keywords and for each of its unions."""
-        base = {name: value for name, value in own.items() if name not in unions}
+    def union(self, keywords: Mapping[str, Any], unions: list[str], place: str, depth: int) -> dict[str, Any]:
+        """Returns the intersection of the schema's plain keywords and its unions."""
+        base = {name: value for name, value in keywords.items() if name not in unions}
         if unions == ["$ref"] and not base:
-            return {"$ref": f"#/$defs/{self.definition(own['$ref'], place, depth)}"}
-        found = self.typed(base, place, depth)
+            return {"$ref": f"#/$defs/{self.definition(keywords['$ref'], place, depth)}"}
+        result = self.typed(base, place, depth)
         for name in unions:
-            found = self.both(found, self.branch(name, own[name], place, depth), place, name)
-        return found
+            result = self.both(result, self.branch(name, keywords[name], place, depth), place, name)
+        return result
 
     def branch(self, name: str, value: Any, place: str, depth: int) -> dict[str, Any]:
         if name == "$ref":
@@ -123,42 +128,41 @@ class _Rewriter:
             return self.enum({canonical(value, place, name, self.work): value for value in values})
         if not isinstance(value, list) or not value:
             raise Unsupported(place, name, "must be a list of schemas, and not empty")
-        if name != "allOf" and any(one is not False for one in value):
-            value = [one for one in value if one is not False]
-        visited = [self.visit(one, f"{place}/{name}/{index}", depth + 1) for index, one in enumerate(value)]
+        if name != "allOf" and any(part is not False for part in value):
+            value = [part for part in value if part is not False]
+        visited = [self.visit(part, f"{place}/{name}/{index}", depth + 1) for index, part in enumerate(value)]
         if name == "allOf":
-            found: dict[str, Any] = {}
-            for one in visited:
-                found = self.both(found, one, place, name)
-            return found
+            result: dict[str, Any] = {}
+            for part in visited:
+                result = self.both(result, part, place, name)
+            return result
         if name == "oneOf" and len(visited) > 1 and not self.are_disjoint(visited, place):
             raise Unsupported(place, "oneOf", "of schemas that may overlap is not supported; use anyOf")
         return self.any_of(visited, place)
 
     def any_of(self, schemas: list[dict[str, Any]], place: str) -> dict[str, Any]:
-        """What holds for one of some rewritten schemas."""
+        """Returns the union of rewritten schemas."""
         self.work.charge(place, len(schemas))
         if {} in schemas:
             return {}
-        flat = [one for schema in schemas for one in schema.get("anyOf", [schema])]
+        flat = [variant for schema in schemas for variant in schema.get("anyOf", [schema])]
         self.work.charge(place, len(flat))
         return flat[0] if len(flat) == 1 else {"anyOf": flat}
 
     def enum(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A schema of values, which stand by their canonical texts."""
+        """Returns a schema of values. `values`: by their canonical texts."""
         listed = list(values.values())
         self.values[id(listed)] = (listed, values)
         return {"enum": listed}
 
     def values_of(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Values of what `enum` made, by their canonical texts."""
+        """Returns the values of a schema that `enum` made, by their canonical texts."""
         return self.values[id(schema["enum"])][1]
 
     def are_disjoint(self, branches: list[dict[str, Any]], place: str) -> bool:
-        """Whether it is clear that no value holds for two rewritten schemas: by types, values, or the values of a
-        property that both require."""
-        listed = dict[str, tuple[int, Any]]()  # by canonical text: a branch and its value
-        # the others
+        """Whether the rewritten schemas clearly have no value in common: by types, values, or the values of a property
+        that both require."""
+        listed = dict[str, tuple[int, Any]]()  # branch and value, by canonical text
         objects = list[tuple[int, dict[str, Any]]]()
         kinds = list[tuple[int, dict[str, Any]]]()
         for index, branch in enumerate(branches):
@@ -180,16 +184,16 @@ class _Rewriter:
         return have_names and self.are_apart_in_pairs(kinds, place)
 
     def variants_of(self, branch: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
-        for one in self.resolved(branch, place, "oneOf").get("anyOf", [branch]):
-            yield self.resolved(one, place, "oneOf")
+        for variant in self.resolved(branch, place, "oneOf").get("anyOf", [branch]):
+            yield self.resolved(variant, place, "oneOf")
 
     def have_a_discriminator(self, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
-        """Whether a property's values tell the branches of these objects apart."""
+        """Whether the values of some property tell the branches of these objects apart."""
         names = objects[0][1].get("required", []) if objects else []
         return any(self.is_discriminator(name, objects, place) for name in names)
 
     def is_discriminator(self, name: str, objects: list[tuple[int, dict[str, Any]]], place: str) -> bool:
-        branches = dict[str, int]()  # by canonical text of the property's values
+        branches = dict[str, int]()  # by canonical text of a value of the property
         for index, variant in objects:
             required = variant.get("required", [])
             schema = variant.get("properties", {}).get(name, {})
@@ -209,86 +213,89 @@ class _Rewriter:
         )
 
     def are_apart(self, left: dict[str, Any], right: dict[str, Any], place: str) -> bool:
-        """Whether no value holds for two schemas without unions and values."""
+        """Whether two schemas without unions and values clearly have no value in common."""
         self.work.charge(place, 1 + len(left.get("required", [])) + len(right.get("required", [])))
         if left["type"] != right["type"]:
             return {left["type"], right["type"]} != {"number", "integer"}
-        both = set(left.get("required", [])) & set(right.get("required", []))
-        pairs = [[side.get("properties", {}).get(key, {}) for side in (left, right)] for key in both]
+        names = set(left.get("required", [])) & set(right.get("required", []))
+        pairs = [[side.get("properties", {}).get(key, {}) for side in (left, right)] for key in names]
         return any(
-            "enum" in one and "enum" in other and self.pair(one, other, place, "oneOf") is None for one, other in pairs
+            "enum" in first and "enum" in second and self.pair(first, second, place, "oneOf") is None
+            for first, second in pairs
         )
 
     def resolved(self, schema: dict[str, Any], place: str, name: str) -> dict[str, Any]:
-        """A rewritten schema that does not begin with a reference."""
-        seen = 0
+        """Returns a rewritten schema with its top-level references resolved."""
+        num_references = 0
         while "$ref" in schema:
             self.work.charge(place)
             target = self.definitions[schema["$ref"].rpartition("/")[2]]
-            seen += 1
-            if target is None or seen > MOST_DEPTH:
+            num_references += 1
+            if target is None or num_references > MOST_DEPTH:
                 raise Unsupported(place, name, "of a schema that contains itself, beside others, is not supported")
             schema = target
         return schema
 
-    def both(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
-        """What holds for two rewritten schemas. `name`: the keyword that asks for it."""
+    def both(self, first: dict[str, Any], second: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+        """Returns the intersection of two rewritten schemas. `name`: the keyword that requires it."""
         self.work.charge(place, STEPS_OF_SCHEMA)
-        if not one or not other or self.are_equal(one, other, place):
-            return one or other
+        if not first or not second or self.are_equal(first, second, place):
+            return first or second
         if self.num_joining >= MOST_DEPTH:
             raise Unsupported(place, name, "of schemas so deep, or of two that contain themselves, is not supported")
         self.num_joining += 1
         try:
-            return self.join(one, other, place, name)
+            return self.join(first, second, place, name)
         finally:
             self.num_joining -= 1
 
-    def are_equal(self, one: Any, other: Any, place: str) -> bool:
+    def are_equal(self, first: Any, second: Any, place: str) -> bool:
         """Whether two parts of rewritten schemas are the same JSON, in the order of their lists."""
         self.work.charge(place)
-        if one is other:
+        if first is second:
             return True
-        if isinstance(one, dict) and isinstance(other, dict):
-            return one.keys() == other.keys() and all(self.are_equal(one[key], other[key], place) for key in one)
-        if isinstance(one, list) and isinstance(other, list):
-            pairs = zip(one, other, strict=False)
-            return len(one) == len(other) and all(self.are_equal(*pair, place) for pair in pairs)
-        return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+        if isinstance(first, dict) and isinstance(second, dict):
+            return first.keys() == second.keys() and all(
+                self.are_equal(first[key], second[key], place) for key in first
+            )
+        if isinstance(first, list) and isinstance(second, list):
+            pairs = zip(first, second, strict=False)
+            return len(first) == len(second) and all(self.are_equal(*pair, place) for pair in pairs)
+        return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
-    def join(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+    def join(self, first: dict[str, Any], second: dict[str, Any], place: str, name: str) -> dict[str, Any]:
         variants = [
-            [self.resolved(each, place, name) for each in side.get("anyOf", [side])]
-            for side in (self.resolved(one, place, name), self.resolved(other, place, name))
+            [self.resolved(variant, place, name) for variant in side.get("anyOf", [side])]
+            for side in (self.resolved(first, place, name), self.resolved(second, place, name))
         ]
         if len(variants[0]) * len(variants[1]) > MOST_VARIANTS:
             raise Unsupported(place, name, f"makes more than {MOST_VARIANTS} combinations")
-        found = []
+        schemas = []
         for left in variants[0]:
             for right in variants[1]:
                 if "anyOf" in left or "anyOf" in right:
                     joined = self.both(left, right, place, name)
-                    found += joined.get("anyOf", [joined])
+                    schemas += joined.get("anyOf", [joined])
                 elif not left or not right:
-                    found.append(left or right)
+                    schemas.append(left or right)
                 else:
                     pair = self.pair(left, right, place, name)
-                    found += [] if pair is None else [pair]
-        if not found:
+                    schemas += [] if pair is None else [pair]
+        if not schemas:
             raise Unsupported(place, name, "and what is beside it allow nothing together")
-        return self.any_of(found, place)
+        return self.any_of(schemas, place)
 
     def pair(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
-        """What holds for two schemas without unions; None: nothing."""
+        """Returns the intersection of two schemas without unions; None if it is empty."""
         self.work.charge(place)
         if "enum" in right:
             left, right = right, left
         if "enum" in left and "enum" in right:
             return self.pair_values(left, right, place)
         if "enum" in left:
-            values = self.values_of(left).items()
-            kept = {text: value for text, value in values if self.holds(value, right, place, name)}
-            return self.enum(kept) if kept else None
+            pairs = self.values_of(left).items()
+            values = {text: value for text, value in pairs if self.holds(value, right, place, name)}
+            return self.enum(values) if values else None
         kinds = {left["type"], right["type"]}
         if kinds == {"number", "integer"}:
             left = {**left, "type": "integer"}
@@ -302,11 +309,11 @@ class _Rewriter:
         return _pair_bounds(left, right, place, name)
 
     def pair_values(self, left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any] | None:
-        texts = self.values_of(left)
-        others = self.values_of(right)
-        self.work.charge(place, len(texts))
-        kept = {text: value for text, value in texts.items() if text in others}
-        return self.enum(kept) if kept else None
+        left_values = self.values_of(left)
+        right_values = self.values_of(right)
+        self.work.charge(place, len(left_values))
+        values = {text: value for text, value in left_values.items() if text in right_values}
+        return self.enum(values) if values else None
 
     def pair_objects(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
         if "propertyNames" in left or "propertyNames" in right:
@@ -329,25 +336,25 @@ class _Rewriter:
                     raise
                 raise Unsupported(place, name, f"forbids the property {quote(key)}, which is not supported") from error
         more = [side["additionalProperties"] for side in (left, right)]
-        found = _pair_bounds(
+        bounds = _pair_bounds(
             {key: value for key, value in left.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
             {key: value for key, value in right.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
             place,
             name,
         )
-        if found is None:
+        if bounds is None:
             return None
         forbidden = set(left.get("properties", {})) | set(right.get("properties", {}))
-        if False in [one for one in more if isinstance(one, bool)]:
+        if False in [schema for schema in more if isinstance(schema, bool)]:
             rest: Any = False
         elif forbidden - set(properties):
             raise Unsupported(place, name, "forbids a property beside others that are free, which is not supported")
         else:
-            schemas = [{} if one is True else one for one in more]
+            schemas = [{} if schema is True else schema for schema in more]
             rest = self.both(schemas[0], schemas[1], f"{place}/additionalProperties", name) or True
         return {
             "type": "object",
-            **found,
+            **bounds,
             **({"properties": properties} if properties else {}),
             **({"required": list(required)} if required else {}),
             "additionalProperties": rest,
@@ -375,9 +382,10 @@ class _Rewriter:
                 return {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {}), "items": False}
             prefix.append(self.both(sides[0], sides[1], f"{place}/prefixItems/{index}", name))
         rest = [side.get("items", {}) for side in (left, right)]
-        items = False if any(one is False for one in rest) else self.both(rest[0], rest[1], f"{place}/items", name)
-        found = {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {})}
-        return found if items == {} else {**found, "items": items}
+        is_closed = any(schema is False for schema in rest)
+        items = False if is_closed else self.both(rest[0], rest[1], f"{place}/items", name)
+        result = {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {})}
+        return result if items == {} else {**result, "items": items}
 
     def holds(self, value: Any, schema: dict[str, Any], place: str, name: str, depth: int = 0) -> bool:
         """Whether a value obeys a rewritten schema."""
@@ -388,7 +396,7 @@ class _Rewriter:
         if not schema:
             return True
         if "anyOf" in schema:
-            return any(self.holds(value, one, place, name, depth + 1) for one in schema["anyOf"])
+            return any(self.holds(value, variant, place, name, depth + 1) for variant in schema["anyOf"])
         if "enum" in schema:
             return canonical(value, place, name, self.work) in self.values_of(schema)
         if not _is(value, schema["type"]):
@@ -399,18 +407,18 @@ class _Rewriter:
         if schema["type"] == "object":
             self.work.charge(place, len(schema.get("required", [])) + len(value))
             fits = all(key in value for key in schema.get("required", []))
-            for key, one in value.items():
-                own = schema.get("properties", {}).get(key, schema["additionalProperties"])
-                fits = fits and own is not False and (own is True or self.holds(one, own, place, name, depth + 1))
+            for key, member in value.items():
+                part = schema.get("properties", {}).get(key, schema["additionalProperties"])
+                fits = fits and part is not False and (part is True or self.holds(member, part, place, name, depth + 1))
             return fits and _in_bounds(len(value), schema, "minProperties", "maxProperties")
         if schema["type"] == "array":
             self.work.charge(place, len(value))
             prefix = schema.get("prefixItems", [])
             rest = schema.get("items", {})
-            each = [prefix[index] if index < len(prefix) else rest for index in range(len(value))]
+            parts = [prefix[index] if index < len(prefix) else rest for index in range(len(value))]
             fits = all(
-                own is not False and self.holds(one, own, place, name, depth + 1)
-                for one, own in zip(value, each, strict=True)
+                part is not False and self.holds(item, part, place, name, depth + 1)
+                for item, part in zip(value, parts, strict=True)
             )
             return fits and _in_bounds(len(value), schema, "minItems", "maxItems")
         if schema["type"] == "string":
@@ -422,38 +430,38 @@ class _Rewriter:
             return fits and _in_bounds(value, schema, "minimum", "maximum")
         return True
 
-    def types(self, own: Mapping[str, Any], place: str) -> list[str]:
-        asked = own.get("type", list(TYPES))
-        kinds = [asked] if isinstance(asked, str) else asked
+    def types(self, keywords: Mapping[str, Any], place: str) -> list[str]:
+        type_ = keywords.get("type", list(TYPES))
+        kinds = [type_] if isinstance(type_, str) else type_
         if isinstance(kinds, list):
             self.work.charge(place, len(kinds))
         if not isinstance(kinds, list) or not kinds or any(kind not in [*KEYWORDS] for kind in kinds):
-            raise Unsupported(place, "type", f"is {quote(asked)}; it must be one or some of {', '.join(KEYWORDS)}")
+            raise Unsupported(place, "type", f"is {quote(type_)}; it must be one or some of {', '.join(KEYWORDS)}")
         return [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
 
-    def typed(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        kinds = self.types(own, place)
-        if not any(name in HONOURED for name in own) and "type" not in own:
+    def typed(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        kinds = self.types(keywords, place)
+        if not any(name in HONOURED for name in keywords) and "type" not in keywords:
             return {}
-        # Without a type a format is an annotation; who names the type wants it to be kept.
-        given = own if "type" in own else {name: value for name, value in own.items() if name != "format"}
-        if given.get("multipleOf", 1) != 1:  # of numbers only whole ones are supported
+        if "type" not in keywords:  # then a format is an annotation
+            keywords = {name: value for name, value in keywords.items() if name != "format"}
+        if keywords.get("multipleOf", 1) != 1:  # supported for whole numbers only
             kinds = ["integer" if kind == "number" else kind for kind in kinds]
-        return self.any_of([self.variant(kind, given, place, depth) for kind in kinds], place)
+        return self.any_of([self.variant(kind, keywords, place, depth) for kind in kinds], place)
 
-    def variant(self, kind: str, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def variant(self, kind: str, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
         self.work.charge(place, 2)
-        found = {name: own[name] for name in KEYWORDS[kind] if name in own}
+        keywords = {name: keywords[name] for name in KEYWORDS[kind] if name in keywords}
         if kind in ("integer", "number"):
-            return {"type": kind, **self.number(found, place, kind)}
+            return {"type": kind, **self.number(keywords, place, kind)}
         if kind in ("boolean", "null"):
             return {"type": kind}
         check = {"object": self.object, "array": self.array, "string": self.string}[kind]
-        return {"type": kind, **check(found, place, depth)}
+        return {"type": kind, **check(keywords, place, depth)}
 
-    def object(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        properties = own.get("properties", {})
-        required = own.get("required", [])
+    def object(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        properties = keywords.get("properties", {})
+        required = keywords.get("required", [])
         if not isinstance(properties, Mapping):
             raise Unsupported(place, "properties", "must be an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -466,7 +474,7 @@ class _Rewriter:
         }
         for name in required:
             check_text(name, place, "required")
-        more = own.get("additionalProperties", True)
+        more = keywords.get("additionalProperties", True)
         if not isinstance(more, bool):
             more = self.visit(more, f"{place}/additionalProperties", depth + 1)
         for name in dict.fromkeys(required):
@@ -474,79 +482,79 @@ class _Rewriter:
                 raise Unsupported(place, "required", f"names {quote(name)}, which additionalProperties forbids")
             if name not in visited:
                 visited[name] = {} if more is True else more
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name in ("minProperties", "maxProperties"):
-            if name in own:
-                found[name] = _count(own[name], place, name)
-        if "propertyNames" in own:
-            if visited or "additionalProperties" in own or found:
+            if name in keywords:
+                result[name] = _count(keywords[name], place, name)
+        if "propertyNames" in keywords:
+            if visited or "additionalProperties" in keywords or result:
                 raise Unsupported(place, "propertyNames", "beside other keywords is not supported")
-            found["propertyNames"] = self.names_of(own["propertyNames"], place, depth)
+            result["propertyNames"] = self.names_of(keywords["propertyNames"], place, depth)
         if visited:
-            found["properties"] = visited
+            result["properties"] = visited
         if required:
-            found["required"] = list(dict.fromkeys(required))
-        found["additionalProperties"] = more
-        return found
+            result["required"] = list(dict.fromkeys(required))
+        result["additionalProperties"] = more
+        return result
 
     def names_of(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
-        """Of strings alone, since names are."""
+        """Returns the schema of names, which are strings."""
         place = f"{place}/propertyNames"
-        found = self.both({"type": "string"}, self.visit(schema, place, depth + 1), place, "propertyNames")
-        if "anyOf" in found:
+        result = self.both({"type": "string"}, self.visit(schema, place, depth + 1), place, "propertyNames")
+        if "anyOf" in result:
             raise Unsupported(place, "anyOf")
-        return found
+        return result
 
-    def array(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def array(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
         for name in ("minItems", "maxItems"):
-            if name in own:
-                found[name] = _count(own[name], place, name)
-        prefix = own.get("prefixItems", [])
-        items = own.get("items", True)
+            if name in keywords:
+                result[name] = _count(keywords[name], place, name)
+        prefix = keywords.get("prefixItems", [])
+        items = keywords.get("items", True)
         if not isinstance(prefix, list):
             raise Unsupported(place, "prefixItems", "must be a list of schemas")
         if prefix:
-            found["prefixItems"] = [
-                self.visit(one, f"{place}/prefixItems/{index}", depth + 1) for index, one in enumerate(prefix)
+            result["prefixItems"] = [
+                self.visit(schema, f"{place}/prefixItems/{index}", depth + 1) for index, schema in enumerate(prefix)
             ]
         if items is not True:
-            found["items"] = False if items is False else self.visit(items, f"{place}/items", depth + 1)
-        return found
+            result["items"] = False if items is False else self.visit(items, f"{place}/items", depth + 1)
+        return result
 
-    def string(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        found = dict(own)
+    def string(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        result = dict(keywords)
         for name in ("minLength", "maxLength"):
-            if name in own:
-                found[name] = _count(own[name], place, name)
-        if "format" in own and own["format"] not in [*FORMATS]:
-            raise Unsupported(place, "format", f"{quote(own['format'])} is not supported")
-        kinds = [name for name in ("pattern", "format") if name in own]
-        if len(kinds) > 1 or (kinds and len(own) > 1):
-            other = next(name for name in own if name != kinds[0])
+            if name in keywords:
+                result[name] = _count(keywords[name], place, name)
+        if "format" in keywords and keywords["format"] not in [*FORMATS]:
+            raise Unsupported(place, "format", f"{quote(keywords['format'])} is not supported")
+        kinds = [name for name in ("pattern", "format") if name in keywords]
+        if len(kinds) > 1 or (kinds and len(keywords) > 1):
+            other = next(name for name in keywords if name != kinds[0])
             raise Unsupported(place, kinds[0], f"beside {other} is not supported")
-        if "pattern" in own:
-            if isinstance(own["pattern"], str):
-                self.work.charge(place, len(own["pattern"]) // CHARS_OF_STEP)
-            found["pattern"] = whole(own["pattern"], place)
-        return found
+        if "pattern" in keywords:
+            if isinstance(keywords["pattern"], str):
+                self.work.charge(place, len(keywords["pattern"]) // CHARS_OF_STEP)
+            result["pattern"] = whole(keywords["pattern"], place)
+        return result
 
-    def number(self, own: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
-        for name, value in own.items():
+    def number(self, keywords: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
+        for name, value in keywords.items():
             check_number(value, place, name)
             if name != "multipleOf":
                 check_bound(value, kind, place, name)
-        factor = own.get("multipleOf", 1)
+        factor = keywords.get("multipleOf", 1)
         if factor != int(factor) or factor <= 0 or factor > MOST_FACTOR:
             remedy = f"whole numbers from 1 to {MOST_FACTOR} are supported"
             raise Unsupported(place, "multipleOf", f"is {quote(factor)}; {remedy}")
-        if factor != 1 and len(own) > 1:
-            other = next(name for name in own if name != "multipleOf")
+        if factor != 1 and len(keywords) > 1:
+            other = next(name for name in keywords if name != "multipleOf")
             raise Unsupported(place, "multipleOf", f"beside {other} is not supported")
-        return {**own, **({"multipleOf": int(factor)} if "multipleOf" in own else {})}
+        return {**keywords, **({"multipleOf": int(factor)} if "multipleOf" in keywords else {})}
 
     def definition(self, pointer: Any, place: str, depth: int) -> str:
-        """The name of what a reference points to."""
+        """Returns the name of the definition that a reference points to."""
         if not isinstance(pointer, str) or not pointer.startswith("#") or (pointer != "#" and pointer[:2] != "#/"):
             raise Unsupported(place, "$ref", f"to {quote(pointer)} is not supported; point to a place of this schema")
         self.work.charge(place, pointer.count("/"))
@@ -563,31 +571,32 @@ class _Rewriter:
                 else:
                     raise Unsupported(place, "$ref", f"to {quote(pointer)} points nowhere")
             name = self.names[pointer] = f"d{len(self.names)}"
-            self.definitions[name] = None  # on the way
+            self.definitions[name] = None  # in progress
             self.definitions[name] = self.visit(target, pointer[1:], depth + 1)
         return self.names[pointer]
 
 
 def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
-    """The narrower of bounds; None if nothing is between them. Other keywords must be the same, or of one side."""
-    found = {**left, **right}
+    """Returns the narrower bounds; None if they exclude every value. Other keywords must be equal, or on one side
+    only."""
+    bounds = {**left, **right}
     for key in left.keys() & right.keys():
         lower = key.lower()
         if "min" in lower:
-            found[key] = max(left[key], right[key])
+            bounds[key] = max(left[key], right[key])
         elif "max" in lower:
-            found[key] = min(left[key], right[key])
+            bounds[key] = min(left[key], right[key])
         elif left[key] != right[key]:
             raise Unsupported(place, name, f"of two schemas with {key} is not supported")
     for key in ("pattern", "format", "multipleOf"):
-        if key in found and len(found.keys() - {"type", key}):
+        if key in bounds and len(bounds.keys() - {"type", key}):
             raise Unsupported(place, name, f"of schemas with {key} and others is not supported")
     for counted in ("Items", "Length", "Properties"):
-        if found.get(f"min{counted}", 0) > found.get(f"max{counted}", math.inf):
+        if bounds.get(f"min{counted}", 0) > bounds.get(f"max{counted}", math.inf):
             return None
-    if found.get("minimum", -math.inf) > found.get("maximum", math.inf):
+    if bounds.get("minimum", -math.inf) > bounds.get("maximum", math.inf):
         return None
-    return found
+    return bounds
 
 
 def _in_bounds(number: float, schema: dict[str, Any], low: str, high: str) -> bool:
@@ -595,8 +604,8 @@ def _in_bounds(number: float, schema: dict[str, Any], low: str, high: str) -> bo
 
 
 def canonical(value: Any, place: str, name: str, work: Work) -> str:
-    """A JSON text that equal values have in common: 1 and 1.0, and members in any order, but not 1 and true. Raises
-    Unsupported for values that cannot be written."""
+    """Returns a JSON text that is the same for equal values: 1 and 1.0, members in any order, but not 1 and true.
+    Raises Unsupported for values that cannot be written."""
     return json.dumps(_plain(value, place, name, work, 0), sort_keys=True)
 
 
@@ -607,11 +616,11 @@ def _plain(value: Any, place: str, name: str, work: Work, depth: int) -> Any:
     if isinstance(value, str):
         check_text(value, place, name)
     elif isinstance(value, list):
-        return [_plain(one, place, name, work, depth + 1) for one in value]
+        return [_plain(item, place, name, work, depth + 1) for item in value]
     elif isinstance(value, Mapping):
         return {
-            _plain(key, place, name, work, depth): _plain(one, place, name, work, depth + 1)
-            for key, one in value.items()
+            _plain(key, place, name, work, depth): _plain(member, place, name, work, depth + 1)
+            for key, member in value.items()
         }
     elif isinstance(value, int | float) and not isinstance(value, bool):
         check_number(value, place, name)
@@ -653,47 +662,46 @@ def check_bound(value: float, kind: str, place: str, name: str) -> None:
         raise Unsupported(place, name, f"is {value}, which is no double; choose {nearest}")
 
 
-def _with_evaluated(own: dict[str, Any]) -> dict[str, Any]:
-    """Where no keyword beside it looks into other schemas, `unevaluated...` means what `items` and
-    `additionalProperties` do."""
-    looks = (*UNIONS[:3], "$ref", "$dynamicRef", "if", "then", "else", "contains", "patternProperties", "not")
-    if any(name in own for name in (*looks, "dependentSchemas")):
-        return own
+def _with_evaluated(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Replaces `unevaluated...` by `items` and `additionalProperties`, which mean the same unless another keyword
+    applies schemas."""
+    if any(name in keywords for name in APPLICATORS):
+        return keywords
     for name, plain in (("unevaluatedItems", "items"), ("unevaluatedProperties", "additionalProperties")):
-        if name in own:
-            own = {key: value for key, value in {plain: own[name], **own}.items() if key != name}
-    return own
+        if name in keywords:
+            keywords = {key: value for key, value in {plain: keywords[name], **keywords}.items() if key != name}
+    return keywords
 
 
 def _allows_everything(schema: Any) -> bool:
     return schema is True or schema == {}  # 1 equals True in Python, and is no schema
 
 
-def _without_effect(own: dict[str, Any], place: str) -> dict[str, Any]:
-    """Without keywords that allow everything where they stand."""
+def _without_effect(keywords: dict[str, Any], place: str) -> dict[str, Any]:
+    """Removes keywords that have no effect."""
     idle: dict[str, bool] = {
         "$id": place == "",
-        "uniqueItems": own.get("uniqueItems") is False,
-        "unevaluatedItems": _allows_everything(own.get("unevaluatedItems")),
-        "unevaluatedProperties": _allows_everything(own.get("unevaluatedProperties")),
-        "propertyNames": _allows_everything(own.get("propertyNames")),
-        "patternProperties": own.get("patternProperties") == {},
-        "dependentRequired": own.get("dependentRequired") == {},
-        "dependentSchemas": own.get("dependentSchemas") == {},
-        "not": own.get("not") is False,
-        "minContains": "contains" not in own,
-        "maxContains": "contains" not in own,
-        "if": "then" not in own and "else" not in own,
-        "then": "if" not in own,
-        "else": "if" not in own,
-        "minProperties": own.get("minProperties") == 0 and own["minProperties"] is not False,
+        "uniqueItems": keywords.get("uniqueItems") is False,
+        "unevaluatedItems": _allows_everything(keywords.get("unevaluatedItems")),
+        "unevaluatedProperties": _allows_everything(keywords.get("unevaluatedProperties")),
+        "propertyNames": _allows_everything(keywords.get("propertyNames")),
+        "patternProperties": keywords.get("patternProperties") == {},
+        "dependentRequired": keywords.get("dependentRequired") == {},
+        "dependentSchemas": keywords.get("dependentSchemas") == {},
+        "not": keywords.get("not") is False,
+        "minContains": "contains" not in keywords,
+        "maxContains": "contains" not in keywords,
+        "if": "then" not in keywords and "else" not in keywords,
+        "then": "if" not in keywords,
+        "else": "if" not in keywords,
+        "minProperties": keywords.get("minProperties") == 0 and keywords["minProperties"] is not False,
     }
-    return {name: value for name, value in own.items() if not idle.get(name, False)}
+    return {name: value for name, value in keywords.items() if not idle.get(name, False)}
 
 
 def whole(pattern: Any, place: str = "") -> str:
-    """A pattern for whole strings that matches those in which `pattern` is found somewhere. Raises Unsupported for
-    anchors anywhere but at its ends."""
+    """Returns a pattern that matches whole strings in which `pattern` matches somewhere. Raises Unsupported for anchors
+    inside the pattern."""
     if not isinstance(pattern, str):
         raise Unsupported(place, "pattern", "must be a text")
     check_text(pattern, place, "pattern")
@@ -711,12 +719,12 @@ def whole(pattern: Any, place: str = "") -> str:
         has_bar |= part == "|" and depth <= 0
     if (starts or ends) and has_bar:
         raise Unsupported(place, "pattern", "with an anchor in one alternative is not supported; put all into brackets")
-    own = pattern[starts : len(pattern) - ends]
-    return ("" if starts else ANYTHING) + f"({own})" + ("" if ends else ANYTHING)
+    body = pattern[starts : len(pattern) - ends]
+    return ("" if starts else ANYTHING) + f"({body})" + ("" if ends else ANYTHING)
 
 
 def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
-    """The characters of a pattern that are neither escaped nor in a class, and their places."""
+    """Yields the places and characters of a pattern that are neither escaped nor in a class."""
     is_escaped = in_class = False
     for index, character in enumerate(pattern):
         if is_escaped:

@@ -1,59 +1,59 @@
-"""How a tokenizer spells text that a grammar forces: the tokens that a model trained on its tokenizer's output expects.
+"""Spells text that a grammar forces as the tokenizer does, since a model expects the tokens of its tokenizer.
 
-Text is bytes, since a token may hold a part of a character. Nothing here decides what is emitted: a wrong spelling is a
-refused draft.
+Text is bytes, since a token may hold a part of a character. A wrong spelling changes no answer: it is a draft that the
+target refuses.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-MOST_KEPT = 4096  # spellings
+MOST_KEPT = 4096  # spellings in the cache
 
 
 class Spelling:
-    """Of one vocabulary. `vocabulary`: the bytes of each token id; `added`: ids of tokens that stand apart from text,
-    such as control tokens."""
+    """Spells text in one vocabulary. `vocabulary`: the bytes of each token id; `added`: ids of tokens that are not part
+    of text, such as control tokens."""
 
     def __init__(self, tokenizer: Any, vocabulary: Sequence[bytes]) -> None:
         self.vocabulary = vocabulary
         self.added: frozenset[int] = frozenset(getattr(tokenizer, "added_tokens_decoder", ()))
         self._encode = tokenizer.backend_tokenizer.encode if getattr(tokenizer, "is_fast", False) else None
-        self._known = lru_cache(MOST_KEPT)(self._find)
+        self._spell = lru_cache(MOST_KEPT)(self._find)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         return b"".join([self.vocabulary[token] for token in tokens])
 
     def respell(self, last: int, tokens: Sequence[int]) -> list[int]:
-        """The text of these tokens as the tokenizer writes it after the token `last`: what lies between added tokens is
-        spelled anew, and kept where the tokenizer has no other spelling of it."""
-        found = list[int]()
+        """Returns tokens with the same text, as the tokenizer writes it after the token `last`. Spells each run between
+        added tokens anew and keeps it if the tokenizer has no other spelling."""
+        ids = list[int]()
         text = list[int]()
         for token in (*tokens, None):
             if token is not None and token not in self.added:
                 text.append(token)
                 continue
             if text:
-                found += self._known(last, tuple(text))
+                ids += self._spell(last, tuple(text))
                 text.clear()
             if token is not None:
-                found.append(token)
+                ids.append(token)
                 last = token
-        return found
+        return ids
 
     def _find(self, last: int, tokens: tuple[int, ...]) -> Sequence[int]:
-        wanted = self.bytes_of(tokens)
+        data = self.bytes_of(tokens)
         try:
-            text = wanted.decode()
+            text = data.decode()
         except UnicodeDecodeError as error:  # a character begins before this text, or ends after it
-            text = wanted[: error.start].decode()
+            text = data[: error.start].decode()
         before = self.vocabulary[last].decode(errors="ignore")
-        for prefix in (before, ""):  # without it where the tokenizer joins the two
+        for prefix in (before, ""):  # without the token before if the tokenizer joins it with the text
             if self._encode is None or not text:
                 break
             encoded = self._encode(prefix + text, add_special_tokens=False)
-            each = zip(encoded.ids, encoded.offsets, strict=True)
-            found = [token for token, (start, _) in each if start >= len(prefix)]
-            if self.bytes_of(found) == text.encode():
-                return found
+            pairs = zip(encoded.ids, encoded.offsets, strict=True)
+            ids = [token for token, (start, _) in pairs if start >= len(prefix)]
+            if self.bytes_of(ids) == text.encode():
+                return ids
         return tokens

@@ -1,4 +1,4 @@
-"""Strings of JSON as rules of a grammar: lengths, patterns and formats.
+"""Rules of a grammar for JSON strings with lengths, patterns or formats.
 
 The library's own rules for these let control characters, bare quotes and impossible dates through, so the strings of a
 schema are replaced by marks before it converts the schema, and the marks by these rules afterwards.
@@ -38,7 +38,7 @@ FORMATS = {
     "uri": f"[A-Za-z][A-Za-z0-9+.-]{{0,31}}://{HOST}(:[0-9]{{1,5}})?(/{PATH})?(\\?({PATH}))?(#{PATH})?",
 }
 HEX = "[0-9A-Fa-f]"
-# One character. An escape of half a surrogate pair would be half of one.
+# One character. Escapes of half a surrogate pair are left out, since they are no character.
 CHARACTER = rf"""([^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9A-Ca-cE-Fe-f]{HEX}|[Dd][0-7]){HEX}{HEX})"""
 # The most characters that the library counts in an automaton, where a mask takes microseconds. Longer counts go by
 # groups of so many; a mask near a group's end takes far longer, since each token is tried that would go beyond it.
@@ -46,8 +46,8 @@ GROUP_SIZE = 128
 
 
 class Strings:
-    """Rules by the marks that stand for them. `schema`, as JSON, names the marks: equal schemas have equal ones, and a
-    schema that has its own marks in it does not come about by chance."""
+    """Rules of strings and the marks that stand for them. The marks are named by a digest of `schema`, which is JSON:
+    equal schemas have equal marks, and no schema contains its own marks by chance."""
 
     def __init__(self, schema: str) -> None:
         self._mark = f"string_{blake2b(schema.encode(), digest_size=8).hexdigest()}"
@@ -55,26 +55,26 @@ class Strings:
         self.patterns: set[str] = set()  # of the marked schemas
 
     def mark(self, schema: Any) -> Any:
-        """A rewritten schema with marks for its strings that have bounds, patterns or formats."""
+        """Returns a rewritten schema with marks for strings that have bounds, patterns or formats."""
         if not isinstance(schema, dict):  # true or false
             return schema
         if schema.get("type") == "string" and len(schema) > 1:
             rule = self._rules.setdefault(self._rule(schema), f"{self._mark}_{len(self._rules)}")
             return {"enum": [rule]}
-        found = dict(schema)
+        result = dict(schema)
         for name in ("properties", "$defs"):
-            if name in found:
-                found[name] = {key: self.mark(one) for key, one in found[name].items()}
+            if name in result:
+                result[name] = {key: self.mark(part) for key, part in result[name].items()}
         for name in ("anyOf", "prefixItems"):
-            if name in found:
-                found[name] = [self.mark(one) for one in found[name]]
+            if name in result:
+                result[name] = [self.mark(part) for part in result[name]]
         for name in ("items", "additionalProperties", "propertyNames"):
-            if name in found:
-                found[name] = self.mark(found[name])
-        return found
+            if name in result:
+                result[name] = self.mark(result[name])
+        return result
 
     def put(self, grammar: str) -> str:
-        """A converted schema, as EBNF, with the rules for its marks."""
+        """Returns a converted schema, which is EBNF, with the rules of its marks."""
         grammar = re.sub(rf'"\\"({self._mark}_[0-9]+)\\""', r"\1", grammar)
         rules = [f'{name} ::= "\\"" ({rule}) "\\""' for rule, name in self._rules.items()]
         return "\n".join((grammar, *rules, f"{self._mark}_group ::= {_characters(GROUP_SIZE, GROUP_SIZE)}"))
@@ -87,26 +87,26 @@ class Strings:
             return f"Regex({json.dumps(FORMATS[schema['format']])}, json_string=true)"
         return self._count(schema.get("minLength", 0), schema.get("maxLength"))
 
-    def _count(self, least: int, most: int | None) -> str:
-        """Any characters, so many; most None: without end."""
-        groups, rest = divmod(least, GROUP_SIZE)
-        if most is None:
+    def _count(self, min_count: int, max_count: int | None) -> str:
+        """Returns a rule for so many characters. `max_count` None: no upper limit."""
+        groups, rest = divmod(min_count, GROUP_SIZE)
+        if max_count is None:
             return f"{self._groups(groups)} {_characters(rest, None)}"
-        if most <= GROUP_SIZE:
-            return _characters(least, most)
-        if least:
-            return f"{self._groups(groups)} {_characters(rest, rest)} ({self._count(0, most - least)})"
-        groups, rest = divmod(most + 1, GROUP_SIZE)  # of n + 1 characters the last is not written
+        if max_count <= GROUP_SIZE:
+            return _characters(min_count, max_count)
+        if min_count:
+            return f"{self._groups(groups)} {_characters(rest, rest)} ({self._count(0, max_count - min_count)})"
+        groups, rest = divmod(max_count + 1, GROUP_SIZE)  # of n + 1 characters the last is not written
         fewer = f"{self._groups(0, groups - 1)} {_characters(0, GROUP_SIZE - 1)}"
         return f"{fewer} | {self._groups(groups)} {_characters(0, rest - 1)}" if rest else fewer
 
-    def _groups(self, least: int, most: int | None = None) -> str:
-        most = least if most is None else most
-        return f"{self._mark}_group{{{least},{most}}}" if most else ""
+    def _groups(self, min_count: int, max_count: int | None = None) -> str:
+        max_count = min_count if max_count is None else max_count
+        return f"{self._mark}_group{{{min_count},{max_count}}}" if max_count else ""
 
 
-def _characters(least: int, most: int | None) -> str:
-    """EBNF. Both up to GROUP_SIZE."""
-    if most == 0:
+def _characters(min_count: int, max_count: int | None) -> str:
+    """Returns EBNF for so many characters, both counts up to GROUP_SIZE."""
+    if max_count == 0:
         return '""'
-    return f"Regex({json.dumps(f'{CHARACTER}{{{least},' + ('}' if most is None else f'{most}}}'))})"
+    return f"Regex({json.dumps(f'{CHARACTER}{{{min_count},' + ('}' if max_count is None else f'{max_count}}}'))})"

@@ -32,7 +32,7 @@ class Crashed(Exception):
 
 
 class Unavailable(Exception):
-    """Nothing can be tried now."""
+    """No grammar can be tried now."""
 
 
 class TrialProcess:
@@ -54,13 +54,13 @@ class TrialProcess:
         """Returns at once. A first trial waits until the process has loaded its modules and the vocabulary."""
         if self._socket is not None:
             return
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            argv = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+        self._socket, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with peer:
+            argv = [sys.executable, "-m", MODULE, str(peer.fileno())]
             # Ctrl-C and service managers signal every process of a server. Those inherit this mask, and end with it.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
             try:
-                self._process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+                self._process = subprocess.Popen(argv, pass_fds=(peer.fileno(),), stdin=subprocess.DEVNULL)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
@@ -76,11 +76,11 @@ class TrialProcess:
         self._process = self._socket = None
 
     async def attempt(self, grammar: Grammar, seconds: float, abandoned: asyncio.Event) -> Grammar:
-        """The translation of a grammar that compiles; the grammar itself once it is `abandoned`. Raises ValueError with
-        the refusal; TooLong after `seconds` of CPU time; Crashed; Unavailable."""
-        connection, theirs = socket.socketpair()
-        with theirs:
-            pid = await self._fork(theirs)
+        """Returns the translation of a grammar that compiles, or the grammar itself once it is `abandoned`. Raises
+        ValueError with the refusal; TooLong after `seconds` of CPU time; Crashed; Unavailable."""
+        connection, peer = socket.socketpair()
+        with peer:
+            pid = await self._fork(peer)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             writer.write(pickle.dumps((grammar, seconds, self._json_whitespace)))
@@ -99,7 +99,7 @@ class TrialProcess:
         raise TooLong if status == -signal.SIGPROF else Crashed
 
     async def _answer(self, reader: asyncio.StreamReader, seconds: float, abandoned: asyncio.Event) -> bytes | None:
-        """What a trial says, nothing if it was killed; None: it goes on."""
+        """Returns a trial's answer, empty if the trial was killed; None if the trial still runs."""
         reading = asyncio.create_task(reader.read())
         waiting = asyncio.create_task(abandoned.wait())
         await asyncio.wait((reading, waiting), timeout=WALL_FACTOR * seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +126,7 @@ class TrialProcess:
             raise Unavailable("the process that tries grammars was killed") from None
 
     async def _ask(self, message: bytes, *descriptors: int) -> int:
-        """Raises EOFError if the process has ended."""
+        """Sends a message and returns the answer. Raises EOFError if the process has ended."""
         async with self._lock:
             try:
                 if self._socket is None:

@@ -1,4 +1,4 @@
-"""Which grammars a server compiles: each is tried first (serve/grammar/trial.py), in a fair order, while it is wanted.
+"""Admission of grammars: a server tries each (serve/grammar/trial.py), in a fair order, as long as a request wants it.
 
 Every grammar gets a short try, one after the other. One that needs longer gets a second try, of all the time that
 compiling may take, in a queue of its own: so slow grammars never hold up others for longer than their short tries.
@@ -31,7 +31,7 @@ class Busy(Exception):
 
 
 class Compiler(Protocol):
-    """Of serve/grammar/trial.py."""
+    """Tries grammars, as TrialProcess does (serve/grammar/trial.py)."""
 
     def start(self) -> None: ...
 
@@ -45,7 +45,7 @@ Verdict = Grammar | str  # a translation, or the sentence that refuses it
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A grammar that is wanted."""
+    """A grammar that requests wait for."""
 
     grammar: Grammar
     name: bytes
@@ -55,17 +55,17 @@ class Job:
 
 
 class Lane:
-    """Jobs that wait for a try of so many seconds. One process works on them."""
+    """Jobs that wait for a try of `seconds`. One task works on them."""
 
-    def __init__(self, seconds: float, most: int) -> None:
+    def __init__(self, seconds: float, capacity: int) -> None:
         self.seconds = seconds
-        self.most = most
+        self.capacity = capacity
         self._jobs = deque[Job]()
         self._has_jobs = asyncio.Event()
 
     def add(self, job: Job) -> None:
-        """Raises Busy."""
-        if len(self._jobs) >= self.most:
+        """Adds a job. Raises Busy if the lane is full."""
+        if len(self._jobs) >= self.capacity:
             message = f"{len(self._jobs)} grammars wait for {self.seconds:g} s of CPU time each to be compiled"
             raise Busy(f"{message}; try again later")
         self._jobs.append(job)
@@ -83,24 +83,24 @@ class Lane:
 
 
 class Verdicts:
-    """Those used last, by the digests of their grammars."""
+    """The verdicts that were used last, by the digests of their grammars."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._num_chars = 0
 
     def find(self, name: bytes) -> Verdict | None:
-        if name in self._known:
-            self._known.move_to_end(name)
-        return self._known.get(name)
+        if name in self._verdicts:
+            self._verdicts.move_to_end(name)
+        return self._verdicts.get(name)
 
     def add(self, name: bytes, verdict: Verdict) -> None:
-        if name in self._known:  # a trial that was given up may have ended all the same
+        if name in self._verdicts:  # a trial that was given up may have ended all the same
             return
-        self._known[name] = verdict
+        self._verdicts[name] = verdict
         self._num_chars += size_of(verdict)
         while self._num_chars > MOST_REMEMBERED:
-            self._num_chars -= size_of(self._known.popitem(last=False)[1])
+            self._num_chars -= size_of(self._verdicts.popitem(last=False)[1])
 
 
 def size_of(verdict: Verdict) -> int:
@@ -108,7 +108,7 @@ def size_of(verdict: Verdict) -> int:
 
 
 class Trials:
-    """`seconds`: CPU time that compiling a grammar may take. All methods belong to one event loop."""
+    """Tries grammars. `seconds`: CPU time that compiling one may take. All methods belong to one event loop."""
 
     def __init__(self, compiler: Compiler, seconds: float) -> None:
         self._compiler = compiler
@@ -120,12 +120,12 @@ class Trials:
         self._workers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Loads in the background what the first grammar would have to wait for."""
+        """Starts the process in the background, so that the first grammar waits less."""
         self._compiler.start()
 
     async def admit(self, grammar: Grammar) -> Grammar:
-        """The translation of a grammar that compiles within the limits. Raises ValueError, in a sentence, for another;
-        Busy; Unavailable."""
+        """Returns the translation of a grammar. Raises ValueError, in a sentence, if it does not compile within the
+        limits; Busy; Unavailable."""
         check_length(grammar)
         name = grammar.digest()
         verdict = self._verdicts.find(name)
@@ -186,7 +186,7 @@ class Trials:
                 self._remember(job, translated)
 
     def _lengthen(self, job: Job, lane: Lane) -> None:
-        """A job whose time is up waits for a longer try, if there is one."""
+        """Queues a job whose time is up for a longer try, if there is one."""
         if job.abandoned.is_set():
             return
         if lane.seconds >= self._seconds:
@@ -205,7 +205,7 @@ class Trials:
             job.verdict.set_result(verdict)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """Not remembered: another time the grammar may be compiled."""
+        """Fails a job. No verdict is remembered, since the grammar may compile another time."""
         if not job.abandoned.is_set():
             del self._jobs[job.name]
             job.verdict.set_exception(error)

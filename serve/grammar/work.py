@@ -1,8 +1,7 @@
-"""How much work the schemas of one request may make, and the refusal of what makes more or cannot be served.
+"""The limit of the work that the schemas of one request may cause, and the error for schemas that cannot be served.
 
-A text of 64 KiB bounds the length of a schema and not the work: references, combinations and comparisons multiply. So
-everything that reads schemas charges its steps to one counter per request. A step takes some microseconds.
-"""
+The limit of 64 KiB bounds the length of a schema but not the work: references, combinations and comparisons multiply
+it. So all code that reads schemas charges its steps to one counter per request. A step takes some microseconds."""
 
 from slipstream.models.chat.quotes import PLACE_CHARS, shorten
 
@@ -20,16 +19,16 @@ class Unsupported(ValueError):
 
 
 class Work:
-    """Steps of one request."""
+    """Counts the steps of one request."""
 
-    def __init__(self, most: int = MOST_STEPS) -> None:
-        self._most = most
+    def __init__(self, limit: int = MOST_STEPS) -> None:
+        self._limit = limit
         self.num_steps = 0
 
     def charge(self, place: str, steps: int = 1) -> None:
-        """Raises Unsupported where all that was charged is too much."""
+        """Adds steps. Raises Unsupported if the request has taken too many."""
         self.num_steps += steps
-        if self.num_steps > self._most:
-            fault = f"takes, with those before it, more than {self._most} steps to read"
+        if self.num_steps > self._limit:
+            fault = f"takes, with those before it, more than {self._limit} steps to read"
             remedy = "send fewer or shorter schemas, or fewer values, alternatives and references"
             raise Unsupported(place, "the schema", f"{fault}; {remedy}")

@@ -302,7 +302,7 @@ def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_
             assert message in error["message"]
         asked = {"prompt": "x", "max_tokens": 2, "n": 2, "regex": "[a-c]+"}
         assert client.post(COMPLETIONS, json=asked).status_code == 200
-        server.api.trials._short.most = 0
+        server.api.trials._short.capacity = 0
         busy = client.post(COMPLETIONS, json={**asked, "regex": "[a-d]+"})
         assert (busy.status_code, busy.json()["error"]["code"]) == (429, "server_overloaded")
         assert client.post(COMPLETIONS, json=asked).status_code == 200, "a known one"
