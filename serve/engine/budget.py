@@ -1,14 +1,13 @@
-"""How many nodes the target's pass of a step verifies, and how many the draft proposes for the next one.
+"""Chooses how many nodes the target's pass of a step verifies, and how many the draft proposes for the next one.
 
 A pass over few rows costs as much as reading the weights, so drafts are free; a pass over many costs by the row, and
 refused drafts slow every request down. The policy takes the numbers with the most expected tokens per millisecond. It
 decides for the batch, the device for the request: a kernel fills the pass with the likeliest nodes (`admit` in
-kernels/speculation/ragged.py). What it needs to know is measured: how often nodes were accepted, by calibration cell,
-and how long steps took (serve/engine/step_costs.py). Imports no torch.
+kernels/speculation/ragged.py). It decides by measurements: how often nodes were accepted, by calibration cell, and how
+long steps took (serve/engine/step_costs.py). Imports no torch.
 
-A node's cell says what is known of it before it is verified: its place in the proposal and either the draft's own
-probability or how sure the host was. Which nodes are verified depends on their cells alone, so those that are not do
-not bias the survivals.
+A node's cell combines its place in the proposal with the probability that the draft gave it, or with the host's
+confidence. Which nodes are verified depends on their cells alone, so the others do not bias the survivals.
 """
 
 from bisect import bisect_left
@@ -26,29 +25,29 @@ PLACES = BUCKETS = KINDS = 16  # the last place, bucket of probabilities and kin
 NETWORK_CELLS = PLACES * BUCKETS
 CELLS = NETWORK_CELLS + KINDS * PLACES
 PRIOR = 4.0  # nodes per cell that the prior counts as
-MOST_LIKELY = 0.98  # that a node is accepted
-MEMORY = 64.0  # verified nodes by which a cell is judged, at least
-DECAY = 0.98  # weight of those beyond that, after one more step
+MOST_LIKELY = 0.98  # upper bound of a survival
+MEMORY = 64.0  # verified nodes that a cell remembers, at least
+DECAY = 0.98  # weight of nodes beyond that, after one more step
 RECENT = 0.97  # weight of a step among the last ones, after one more
 REVERT = 0.999  # per step: a cell that is never verified returns to its prior, and is tried again
-MOVED = 0.02  # of a survival, after which the device needs the table again
+MOVED = 0.02  # change of a survival after which the device needs the table again
 REFRESH = 32  # steps between two refreshes; fewer at the beginning
-SEEN = 100.0  # proposals by which the cells of a place are judged
+SEEN = 100.0  # proposals that the shares of a place remember
 RECOMPUTE = 8  # steps for which plans are used again
 HYSTERESIS = 0.01  # another width proposes for the next step only: require at least 1 % gain
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
-PROBE_SHARE = 0.005  # of the time is spent on more nodes than pay, to notice changes
-FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: what a probe measures counts for other sizes, too
-# Where times are fitted, a draft that does not pay is tried for so many requests, with so many steps between two probes
-# at least: it must first be extended by all that it has not read of them, which no time of a step counts.
+PROBE_SHARE = 0.005  # share of the time that goes to more nodes than pay, to notice changes
+FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: a probe's time tells of other sizes, too
+# Where times are fitted, we try a draft that does not pay for so many requests, with so many steps between two probes
+# at least: the draft must first read all tokens that it has missed, which no time of a step counts.
 PROBED = 4
 PROBE_REST = 256
 PROBE_STEPS = 3  # the first one only drafts; where times are fitted, the last one only verifies
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
-AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
-WAIT_DECAY = 0.95  # per step, of the mean time in which steps wait for the host
-FORGET_WAIT = 0.995  # of it, per step that does not wait
-LIFT_DECAY = 0.98  # per step, of what proposals of the host add to the rate
+AGAIN_DECAY = 0.9  # EMA decay of how often a step with prompts follows another
+WAIT_DECAY = 0.95  # EMA decay of the time in which steps wait for the host
+FORGET_WAIT = 0.995  # decay of that time, per step that does not wait
+LIFT_DECAY = 0.98  # EMA decay of the gain from host proposals
 LEAST_CHUNK = 64  # rows of prompts that a step takes, however slow that is
 LEAST_CHUNK_MS = 30.0  # shorter steps need no limit
 
@@ -57,43 +56,43 @@ Offer = tuple[int, int]
 
 
 class Choice(NamedTuple):
-    nodes: int  # that the target's pass verifies, roots included
+    nodes: int  # nodes that the target's pass verifies, roots included
     width: int  # nodes, root included, that the draft pass then proposes for each request
     ms: float = 0.0  # expected time of the step
-    tokens: float = 0.0  # expected of the decoding requests
+    tokens: float = 0.0  # expected tokens of the decoding requests
     drafted: int | None = None  # requests that the draft pass proposes for; None: all that want it
 
 
 class Batch(NamedTuple):
     decoding: int  # requests
-    drafted: int  # of how many of them tokens are drafted
+    drafted: int  # requests with drafts among them
 
     def nodes(self, width: int) -> int:
-        """If each has as many nodes as may be, up to `width`."""
+        """Returns the nodes of the batch if every drafted request has `width`."""
         return self.decoding + self.drafted * (width - 1)
 
 
 class HostRow(NamedTuple):
-    """(n,) both, of the nodes of a host's proposal: cells, -1 of the root, and the bits of fp32 survivals."""
+    """Cells, -1 for the root, and the bits of fp32 survivals of a host proposal's nodes, (n,) both."""
 
     cells: NDArray[np.int32]
     survivals: NDArray[np.int32]
 
 
 class Curve(NamedTuple):
-    """What the likeliest of a request's nodes after the root yield: (n,) both, from 0, concave between."""
+    """Expected tokens by number of a request's likeliest nodes after the root: (n,) both, from 0, concave between."""
 
     nodes: NDArray[np.float64]
     tokens: NDArray[np.float64]
 
 
 class Calibration:
-    """How often nodes were accepted lately, by cell.
+    """Tracks how often nodes were accepted lately, by cell.
 
-    A cell in which few nodes were verified is judged by its prior, times how far the nodes at its place and before were
-    from theirs: so a draft that is too sure of itself is found out before each of its cells has been tried, and places
-    that are not verified at present follow those that are. A place at which the last steps accepted more or fewer nodes
-    than its cells made expect is believed to go on like that, until its cells have learnt it.
+    A cell with few verified nodes goes by its prior, times the ratio of accepted to expected nodes at its place and
+    before: so we notice an overconfident draft before each of its cells has been tried, and places that are not
+    verified at present follow those that are. If the last steps accepted more or fewer nodes at a place than its cells
+    predicted, we expect that to go on until the cells have learnt it.
     """
 
     def __init__(self) -> None:
@@ -102,10 +101,11 @@ class Calibration:
         self._accepted = np.zeros(CELLS)
         self._prior = np.concatenate((_network_prior(), _host_prior()))
         self._recent = np.zeros((2, PLACES + CELLS - NETWORK_CELLS))  # by place: accepted nodes, and expected ones
-        self._learnt = self._prior.copy()  # what the counts say
+        self._learnt = self._prior.copy()  # by the counts alone
         self._survivals = self._prior.copy()
-        self._is_new = True  # `_survivals` is
-        self.version, self.table = 0, self._prior.astype(np.float32)  # (CELLS,) what the device should have
+        self._is_new = True  # `_survivals` is up to date
+        self.version = 0
+        self.table = self._prior.astype(np.float32)  # (CELLS,) for the device
         self._steps = self._published = 0
 
     def record(self, cells: NDArray[np.int32], accepted: NDArray[np.bool_], steps: int = 1) -> None:
@@ -115,9 +115,9 @@ class Calibration:
         recent = _by_place(np.stack((right, tried * self._learnt)))
         self._recent *= np.where(recent[1] > 0, RECENT, REVERT) ** steps
         self._recent += recent
-        known = REVERT**steps * self._tried + tried
-        keep = np.clip(MEMORY / np.maximum(known, MEMORY), DECAY**steps, 1.0)
-        self._tried = keep * known
+        total = REVERT**steps * self._tried + tried
+        keep = np.clip(MEMORY / np.maximum(total, MEMORY), DECAY**steps, 1.0)
+        self._tried = keep * total
         self._accepted = keep * (REVERT**steps * self._accepted + right)
         self._is_new = False
         self._steps += steps
@@ -138,7 +138,8 @@ class Calibration:
         return self._survivals
 
     def _surer(self) -> NDArray[np.float64]:
-        """(CELLS,) accepted nodes over those that the priors expected, at the same place of proposals of this kind."""
+        """Returns (CELLS,) accepted nodes over those that the priors expected, at the same place of proposals of this
+        kind."""
         counts = _by_place(np.stack((self._accepted, self._tried * self._prior)))
         host = counts[:, PLACES:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
         accepted, expected = np.concatenate((counts[:, :PLACES, None], host), axis=2)  # (PLACES, 1 + KINDS)
@@ -157,9 +158,9 @@ class Calibration:
 
 
 class Offers:
-    """What the draft network's proposals look like: at each place, how often each bucket of probabilities occurs.
+    """Counts how often each bucket of probabilities occurs at each place of the draft network's proposals.
 
-    Nodes come best first, so a narrow proposal is taken to be the beginning of a wide one.
+    Nodes come best first, so a narrow proposal counts as the beginning of a wide one.
     """
 
     def __init__(self, most_nodes: int) -> None:
@@ -181,7 +182,7 @@ class Offers:
         self._seen *= SEEN / np.maximum(total, SEEN)
 
     def curves(self, widths: Sequence[int], survivals: NDArray[np.float64]) -> list[Curve]:
-        """The mean proposal of each width."""
+        """Returns the curve of the mean proposal of each width."""
         shares = self._seen / self._seen.sum(axis=1, keepdims=True)
         places, buckets = (shares > 1e-4).nonzero()
         shares = shares[places, buckets]
@@ -192,21 +193,21 @@ class Offers:
         places = places[order]
         curves = []
         for width in widths:
-            kept = np.where(places < width - 1, shares, 0.0)
-            curves.append(Curve(_sums(kept), _sums(kept * expected)))
+            width_shares = np.where(places < width - 1, shares, 0.0)
+            curves.append(Curve(_sums(width_shares), _sums(width_shares * expected)))
         return curves
 
 
 class _Plan(NamedTuple):
-    """What passes over the rows of a batch cost and yield. By `k`, an index of possible passes, and by the index `j` of
-    the width that the verified proposals have or the next ones get."""
+    """Costs and yields of passes over a batch, by `k`, the index of a possible pass, and by `j`, the index of a width,
+    which the verified proposals have or the next ones get."""
 
     rows: list[int]  # [k] ascending
-    target_ms: list[float]  # [k] of the target's pass
-    arrays: tuple[NDArray[np.int64], NDArray[np.float64]]  # both of these
-    draft_ms: list[float]  # [j] of the draft pass
+    target_ms: list[float]  # [k] time of the target's pass
+    arrays: tuple[NDArray[np.int64], NDArray[np.float64]]  # `rows` and `target_ms`
+    draft_ms: list[float]  # [j] time of the draft pass
     tokens: NDArray[np.float64]  # [j, k] expected
-    best: list[int]  # [j] the k that yields most
+    best: list[int]  # [j] the best k
     values: list[float]  # [j] its tokens, less those that other steps would yield in the time
     rate: float  # tokens per ms of the best step without prompts
 
@@ -217,12 +218,12 @@ class _Plan(NamedTuple):
 class BudgetPolicy:
     """Chooses the numbers of nodes of steps.
 
-    `widths`: that the draft network may propose, 1 included, roots included. `most_nodes`: of a request, if the host
-    proposes more; `node_rows`: of all requests, if that is less than the rows of the largest pass. `fixed`: every
-    request gets that many nodes instead. `itl_ms`: only steps that will most likely (95 %) take no longer, if there are
-    any. `max_chunk_ms`: of a step with prompts, if requests decode in it.
+    `widths`: numbers of nodes that the draft network may propose, with the root, 1 included. `most_nodes`: limit for a
+    request, if the host proposes more; `node_rows`: limit for all requests, if that is less than the rows of the
+    largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: allows only steps that will most likely
+    (95 %) take no longer, if there are any. `max_chunk_ms`: limit for steps with prompts in which requests decode.
 
-    `choose` is called once for each step, in their order; `record` and `observe` after it with what it gave.
+    The caller calls `choose` once for each step, in their order, and later `record` and `observe` with the results.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class BudgetPolicy:
         self.calibration = Calibration()
         self.offers = Offers(max(2, self.widths[-1]))
         self.wait_ms = 0.0  # mean time in which the device waits for the host's proposals
-        self._width = self._stored = len(self.widths) - 1  # indices: the best one; of the stored proposals
+        self._width = self._stored = len(self.widths) - 1  # indices: the best width; that of the stored proposals
         self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
         self._curves: list[Curve] = []  # by width
         self._drafted: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}  # see `_nodes_of`
@@ -257,7 +258,7 @@ class BudgetPolicy:
         self._chunks: dict[tuple[int, bool], int] = {}
         self._age = self._num_chosen = 0
         self._is_prepared = False  # the next step was counted
-        self._probe_ms = 0.0  # that probes may cost
+        self._probe_ms = 0.0  # time that probes may take
         self._probe = (0, 0)  # steps left, width's index
         self._probe_narrow = False  # the next one
         self._probed: int | None = None  # requests that have proposals since the last step; None: all
@@ -273,7 +274,7 @@ class BudgetPolicy:
 
     @property
     def table(self) -> NDArray[np.float32]:
-        """(CELLS,) survivals for the device, which needs them again when `version` has changed."""
+        """(CELLS,) survivals for the device; it needs them again when `version` has changed."""
         return self.calibration.table
 
     @property
@@ -281,7 +282,7 @@ class BudgetPolicy:
         return self.calibration.version
 
     def host_row(self, offer: Offer) -> HostRow:
-        """What the device should know of such a proposal of the host, by `table`. A node is never likelier than those
+        """Returns the cells and, by `table`, the survivals of such a host proposal. No node is likelier than those
         before it."""
         if self._rows_version != self.version:
             self._host_rows.clear()
@@ -307,7 +308,7 @@ class BudgetPolicy:
     def prepare(
         self, num_decoding: int, prompt_rows: int = 0, *, num_drafted: int | None = None, filtered: bool = False
     ) -> None:
-        """Computes what `choose` will need of the next step, as far as that is known while the device is busy."""
+        """Computes a plan for the next `choose` ahead, while the device is busy."""
         batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
         if self.fixed is None and batch.drafted and not self._is_prepared:
             self._count_step()
@@ -323,9 +324,9 @@ class BudgetPolicy:
         filtered: bool = False,
         offers: Sequence[Offer] | None = None,
     ) -> Choice:
-        """The numbers of nodes of the next step, whose pass has `prompt_rows` rows of prompts, too. `num_drafted`: of
-        how many requests tokens are drafted; None: of all. `offers`: what each decoding request has, if the host
-        proposed anything; otherwise what the last step drafted."""
+        """Chooses the numbers of nodes of the next step, whose pass has `prompt_rows` rows of prompts, too.
+        `num_drafted`: requests with drafts; None: all. `offers`: the proposal of each decoding request, if the host
+        proposed anything; without them, each has the proposal that the last step drafted."""
         batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
         if self.fixed is not None:
             return self._choose_fixed(self.fixed, batch, prompt_rows, filtered, offers)
@@ -340,16 +341,16 @@ class BudgetPolicy:
         plan = self._plan(batch, prompt_rows, filtered)
         self._follow(plan, self._plan(batch, 0, filtered))
         if offers is not None and any(kind for _, kind in offers):
-            most = sum(count for count, _ in offers)
-            k, tokens = self._of_host(plan, offers, prompt_rows)
+            max_nodes = sum(count for count, _ in offers)
+            k, tokens = self._weigh_host(plan, offers, prompt_rows)
         else:
-            most = Batch(batch.decoding, self._num_probed(batch)).nodes(self.widths[self._stored])
+            max_nodes = Batch(batch.decoding, self._num_probed(batch)).nodes(self.widths[self._stored])
             k = plan.best[self._stored]
             tokens = plan.tokens[self._stored]
             self._steps_without_host += offers is not None
-        k, j = self._explore(plan, k, most, batch, prompt_rows, filtered)
+        k, j = self._explore(plan, k, max_nodes, batch, prompt_rows, filtered)
         self._stored = j
-        nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
+        nodes = max(min(plan.rows[k] - prompt_rows, max_nodes), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
         ms = plan.ms(k, j)
         drafted = self._probed
@@ -358,9 +359,9 @@ class BudgetPolicy:
         return Choice(nodes, self.widths[j], ms, float(tokens[k]), drafted)
 
     def record(self, cells: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
-        """Counts what a step verified of B requests. (B, N) cells of all nodes that were stored for each, verified or
-        not, -1 of the root and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N)
-        whether a node was accepted."""
+        """Counts the nodes that a step verified for B requests. (B, N) cells of all stored nodes, verified or not, -1
+        for roots and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N) whether a
+        node was accepted."""
         if self._records and self._records[0][0].shape[1] != cells.shape[1]:
             self._count_records()
         self._records.append((cells.copy(), admitted.copy(), accepted.copy()))
@@ -368,23 +369,24 @@ class BudgetPolicy:
             self._count_records()
 
     def observe(self, *, rows: int, requests: int, width: int, ms: float, filtered: bool = False) -> None:
-        """A step took `ms`: a pass over `rows` (of nodes and prompts), and a draft pass for `requests` requests."""
+        """Learns that a step took `ms`: a pass over `rows` (nodes and prompts), and a draft pass for `requests`."""
         self.costs.observe(rows, requests, width, ms, filtered=filtered)
 
     def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
-        """Most rows of prompts that the next step should take, which verifies as many nodes as without prompts."""
+        """Returns the most rows of prompts that the next step should take; it verifies as many nodes as without
+        prompts."""
         key = (num_decoding, filtered)
         if key not in self._chunks:
-            self._chunks[key] = self._chunk_rows(*key)
+            self._chunks[key] = self._chunk_rows(num_decoding, filtered)
         return self._chunks[key]
 
     def waited(self, ms: float) -> None:
-        """The device waited so long for the host before a step."""
+        """Learns how long the device waited for the host before a step."""
         self.wait_ms += (1 - WAIT_DECAY) * (ms - self.wait_ms)
 
     def look_back(self, offers: Sequence[Offer], *, filtered: bool = False) -> None:
-        """A step was launched without waiting for these proposals. What a wait costs is forgotten slowly, since it
-        changes with the load and is measured only where steps wait."""
+        """Learns that a step was launched without waiting for these proposals. Forgets the time of waits slowly, since
+        it changes with the load and is measured only where steps wait."""
         self.wait_ms *= FORGET_WAIT
         if offers and any(kind for _, kind in offers):
             plan = self._plan(Batch(len(offers), len(offers)), 0, filtered)
@@ -409,7 +411,7 @@ class BudgetPolicy:
         nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), batch.decoding))
         if offers is not None and batch.drafted:
             if any(kind for _, kind in offers):
-                self._of_host(self._plan(batch, prompt_rows, filtered), offers, prompt_rows)
+                self._weigh_host(self._plan(batch, prompt_rows, filtered), offers, prompt_rows)
             else:
                 self._steps_without_host += 1
         if batch.decoding:
@@ -417,11 +419,11 @@ class BudgetPolicy:
         return Choice(nodes, width, self.costs.time(nodes + prompt_rows, batch.drafted, width, filtered=filtered))
 
     def _patience(self) -> int:
-        """Steps for which plans are used again and records wait; few at the beginning."""
+        """Returns the number of steps for which plans are reused and records wait; few at the beginning."""
         return min(RECOMPUTE, 1 + self._num_chosen // RECOMPUTE)
 
     def _count_step(self) -> None:
-        """Once a step: `prepare` does, if it is called."""
+        """Counts the step, unless `prepare` has done so; drops old plans."""
         if self._is_prepared:
             self._is_prepared = False
             return
@@ -433,7 +435,7 @@ class BudgetPolicy:
                 computed.clear()
 
     def _count_records(self) -> None:
-        """Several steps at once, since that takes little longer than one."""
+        """Counts several steps at once, since that takes little longer than one."""
         if not self._records:
             return
         cells, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
@@ -452,8 +454,8 @@ class BudgetPolicy:
     def _solve(self, batch: Batch, prompt_rows: int, filtered: bool, rate: float | None) -> _Plan:
         if not self._curves:
             self._curves = self.offers.curves(self.widths, self.calibration.survivals)
-        most = max(min(batch.nodes(self.most_nodes), self.node_rows), batch.decoding)
-        rows = self._passes(batch.decoding + prompt_rows, most + prompt_rows)
+        max_nodes = max(min(batch.nodes(self.most_nodes), self.node_rows), batch.decoding)
+        rows = self._passes(batch.decoding + prompt_rows, max_nodes + prompt_rows)
         target = self.costs.targets(rows, filtered=filtered)
         draft = [self.costs.draft(batch.drafted, width, filtered=filtered) for width in self.widths]
         drafted = np.maximum(rows - prompt_rows - batch.decoding, 0) / batch.drafted
@@ -464,22 +466,30 @@ class BudgetPolicy:
             rate = float(np.where(allowed, tokens / ms, 0.0).max())
         values = np.where(allowed, tokens - rate * ms, -np.inf)
         best = values.argmax(axis=1)
-        # A width that no allowed step has still needs a number of nodes, as long as its proposals are stored.
+        # A width without an allowed step still needs a number of nodes, as long as its proposals are stored.
         best = np.where(allowed.any(axis=1), best, ms.argmin(axis=1))
         highest = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
-        lists = rows.tolist(), target.tolist()
-        return _Plan(*lists, (rows, target), draft, tokens, best.tolist(), highest.tolist(), rate)
+        return _Plan(
+            rows=rows.tolist(),
+            target_ms=target.tolist(),
+            arrays=(rows, target),
+            draft_ms=draft,
+            tokens=tokens,
+            best=best.tolist(),
+            values=highest.tolist(),
+            rate=rate,
+        )
 
-    def _passes(self, least: int, most: int) -> NDArray[np.int64]:
-        """Rows of the passes that take at least `least` rows, up to the first that takes `most`."""
+    def _passes(self, min_rows: int, max_rows: int) -> NDArray[np.int64]:
+        """Returns the rows of the passes that take at least `min_rows` rows, up to the first that takes `max_rows`."""
         sizes = self.costs.sizes
         if sizes is None:
-            return np.arange(least, max(min(most, self.costs.most_rows), least) + 1)
-        passes = sizes[bisect_left(sizes, least) : bisect_left(sizes, most) + 1]
-        return np.array(passes or (least,))
+            return np.arange(min_rows, max(min(max_rows, self.costs.most_rows), min_rows) + 1)
+        passes = sizes[bisect_left(sizes, min_rows) : bisect_left(sizes, max_rows) + 1]
+        return np.array(passes or (min_rows,))
 
     def _allowed(self, ms: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which steps the objective allows: if none, the fastest."""
+        """Returns which steps the objective allows; if none, the fastest."""
         if self.itl_ms is None:
             return np.ones(ms.shape, bool)
         allowed = ms * self.costs.p95() <= self.itl_ms
@@ -498,23 +508,23 @@ class BudgetPolicy:
             self._width = j
 
     def _num_probed(self, batch: Batch) -> int:
-        """Requests that have proposals of the draft."""
+        """Returns how many requests have proposals of the draft."""
         return batch.drafted if self._probed is None else min(self._probed, batch.drafted)
 
     @property
     def _probes_few(self) -> bool:
-        """Requests, and seldom: see PROBED."""
+        """Whether probes draft for few requests, and seldom: see PROBED."""
         return self.costs.is_fitted and self._width == 0
 
     def _explore(
-        self, plan: _Plan, k: int, most: int, batch: Batch, prompt_rows: int, filtered: bool
+        self, plan: _Plan, k: int, max_nodes: int, batch: Batch, prompt_rows: int, filtered: bool
     ) -> tuple[int, int]:
-        """Indices of the pass and of the width that is drafted: `k` and the best width, or now and then others. `most`
-        nodes are stored."""
+        """Returns the indices of the pass and of the width to draft: `k` and the best width, or now and then others.
+        `max_nodes`: stored nodes."""
         num_probed = self._num_probed(batch)
         self._probed = None
         self._rested += 1
-        last = min(bisect_left(plan.rows, most + prompt_rows), len(plan.rows) - 1)
+        last = min(bisect_left(plan.rows, max_nodes + prompt_rows), len(plan.rows) - 1)
         if self._tour and not prompt_rows:
             return last, self._tour.pop()
         k = min(k, last)
@@ -561,8 +571,8 @@ class BudgetPolicy:
             self._probe_ms = 0.0
             self._probe_narrow = is_fitted and not narrow
 
-    def _of_host(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
-        """The best pass for these offers and what each yields; notes whether it paid to wait for the host's."""
+    def _weigh_host(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
+        """Returns the best pass for these offers, and the tokens by pass; notes whether waiting for the host paid."""
         k, tokens = self._expect(plan, offers, prompt_rows)
         self._steps_without_host = 0 if self._pays(plan, tokens) else self._steps_without_host + 1
         if not prompt_rows:
@@ -571,7 +581,7 @@ class BudgetPolicy:
         return k, tokens
 
     def _expect(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
-        """The best pass for these offers, and the tokens that they yield by the pass."""
+        """Returns the best pass for these offers, and the tokens that they yield, by pass."""
         rows, target = plan.arrays
         tokens = len(offers) + np.interp(rows - (prompt_rows + len(offers)), *self._curve(offers))
         total = sum(count for count, _ in offers)
@@ -583,19 +593,21 @@ class BudgetPolicy:
         return int(values.argmax()), tokens
 
     def _curve(self, offers: Sequence[Offer]) -> Curve:
-        """What the likeliest nodes of all these offers yield."""
+        """Returns the curve of the likeliest nodes of all these offers together."""
         key = tuple(sorted(offers))
         if key not in self._joined:
             numbers = Counter(key)
             parts = [self._nodes_of(offer) for offer in numbers]
-            shares = np.concatenate([number * each for number, (each, _) in zip(numbers.values(), parts, strict=True)])
-            survivals = np.concatenate([each for _, each in parts])
+            shares = np.concatenate(
+                [number * counts for number, (counts, _) in zip(numbers.values(), parts, strict=True)]
+            )
+            survivals = np.concatenate([part for _, part in parts])
             order = np.argsort(-survivals)
             self._joined[key] = Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
         return self._joined[key]
 
     def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(n,) numbers of nodes in such a proposal, and (n,) how likely these are accepted."""
+        """Returns (n,) numbers of nodes in such a proposal, and (n,) their survivals."""
         if offer not in self._drafted:
             count, kind = offer
             survivals = self.calibration.survivals
@@ -609,19 +621,19 @@ class BudgetPolicy:
         return self._drafted[offer]
 
     def _pays(self, plan: _Plan, tokens: NDArray[np.float64]) -> bool:
-        """Whether a pass that yields `tokens`, by index, is worth a wait for the host."""
+        """Whether passes that yield `tokens`, by index, are worth a wait for the host."""
         rate = self._host_rate(plan)
         target = plan.arrays[1]
         gained = (tokens - rate * target).max() - (plan.tokens[self._stored] - rate * target).max()
         return bool(gained > rate * self.wait_ms)
 
     def _host_rate(self, plan: _Plan) -> float:
-        """Tokens per ms without prompts, with what the host's proposals add on average."""
+        """Returns tokens per ms without prompts, with the average gain from the host's proposals."""
         tokens, expected = self._lift
         return plan.rate * max(tokens / expected, 1.0)
 
     def _free_rows(self, plan: _Plan) -> int:
-        """Rows up to which a pass takes no longer than over the roots alone."""
+        """Returns the rows up to which a pass takes no longer than over the roots alone."""
         k = bisect_left(plan.target_ms, FREE * plan.target_ms[0])
         return plan.rows[max(k - 1, 0)]
 
@@ -645,12 +657,12 @@ class BudgetPolicy:
             limit = min(limit, self.itl_ms / self.costs.p95())
         rows = self._passes(nodes, most_rows) if self.costs.sizes else np.arange(nodes, most_rows + 1, 16)
         fits = rows[self.costs.targets(rows, filtered=filtered) + draft <= limit]
-        least = self.costs.round_up(nodes + LEAST_CHUNK)
-        return max(min(max(int(fits.max(initial=0)), least), most_rows) - nodes, 0)
+        min_rows = self.costs.round_up(nodes + LEAST_CHUNK)
+        return max(min(max(int(fits.max(initial=0)), min_rows), most_rows) - nodes, 0)
 
 
 def host_cells(count: int, kind: int) -> NDArray[np.int32]:
-    """(count,) cells of the nodes of a host's proposal of a kind >= 1; -1 of its root."""
+    """Returns (count,) cells of the nodes of a host proposal of a kind >= 1; -1 for its root."""
     cells = NETWORK_CELLS + min(kind, KINDS - 1) * PLACES + np.minimum(np.arange(count), PLACES) - 1
     cells[0] = -1
     return cells.astype(np.int32)
@@ -662,28 +674,28 @@ def is_forced(cells: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 def _by_place(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums by cell, (n, CELLS), as sums by place: (n, PLACES + KINDS * PLACES)."""
+    """Turns sums by cell, (n, CELLS), into sums by place, (n, PLACES + KINDS * PLACES)."""
     network = values[:, :NETWORK_CELLS].reshape(len(values), PLACES, BUCKETS).sum(axis=2)
     return np.concatenate((network, values[:, NETWORK_CELLS:]), axis=1)
 
 
 def _network_prior() -> NDArray[np.float64]:
-    """(NETWORK_CELLS,) the draft's own probability, in the middle of each bucket."""
+    """Returns (NETWORK_CELLS,) the draft's probability, in the middle of each bucket."""
     return np.tile((np.arange(BUCKETS) + 0.5) / BUCKETS, PLACES)
 
 
 def _host_prior() -> NDArray[np.float64]:
-    """(KINDS * PLACES,) each node after the one before with the same probability, higher for surer kinds."""
+    """Returns (KINDS * PLACES,): each node follows the one before with one probability, higher for surer kinds."""
     places = np.arange(1, PLACES + 1)
     kinds = np.arange(KINDS)
     return ((1 - 0.5 ** np.maximum(kinds, 1))[:, None] ** places).ravel()
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(n + 1,) sums of the first 0, 1, ... n values."""
+    """Returns (n + 1,) sums of the first 0, 1, ... n values."""
     return np.concatenate(((0.0,), np.cumsum(values)))
 
 
 def _one_more(rows: Sequence[int], k: int, num_drafted: int) -> int:
-    """The index of the pass with one more node per request than pass `k`."""
+    """Returns the index of the pass with one more node per request than pass `k`."""
     return min(bisect_left(rows, rows[k] + num_drafted), len(rows) - 1)

@@ -54,10 +54,10 @@ from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
-FORCED_NODES = 16  # of a proposal that a grammar forces, root included
-FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
+FORCED_NODES = 16  # nodes of a proposal that a grammar forces, root included
+FORCED_ROWS = 64  # rows that captured passes have for these beside roots, if the drafter needs fewer
 FP8_CAPABILITY = (8, 9)
-EXPERT_TOKENS = 512  # of a long prompt's step, that each expert should get: with fewer, blocks have many empty rows
+EXPERT_TOKENS = 512  # tokens per expert in a long prompt's step: with fewer, blocks have many empty rows
 MOST_PROMPT_TOKENS = 8192  # of a step
 FAST_PROMPT_TOKENS = 2048  # of a step, for --fast: attention that is not exact takes them in much less time
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
@@ -65,7 +65,7 @@ INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the KV cache holds."""
+    """Size of the KV cache."""
 
     num_pages: list[int]  # by group, dump pages included
     max_model_len: int
@@ -73,7 +73,7 @@ class Space:
 
 
 class Builder:
-    """Tests change single steps of `build`."""
+    """Builds an engine in steps; tests change single ones."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.calibration_text = given_text(config)
@@ -101,9 +101,9 @@ class Builder:
             beside = min(config.max_running * (self.forced_nodes - 1), FORCED_ROWS)
             self.node_rows = max(self.node_rows, config.max_running + beside)
         self.most_nodes = max(self.usual_nodes, self.forced_nodes)
-        # What the draft's pass may propose; with a fixed width as much of that as the drafter can.
-        own = {min(width, self.of_network) for width in widths}
-        self.widths = tuple(sorted({1, *own} if config.width is None else own))
+        # Widths of the draft's pass; a fixed width is cut to the widest that the drafter can propose.
+        network_widths = {min(width, self.of_network) for width in widths}
+        self.widths = tuple(sorted({1, *network_widths} if config.width is None else network_widths))
         self.reserve = self.most_nodes + self.drafter.scratch(self.of_network)
         self.longest = pick_max_model_len(config.max_model_len, model)
         layers = tuple(layer.attention for layer in model.layers)
@@ -118,7 +118,7 @@ class Builder:
         self.windows = find_windows(chain(*self.networks), self.longest)
         phases = dict(zip(("prefill", "verify", "draft"), (layers, *self.networks), strict=False))
         coded = dict(zip(phases, (self.coded[0], *self.coded), strict=False))
-        formats = {phase: KVFormat(self.device, self.dtype, own, coded[phase]) for phase, own in phases.items()}
+        formats = {phase: KVFormat(self.device, self.dtype, specs, coded[phase]) for phase, specs in phases.items()}
         if any(scale is not None for scale in self.target.cache_scales) and not self.coded[0]:
             logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
         self.backends = find_backends(config.attention, formats)
@@ -192,9 +192,10 @@ class Builder:
         return self.drafter.branches or any(stage.branches for stage in self.stages)
 
     def find_inexact(self) -> str:
-        """Why a row's bits may depend on the rows beside it; empty where they do not."""
+        """Says why a row's bits may depend on the rows beside it; empty where they do not."""
         verify = self.config.attention if self.config.attention != "auto" else "the attention of verify"
-        odd = {one.in_features for one in self.target.modules() if isinstance(one, Linear) and one.in_features % INPUTS}
+        inputs = {module.in_features for module in self.target.modules() if isinstance(module, Linear)}
+        odd = {size for size in inputs if size % INPUTS}
         for is_at_fault, reason in (
             (self.config.exact is False, "exact is false (--fast)"),
             (fault := FixedOrder.fault(self.device, self.dtype), fault),
@@ -206,7 +207,7 @@ class Builder:
         return ""
 
     def fix_order(self) -> FixedOrder | None:
-        """Of the target's products. Raises ValueError where exact arithmetic is asked for and impossible."""
+        """Fixes the order of sums in the target's products. Raises ValueError if `exact` is set and impossible."""
         if self.inexact:
             if self.config.exact:
                 raise ValueError(f"exact is true, but {self.inexact}; change that, or leave exact out")
@@ -228,11 +229,12 @@ class Builder:
         return self.target.quantization.name if self.target.quantization is not None else ""
 
     def fingerprint(self) -> str:
-        """Of weights, arithmetic, versions and the device: where it is equal and answers are exact, so are answers."""
+        """Hashes weights, arithmetic, versions and the device: equal fingerprints mean equal answers, if answers are
+        exact."""
         config = self.config
         parts = [weights_fingerprint(self.path), str(self.dtype), str(config.page_size), __version__, torch.__version__]
         parts += [triton.__version__, self.quantization]
-        if self.scales[0] is not None:  # a draft's decide nothing
+        if self.scales[0] is not None:  # the draft's scales do not change answers
             parts += ["fp8 KV cache", *(repr(scale.tolist()) for scale in self.scales[0])]
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device))
@@ -245,20 +247,25 @@ class Builder:
         return checkpoint_fingerprint(resolve(draft)) if is_checkpoint(draft) else draft
 
     def find_scales(self) -> list[list[Tensor] | None]:
-        """Of networks whose KV is in FP8, by layer: those that the target's files have, others by calibration."""
-        held = self.target.cache_scales or (None,) * self.model.num_layers
-        given: list[Sequence[Tensor | None]]
-        given = [[None if scale is None else scale.to(self.device) for scale in held], [None] * len(self.drafter.kv)]
-        lacking = [coded and any(scale is None for scale in own) for coded, own in zip(self.coded, given, strict=False)]
-        found: Sequence[Sequence[Tensor | None]]
-        found, source = self.calibrate() if any(lacking) else (given, "")
-        scales = list[list[Tensor] | None]()
-        for role, coded, own, new in zip(("target", "draft"), self.coded, given, found, strict=False):
-            scales.append(fill_scales(role, own, new, source) if coded else None)
-        return scales
+        """Returns the scales of networks whose KV is in FP8, by layer: from the target's files, or by calibration."""
+        target_scales = self.target.cache_scales or (None,) * self.model.num_layers
+        stored: list[Sequence[Tensor | None]] = [
+            [None if scale is None else scale.to(self.device) for scale in target_scales],
+            [None] * len(self.drafter.kv),
+        ]
+        is_incomplete = any(
+            coded and any(scale is None for scale in layers) for coded, layers in zip(self.coded, stored, strict=False)
+        )
+        calibrated: Sequence[Sequence[Tensor | None]]
+        calibrated, source = self.calibrate() if is_incomplete else (stored, "")
+        networks = zip(("target", "draft"), self.coded, stored, calibrated, strict=False)
+        return [
+            fill_scales(role, file_scales, new_scales, source) if coded else None
+            for role, coded, file_scales, new_scales in networks
+        ]
 
     def calibrate(self) -> tuple[Sequence[Sequence[Tensor | None]], str]:
-        """The scales of all layers by network, and on what they were calibrated."""
+        """Returns the scales of all layers by network, and the name of the text that calibrated them."""
         config = self.config
         text = self.calibration_text or read_text(None)
         tokens = tokens_of(text, self.path, self.longest, config.trust_remote_code)
@@ -269,7 +276,7 @@ class Builder:
         return [scales_of(kv) for kv in passes.kv], source
 
     def size(self) -> tuple[Space, int]:
-        """What the KV cache holds, and the pages of a request's table."""
+        """Returns the size of the KV cache, and the pages of a request's table."""
         config = self.config
         max_reserve = self.reserve * (MAX_STEPS_IN_FLIGHT if self.overlap else 1)
         dtypes = [E4M3 if coded else self.dtype for coded in self.coded]
@@ -299,16 +306,18 @@ class Builder:
         vocab_size = self.model.vocab_size
         num_groups = len(self.windows)
         state = RequestState(config.max_running, pages_per_slot, size, self.most_nodes, device, vocab_size, num_groups)
-        sizes = self.windows, num_pages, size, self.dtype, device
         kv = [
-            NetworkKV.allocate(own, *sizes, own_scales)
-            for own, own_scales in zip(self.networks, self.scales, strict=True)
+            NetworkKV.allocate(layers, self.windows, num_pages, size, self.dtype, device, scales)
+            for layers, scales in zip(self.networks, self.scales, strict=True)
         ]
-        kinds = {(one.rope, one.head_dim) for one in chain(*self.networks)}  # few: a draft mostly has its target's
-        ropes = {key: RotaryEmbedding(*key, pages_per_slot * size, self.longest).to(device) for key in kinds}
+        kinds = {(spec.rope, spec.head_dim) for spec in chain(*self.networks)}  # few: a draft mostly has its target's
+        ropes = {
+            (rope, head_dim): RotaryEmbedding(rope, head_dim, pages_per_slot * size, self.longest).to(device)
+            for rope, head_dim in kinds
+        }
         pairs = [
-            (own, [ropes[one.rope, one.head_dim] for one in layers])
-            for own, layers in zip(kv, self.networks, strict=True)
+            (network_kv, [ropes[spec.rope, spec.head_dim] for spec in layers])
+            for network_kv, layers in zip(kv, self.networks, strict=True)
         ]
         attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
@@ -332,7 +341,7 @@ class Builder:
         return capture_all(passes, self.config, self.widths, self.node_rows)
 
     def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
-        """Of captured passes as timed now, or at an earlier start that was like this one."""
+        """Returns the costs of steps: of captured passes as timed now, or at an earlier start with the same key."""
         config = self.config
         if steps is None:
             rows = max(config.prompt_tokens, config.max_running * self.most_nodes)
@@ -359,7 +368,7 @@ class Builder:
     def cost_key(self) -> CostKey:
         config = self.config
         draft = self.config.draft
-        own = resolve(draft) / "config.json" if is_checkpoint(draft) else None
+        config_file = resolve(draft) / "config.json" if is_checkpoint(draft) else None
         names = (
             "attention",
             "page_size",
@@ -377,7 +386,7 @@ class Builder:
             triton=triton.__version__,
             slipstream=__version__,
             model=text_hash((find_target(config)[1] / "config.json").read_text()),
-            draft=draft if own is None else text_hash(own.read_text()),
+            draft=draft if config_file is None else text_hash(config_file.read_text()),
             options={
                 "dtype": str(self.dtype),
                 "exact": self.order is not None,
@@ -411,7 +420,7 @@ class Builder:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Raises ValueError for options that do not fit one another, the target or the machine."""
+    """Builds an engine. Raises ValueError for options that do not fit one another, the target or the machine."""
     return Builder(config).build()
 
 
@@ -429,39 +438,40 @@ def check_fp8_cache(layers: Sequence[AttentionSpec], device: torch.device) -> No
         )
 
 
-def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
-    """The context length: at most the target's positions."""
+def pick_max_model_len(max_model_len: int | None, model: TargetSpec) -> int:
+    """Returns the context length: at most the target's positions."""
     longest = model.most_positions
-    if asked is not None and asked > longest:
+    if max_model_len is not None and max_model_len > longest:
         raise ValueError(
-            f"max_model_len is {asked}; lower it to {longest}, the most positions of this target, or extend it in its "
-            "config.json (max_position_embeddings, rope_scaling)"
+            f"max_model_len is {max_model_len}; lower it to {longest}, the most positions of this target, or extend it "
+            "in its config.json (max_position_embeddings, rope_scaling)"
         )
-    return asked or longest
+    return max_model_len or longest
 
 
 def pick_prompt_tokens(config: EngineConfig, model: TargetSpec, device: str) -> int:
-    """Of a step, at most. Its tokens reach nearly all experts of a mixture, so each step of a prompt reads them all."""
+    """Returns the most prompt tokens of a step; more for mixtures of experts, since each step of a prompt reads nearly
+    all of them."""
     if config.prefill_budget is not None or device == "cpu":
         return config.prompt_tokens
-    least = FAST_PROMPT_TOKENS if config.exact is False else config.prompt_tokens
+    min_tokens = FAST_PROMPT_TOKENS if config.exact is False else config.prompt_tokens
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoESpec)]
-    wanted = max((EXPERT_TOKENS * spec.num_experts // spec.top_k for spec in mixtures), default=0)
-    return max(min(wanted, MOST_PROMPT_TOKENS), least)
+    expert_tokens = max((EXPERT_TOKENS * spec.num_experts // spec.top_k for spec in mixtures), default=0)
+    return max(min(expert_tokens, MOST_PROMPT_TOKENS), min_tokens)
 
 
-def enough_prompt_tokens(config: EngineConfig, most: int) -> int:
-    """Of a step of at most `most`, from which on it takes no other prompt: half of them, unless the user asked for
-    `most`. Of several prompts the first ones should not wait for the last as long as a long one's larger steps take."""
-    return max(most // 2, config.prompt_tokens)
+def enough_prompt_tokens(config: EngineConfig, max_tokens: int) -> int:
+    """Returns the prompt tokens after which a step admits no further prompt: half of `max_tokens`, or all if the user
+    set a budget. So the first of several prompts need not wait for steps as large as those of a long one."""
+    return max(max_tokens // 2, config.prompt_tokens)
 
 
-def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
-    if asked is None:
+def pick_widths(width: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
+    if width is None:
         return offered
-    if asked not in offered:
-        raise ValueError(f"width is {asked}; this drafter offers {', '.join(map(str, offered))}")
-    return (asked,)
+    if width not in offered:
+        raise ValueError(f"width is {width}; this drafter offers {', '.join(map(str, offered))}")
+    return (width,)
 
 
 def pick_device(device: str) -> str:

@@ -23,10 +23,10 @@ from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
 
 MOST_TOKENS = 2048  # of the text
-CHUNK = 512  # tokens of a pass: neither the draft nor other options change what the text gives
+CHUNK = 512  # tokens of a pass; a constant, so that neither the draft nor other options change the scales
 MOST_CHARACTERS = 16 * MOST_TOKENS
-# How far beyond what the text shows numbers may go before they saturate. It costs no precision: codes are floating
-# point, and e4m3 keeps three bits down to 2**-15 of its largest number.
+# Numbers saturate at so many times the largest one in the text. That costs no precision: codes are floating point, and
+# e4m3 keeps three bits down to 2**-15 of its largest number.
 MARGIN = 2.0
 BUNDLED = Path(__file__).parents[2] / "assets" / "gsm8k.jsonl.gz"
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 def given_text(config: EngineConfig) -> str | None:
-    """The user's text, if one is named; read before weights are loaded, so that a mistake is said at once. Raises
-    ValueError if it cannot be read, or if no KV cache is in FP8."""
+    """Reads the user's text, if the options name one, before weights are loaded, so that a mistake shows at once.
+    Raises ValueError if it cannot be read, or if no KV cache is in FP8."""
     file = config.kv_cache_calibration
     if file is not None and "fp8" not in (config.kv_cache_dtype, config.drafter.get("kv_cache_dtype")):
         raise ValueError(
@@ -45,7 +45,7 @@ def given_text(config: EngineConfig) -> str | None:
 
 
 def read_text(file: str | None) -> str:
-    """The text to calibrate on: the user's file, or bundled questions and answers. Raises ValueError if there is
+    """Reads the text to calibrate on: the user's file, or bundled questions and answers. Raises ValueError if there is
     none."""
     if file is None:
         if not BUNDLED.exists():
@@ -70,7 +70,7 @@ def _messages(lines: Iterator[str]) -> Iterator[str]:
 
 
 def tokens_of(text: str, folder: Path, longest: int, trust_remote_code: bool) -> list[int]:
-    """The first tokens of the text, by the target's tokenizer. Raises ValueError where there are none."""
+    """Returns the first tokens of the text, by the target's tokenizer. Raises ValueError if there are none."""
     tokenizer = load_tokenizer(folder, trust_remote_code)
     tokens: list[int] = tokenizer(text, verbose=False)["input_ids"][: min(MOST_TOKENS, longest)]
     if not tokens:
@@ -98,20 +98,22 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int) -> None:
 
 
 def scales_of(kv: NetworkKV) -> list[Tensor]:
-    """(2, G) fp32 of each layer, for what its cache, not yet in FP8, holds after the dump page."""
+    """Returns (2, G) fp32 scales of each layer, by the numbers in its cache, not yet in FP8, after the dump page."""
     largest = {group: cache[:, :, 1:].abs().amax(dim=(2, 3, 5)).float() for group, cache in kv.caches.items()}
     scales = [MARGIN / LARGEST * largest[group][place] for group, place in kv.places]
     return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
 
-def fill_scales(role: str, given: Sequence[Tensor | None], found: Sequence[Tensor | None], source: str) -> list[Tensor]:
-    """By layer those `given` by the checkpoint, else those found by calibration on `source`. The log names them."""
-    pairs = zip(given, found, strict=True)
-    scales = [scale for own, new in pairs if (scale := new if own is None else own) is not None]
-    assert len(scales) == len(given)
-    kept = sum(own is not None for own in given)
-    origins = [f"of the checkpoint in {kept} of {len(given)} layers"] if kept else []
-    origins += [f"calibrated on {source}"] if kept < len(given) else []
+def fill_scales(
+    role: str, file_scales: Sequence[Tensor | None], calibrated: Sequence[Tensor | None], source: str
+) -> list[Tensor]:
+    """Returns the scales by layer, from the checkpoint's files, else from calibration on `source`. Logs them."""
+    pairs = zip(file_scales, calibrated, strict=True)
+    scales = [scale for stored, new in pairs if (scale := new if stored is None else stored) is not None]
+    assert len(scales) == len(file_scales)
+    num_stored = sum(scale is not None for scale in file_scales)
+    origins = [f"of the checkpoint in {num_stored} of {len(file_scales)} layers"] if num_stored else []
+    origins += [f"calibrated on {source}"] if num_stored < len(file_scales) else []
     k, v = (" ".join(f"{float(scale[part].max()):.3g}" for scale in scales) for part in (0, 1))
     message = "FP8 KV cache of the %s, scales %s. Largest by layer, of keys: %s; of values: %s"
     logger.info(message, role, " and ".join(origins), k, v)

@@ -1,7 +1,8 @@
 """Constraints that only the host can check: which tokens may follow each node of a proposal. Grammars, bad words, ends.
 
-A token is forbidden by the answer before it, on whatever path of a proposal that lies, so the same tokens are allowed
-with every draft and with none. Where a grammar leaves one text, its tokens replace the proposal. Imports no torch.
+Whether a token is allowed depends on the answer before it and on the path to its node alone, so the same tokens are
+allowed with any draft and without one. Where a grammar leaves one text, its tokens replace the proposal. Imports no
+torch.
 Letters: B requests, N nodes of a proposal, root included; V vocabulary.
 """
 
@@ -17,20 +18,20 @@ from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks,
 from slipstream.serve.request import Request
 
 WORD_BITS = 32
-MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
+MOST_WORDS = 32  # words of a mask with allowed tokens, where a text may be forced: its first tokens begin alike
 NOTHING = Refusal("the grammar allows no token here, not even an end; correct it")
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 
 
 class Matcher(Protocol):
-    """Of serve/grammar/grammars.py."""
+    """Interface of the matchers in serve/grammar/grammars.py."""
 
     @property
     def is_over(self) -> bool: ...
 
     def push(self, tokens: Sequence[int]) -> bool: ...
 
-    def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]: ...
+    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]: ...
 
 
 class Grammars(Protocol):
@@ -45,7 +46,7 @@ class Grammars(Protocol):
 
 @dataclass(slots=True)
 class Constrained:
-    """A running request: what it has answered, and what that must not go on with."""
+    """A running request with constraints: its answer, and rules for the tokens after it."""
 
     answer: list[int]
     max_tokens: int
@@ -57,28 +58,28 @@ class Constrained:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is forbidden from here on."""
+        """Whether all tokens are allowed from here on."""
         return len(self.answer) >= self.min_tokens and not self.bad_words and self.matcher is None
 
     def push(self, tokens: list[int]) -> bool:
-        """The answer has grown. Whether it still obeys."""
+        """Adds tokens to the answer; returns whether it still obeys."""
         self.answer += tokens
         return self.matcher is None or self.matcher.push(tokens)
 
     def forbidden_after(self, path: list[int]) -> set[int]:
-        """Tokens that must not follow the answer and a `path` of drafted tokens."""
-        found = set[int]()
+        """Returns the tokens that must not follow the answer and a `path` of drafted tokens."""
+        forbidden = set[int]()
         if len(self.answer) + len(path) < self.min_tokens:
-            found.update(self.end_ids)
+            forbidden.update(self.end_ids)
         for *start, last in self.bad_words:
             if (self.answer[-len(start) :] + path)[-len(start) :] == start:
-                found.add(last)
-        return found
+                forbidden.add(last)
+        return forbidden
 
 
 class Constraints(HostStage):
-    """`grammar`, `min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids.
-    `nodes`: of a proposal of forced tokens, at most; 1: there are none."""
+    """Masks tokens by `grammar`, `min_tokens` and `bad_words` of requests. `end_ids`: the target's end-of-text ids.
+    `nodes`: most nodes of a proposal of forced tokens; 1: no such proposals."""
 
     reads: ClassVar[Literal["emitted", "proposal"]] = "proposal"
 
@@ -95,13 +96,13 @@ class Constraints(HostStage):
         params = request.params
         ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
         words = [word for word in params.bad_words if len(word) > 1]
-        held = Constrained([], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts)
+        state = Constrained([], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts)
         if params.grammar is not None:
             assert self.grammars is not None
-            held.matcher = self.grammars.matcher(request.compiled_grammar, ends)
-        held.push(tokens[len(request.prompt) :])
-        if not held.is_done:
-            self._held[slot] = held
+            state.matcher = self.grammars.matcher(request.compiled_grammar, ends)
+        state.push(tokens[len(request.prompt) :])
+        if not state.is_done:
+            self._held[slot] = state
 
     def release(self, slot: int, tokens: list[int]) -> None:
         self._held.pop(slot, None)
@@ -109,97 +110,95 @@ class Constraints(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return bool(self._held) and not self._held.keys().isdisjoint(slots)
 
-    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
-        assert isinstance(given, Proposed)
-        # by slot: the root, and what a grammar forces then
+    def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        assert isinstance(inputs, Proposed)
         errors = dict[int, str]()
-        forced = dict[int, list[int]]()
-        held = self._grown(given, errors)
+        forced = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
+        indices = self._grown(inputs, errors)
         width = min(width, *self.widths[1:])
-        masks = self._masks(held, given)
-        for slot, index in held.items():
-            own = self._held[slot]
-            found = masks.get(slot)
-            if own.matcher is not None and found is not None:
-                if not found.allowed[0].any():
+        masks = self._masks(indices, inputs)
+        for slot, index in indices.items():
+            state = self._held[slot]
+            node_masks = masks.get(slot)
+            if state.matcher is not None and node_masks is not None:
+                if not node_masks.allowed[0].any():
                     errors[slot] = NOTHING
-                tokens, longer = self._forced(slot, own, given.nodes[:, index], found, width)
+                tokens, longer = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
                 if tokens:
-                    forced[slot] = [int(given.nodes[0, index, 0]), *tokens]
-                    masks[slot] = found if late else longer
-        for slot in [slot for slot in given.slots if slot in self._held and self._held[slot].is_done]:
+                    forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
+                    masks[slot] = node_masks if late else longer
+        for slot in [slot for slot in inputs.slots if slot in self._held and self._held[slot].is_done]:
             del self._held[slot]
         return Edits(chains_of(forced), tuple(masks.values()), errors)
 
-    def _grown(self, given: Proposed, errors: dict[int, str]) -> dict[int, int]:
-        """Takes what the step has emitted. Returns the index of each slot that has constraints, but for those whose
-        answers break them."""
-        found = dict[int, int]()
-        for index, slot in enumerate(given.slots):
+    def _grown(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
+        """Takes the tokens that the step emitted. Returns the index of each slot that has constraints, but for those
+        whose answers break them."""
+        indices = dict[int, int]()
+        for index, slot in enumerate(proposed.slots):
             if slot not in self._held:
                 continue
-            if self._held[slot].push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
-                found[slot] = index
+            if self._held[slot].push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
+                indices[slot] = index
             else:
                 errors[slot] = REFUSED
-        return found
+        return indices
 
     def close(self) -> None:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _masks(self, held: dict[int, int], given: Proposed) -> dict[int, NodeMasks]:
-        """Of slots, by their index in `given`, that something is forbidden to."""
-        found = dict[int, NodeMasks]()
+    def _masks(self, indices: dict[int, int], proposed: Proposed) -> dict[int, NodeMasks]:
+        """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`."""
+        masks = dict[int, NodeMasks]()
         slots = list[int]()
-        used = list[list[int]]()
+        node_lists = list[list[int]]()
         matchers = list[Any]()
         trees = list[tuple[list[int], list[int]]]()
-        for slot, index in held.items():
-            nodes = given.nodes[:, index]
+        for slot, index in indices.items():
+            nodes = proposed.nodes[:, index]
             matcher = self._held[slot].matcher
             if matcher is None:
-                own = self._masks_of_words(slot, self._held[slot], nodes)
-                found |= {slot: own} if own is not None else {}
+                word_masks = self._masks_of_words(slot, self._held[slot], nodes)
+                masks |= {slot: word_masks} if word_masks is not None else {}
             elif not matcher.is_over:
                 slots.append(slot)
                 matchers.append(matcher)
-                used.append([0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()])
-                place = {node: index for index, node in enumerate(used[-1])}
-                parents = [-1, *(place[parent] for parent in nodes[1, used[-1][1:]].tolist())]
-                trees.append((nodes[0, used[-1]].tolist(), parents))
+                node_lists.append([0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()])
+                place = {node: index for index, node in enumerate(node_lists[-1])}
+                parents = [-1, *(place[parent] for parent in nodes[1, node_lists[-1][1:]].tolist())]
+                trees.append((nodes[0, node_lists[-1]].tolist(), parents))
         if matchers:
             assert self.grammars is not None
-            each = self.grammars.allowed(matchers, trees)
-            found |= {
-                slot: NodeMasks(slot, *own) for slot, own in zip(slots, zip(used, each, strict=True), strict=True)
-            }
-        return found
+            for slot, node_list, allowed in zip(slots, node_lists, self.grammars.allowed(matchers, trees), strict=True):
+                masks[slot] = NodeMasks(slot, node_list, allowed)
+        return masks
 
     def _forced(
-        self, slot: int, held: Constrained, nodes: NDArray[np.int32], masks: NodeMasks, width: int
+        self, slot: int, state: Constrained, nodes: NDArray[np.int32], masks: NodeMasks, width: int
     ) -> tuple[list[int], NodeMasks]:
-        """Tokens that a proposal of up to `width` nodes should have instead of `nodes` (2, N), and its masks. None
-        where the grammar leaves a choice, or `nodes` already have them and more, or as many that it allows."""
+        """Returns the tokens that a proposal of up to `width` nodes should have instead of `nodes` (2, N), and its
+        masks. No tokens where the grammar leaves a choice, or where `nodes` have them and more, or as many that it
+        allows."""
         nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
-        most = min(width, held.max_tokens - len(held.answer)) - 1
-        if held.matcher is None or not held.wants_drafts or most < 1:
+        limit = min(width, state.max_tokens - len(state.answer)) - 1
+        if state.matcher is None or not state.wants_drafts or limit < 1:
             return nothing
         if np.count_nonzero(masks.allowed[0]) > MOST_WORDS:
             return nothing
-        if allowed_depth(nodes, masks) >= most:
+        if allowed_depth(nodes, masks) >= limit:
             return nothing
-        tokens, allowed = held.matcher.forced(int(nodes[0, 0]), most)
+        tokens, allowed = state.matcher.forced(int(nodes[0, 0]), limit)
         if not tokens or goes_beyond(nodes, tokens):
             return nothing
         return tokens, NodeMasks(slot, list(range(1 + len(tokens))), allowed)
 
-    def _masks_of_words(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> NodeMasks | None:
-        paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
+    def _masks_of_words(self, slot: int, state: Constrained, nodes: NDArray[np.int32]) -> NodeMasks | None:
+        paths: dict[int, list[int]] = {0: []}  # drafted tokens up to each node
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:
                 paths[node] = [*paths[parent], token]
-        forbidden = {node: tokens for node, path in paths.items() if (tokens := held.forbidden_after(path))}
+        forbidden = {node: tokens for node, path in paths.items() if (tokens := state.forbidden_after(path))}
         if not forbidden:
             return None
         allowed = np.full((len(forbidden), self._num_words), 2**WORD_BITS - 1, np.uint32)
@@ -210,19 +209,19 @@ class Constraints(HostStage):
 
 
 def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:
-    """Proposals of the slots' tokens, the root first."""
+    """Returns proposals of the slots' tokens, the root first."""
     if not tokens:
         return ()
-    counts = [len(own) for own in tokens.values()]
+    counts = [len(chain) for chain in tokens.values()]
     nodes = np.full((4, len(tokens), max(counts)), -1, np.int32)
-    for row, own in enumerate(tokens.values()):
-        nodes[0, row, : len(own)] = own
-        nodes[1, row, : len(own)] = range(-1, len(own) - 1)
+    for row, chain in enumerate(tokens.values()):
+        nodes[0, row, : len(chain)] = chain
+        nodes[1, row, : len(chain)] = range(-1, len(chain) - 1)
     return (HostProposal(list(tokens), nodes, counts, [FORCED] * len(tokens), source="grammar"),)
 
 
 def allowed_depth(nodes: NDArray[np.int32], masks: NodeMasks) -> int:
-    """Length of the longest path of a tree, nodes (2, N) as in Proposed, that its masks allow."""
+    """Returns the length of the longest path of a tree, nodes (2, N) as in Proposed, that its masks allow."""
     depths = {0: 0}
     allowed = dict(zip(masks.nodes, masks.allowed, strict=True))
     for node, (token, parent) in enumerate(nodes.T.tolist()):

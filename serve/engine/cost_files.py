@@ -1,4 +1,4 @@
-"""Times of steps on disk, so that an engine that starts again as it was need not measure them. Imports no torch."""
+"""Keeps times of steps on disk, so that an engine with the same options need not measure them. Imports no torch."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CostKey:
-    """All that the time of a step depends on: tables are used again where every field is equal."""
+    """Everything that the time of a step depends on: tables are reused where every field is equal."""
 
     gpu: str
     torch: str
@@ -29,7 +29,7 @@ class CostKey:
     options: Mapping[str, Any] = field(default_factory=dict)  # dtype, attention, page size, most requests, widths...
 
     def name(self) -> str:
-        """The tables' file name."""
+        """Returns the tables' file name."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, default=str)
         return f"{text_hash(text)}.json"
 
@@ -39,13 +39,13 @@ def text_hash(text: str) -> str:
 
 
 def cache_folder() -> Path:
-    """$SLIPSTREAM_CACHE/step_costs, or ~/.cache/slipstream/step_costs."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    return (Path(named) if named else Path.home() / ".cache" / "slipstream") / "step_costs"
+    """Returns $SLIPSTREAM_CACHE/step_costs, or ~/.cache/slipstream/step_costs."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return (Path(folder) if folder else Path.home() / ".cache" / "slipstream") / "step_costs"
 
 
 def load(key: CostKey) -> dict[str, Any] | None:
-    """The tables saved for `key`, or None. A damaged file counts as none; the next `save` replaces it."""
+    """Returns the tables saved for `key`, or None. A damaged file counts as none; the next `save` replaces it."""
     path: Path | None = None
     try:
         path = cache_folder() / key.name()
@@ -61,7 +61,7 @@ def load(key: CostKey) -> dict[str, Any] | None:
 
 
 def save(key: CostKey, tables: Mapping[str, Any]) -> None:
-    """Writes the tables, whole or not at all. Where that is not possible, a warning says so."""
+    """Writes the tables, whole or not at all. Logs a warning if they cannot be written."""
     try:
         path = cache_folder() / key.name()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What an engine has counted since it started: steps, their rows, drafts by source and position, and times.
+"""Counts of an engine since it started: steps, their rows, drafts by source and position, and times.
 
 Plain data that is pickled to the server with the engine's gauges. Counts only grow; /metrics shows them
 (serve/http/metrics.py). Imports no torch.
@@ -32,7 +32,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """`sources` are what traces call so: the drafter's name, and those of host stages (ngram, grammar)."""
+    """Counts since the start. Sources are those of traces: the drafter's name, and host stages (ngram, grammar)."""
 
     steps: int = 0
     node_rows: int = 0  # rows of passes that were nodes of proposals, roots included
@@ -47,8 +47,8 @@ class EngineCounts:
     kv_pages: dict[tuple[str, str], int] = field(default_factory=dict)  # now, by group and state
 
     def add_step(self, *, budget: int, node_rows: int, prompt_rows: int, ms: float, predicted_ms: float) -> None:
-        """`budget`: the nodes that the policy allowed, of which the pass verified `node_rows`; 0 where nobody decodes.
-        `predicted_ms`: 0 where the policy predicted nothing."""
+        """Counts a step. `budget`: nodes that the policy allowed, of which the pass verified `node_rows`; 0 if no
+        request decodes. `predicted_ms`: 0 if the policy predicted nothing."""
         self.steps += 1
         self.node_rows += node_rows
         self.prompt_rows += prompt_rows
@@ -59,8 +59,8 @@ class EngineCounts:
             self.time_ratio.observe(ms / predicted_ms)
 
     def add_round(self, source: str, *, num_drafted: int, num_accepted: int, is_tree: bool) -> None:
-        """A pass verified `num_drafted` tokens of a request's proposal, and the first `num_accepted` places of its
-        draft became text."""
+        """Counts that a pass verified `num_drafted` tokens of a request's proposal, of which the first `num_accepted`
+        places became text."""
         if not num_drafted:
             return
         self.rounds[source] += 1

@@ -32,14 +32,14 @@ Trace = Callable[[str, StepPlan], None]
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What a step has yielded, before the scheduler knows."""
+    """A step's output that the scheduler has not committed yet."""
 
     flight: InFlight
     output: StepOutput
 
 
 class Engine:
-    """Not thread-safe: one thread adds, aborts and steps.
+    """Adds, aborts and steps requests. Not thread-safe: one thread calls it.
 
     `trace`, if set, is called with a plan when it is "planned", "ready" (its edits are there), "launched", "read",
     "drafted" (host stages have seen its output) and "committed".
@@ -71,7 +71,7 @@ class Engine:
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
         self._in_flight: deque[InFlight] = deque()
-        self._begun: StepPlan | None = None  # whose pass runs up to where it samples, behind what is in flight
+        self._begun: StepPlan | None = None  # its pass runs up to sampling, after the steps in flight
         self._edits = Edits()  # for the next plan
         self._isolated = IsolatedStages(stages, self._fail)
 
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are launched, or begun, and not read. While there are any, no host holds up the device."""
+        """Steps that are launched, or begun, and not read. While there are any, the device has work."""
         return len(self._in_flight) + (self._begun is not None)
 
     def check(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Launches work, and returns new tokens.
 
-        With overlap it waits for the oldest step in flight alone, while a newer one runs; otherwise for what it starts.
+        With overlap it waits for the oldest step in flight, while a newer one runs; otherwise for the step it launched.
         """
         return self._add_compiled() + self._step() if self._compiling else self._step()
 
@@ -154,26 +154,26 @@ class Engine:
         return self._finish(self._in_flight.popleft() if self._in_flight else None)
 
     def drain(self) -> list[Output]:
-        """Reads all that is in flight and launches nothing."""
+        """Reads all steps in flight and launches nothing."""
         outputs: list[Output] = []
         while self._in_flight:
             outputs += self._finish(self._in_flight.popleft())
         return outputs
 
     def _step_after_host(self) -> list[Output]:
-        """The device waits for the host's edits and for nothing else: the next step gets its pages before the last one
-        is read, and the scheduler gets the last one's tokens after the next is launched."""
+        """Lets the device wait for the host's edits and for nothing else: the next step gets its pages before the last
+        one is read, and the scheduler gets the last one's tokens after the next is launched."""
         planned = self._plan()
         arrived = []
         while self._in_flight:
             arrived.append(self._read(self._in_flight.popleft()))
         landed = time.perf_counter()
-        for index, one in enumerate(arrived):
+        for index, arrival in enumerate(arrived):
             later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.flight.plan)}
-            self._let_stages_work(one, later, is_last=True)
+            self._let_stages_work(arrival, later, is_last=True)
         if self._queue(self._launch(planned)):
             self.planner.waited(1000 * (time.perf_counter() - landed))
-        return [output for one in arrived for output in self._commit(one)]
+        return [output for arrival in arrived for output in self._commit(arrival)]
 
     def _finish(self, flight: InFlight | None) -> list[Output]:
         if flight is None:
@@ -187,25 +187,25 @@ class Engine:
         return self._commit(arrived)
 
     def _queue(self, flight: InFlight | None) -> bool:
-        """Whether there is one."""
+        """Queues a step; returns whether there is one."""
         if flight is not None:
             self._in_flight.append(flight)
         return flight is not None
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the next step begins after a stage has seen what is in flight: one that drafts, while that pays."""
+        """Whether the next step begins after a drafting stage has seen the steps in flight, as long as that pays."""
         slots = self._slots_in_flight
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
         return self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting)
 
     @property
     def _waits_for_masks(self) -> bool:
-        """Whether a stage wants what is in flight before the next step samples."""
+        """Whether a stage wants the steps in flight before the next step samples."""
         return self._reads_proposals(self._slots_in_flight)
 
     def _reads_proposals(self, slots: list[int]) -> bool:
-        """Whether a stage wants to see what a step of these requests verifies."""
+        """Whether a stage wants to see the nodes that a step of these requests verifies."""
         readers = (stage for stage in self.stages if stage.reads == "proposal")
         return any(self._isolated.wants(stage, slots) for stage in readers)
 
@@ -231,11 +231,11 @@ class Engine:
         return plan
 
     def _choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
-        """The whole plan, but for masks that come later."""
-        shown = self._reads_proposals(list(slots_of(plan)))
+        """Completes the plan, but for masks that come later."""
+        needs_proposals = self._reads_proposals(list(slots_of(plan)))
         edits, self._edits = self._edits.of(slots_of(plan))
         plan = self.planner.choose(plan, "all" if edits.masks or will_be_masked else plan.mode)
-        return replace(plan, edits=edits, returns_proposals=shown or plan.returns_proposals)
+        return replace(plan, edits=edits, returns_proposals=needs_proposals or plan.returns_proposals)
 
     def _execute(self, plan: StepPlan) -> InFlight:
         self._tell("ready", plan)
@@ -251,24 +251,24 @@ class Engine:
         return arrived
 
     def _let_stages_work(self, arrived: Arrived, later: Collection[int] = (), *, is_last: bool) -> None:
-        """Shows stages what a step has yielded, and keeps their edits for the next plan, but for slots whose `later`
+        """Shows stages the output of a step, and keeps their edits for the next plan, but for slots whose `later`
         tokens have arrived, too.
 
-        A request may end within its new tokens. `_commit` finds that out later, and stages learn it by `release`.
-        If the step was not the last, the next one runs already; the planner then learns whether waiting for proposals
-        would have paid.
+        A request may end within its new tokens. `_commit` notices that later, and calls `release` of stages. If the
+        step was not the last, the next one runs already; the planner then learns whether waiting for proposals would
+        have paid.
         """
         plan = arrived.flight.plan
         output = arrived.output
         for stage in self.stages:
-            given: Emitted | Proposed
+            inputs: Emitted | Proposed
             if stage.reads == "emitted":
-                given = self.planner.emitted(plan, output)
+                inputs = self.planner.emitted(plan, output)
             elif output.proposed is not None and self._isolated.wants(stage, list(slots_of(plan))):
-                given = self.planner.proposed(plan, output).after(self._edits.proposals)
+                inputs = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            edits = self._isolated.run(stage, given, self.planner.limits.most_nodes, late=not is_last)
+            edits = self._isolated.run(stage, inputs, self.planner.limits.most_nodes, late=not is_last)
             if not is_last:
                 self.planner.look_back(plan, edits)
                 edits = replace(edits, proposals=())
@@ -279,7 +279,8 @@ class Engine:
             self._tell("drafted", plan)
 
     def _mask_first_tokens(self, plan: StepPlan) -> None:
-        """What follows a prompt has no proposal before it, so stages that read those get its last token as the root."""
+        """Masks the first tokens of answers: they have no proposal before them, so stages that read proposals get the
+        last token of the prompt as a root."""
         ends = [chunk for chunk in plan.chunks if chunk.is_last]
         slots = [chunk.slot for chunk in ends]
         for stage in self.stages:
@@ -311,14 +312,14 @@ class Engine:
             self.trace(event, plan)
 
     def close(self) -> None:
-        """Lets the stages save what they keep. The engine is not used afterwards. Raises OSError where one cannot,
-        and ValueError where another process is writing its file."""
+        """Lets the stages save their state. Do not use the engine afterwards. Raises OSError if a file cannot be
+        written, and ValueError if another process is writing it."""
         with ExitStack() as closing:  # all of them, whichever fails
             for stage in self.stages:
                 closing.callback(stage.close)
 
     def metrics(self) -> dict[str, float]:
-        """Current gauges; a request's counts come with its last Output."""
+        """Returns current gauges; a request's counts come with its last Output."""
         gauges: dict[str, float] = {
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
@@ -330,5 +331,5 @@ class Engine:
         return gauges
 
     def counts(self) -> EngineCounts:
-        """All that was counted since the start, and the KV pages of this moment."""
+        """Returns all counts since the start, and the KV pages of this moment."""
         return replace(self.planner.counts, kv_pages=self.scheduler.cache.usage())

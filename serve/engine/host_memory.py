@@ -11,7 +11,7 @@ import psutil
 
 
 class Hierarchy(NamedTuple):
-    """Where a cgroup version keeps memory limits: its files, and the keys of the file cache in memory.stat."""
+    """Files in which a cgroup version keeps memory limits, and the keys of the file cache in memory.stat."""
 
     controller: str  # in /proc/self/cgroup; also the folder
     limit: str
@@ -28,12 +28,12 @@ HIERARCHIES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes. `root`: where proc/ and sys/ are mounted."""
+    """Returns the available bytes. `root`: folder in which proc/ and sys/ are mounted."""
     return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups(root)]))
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes left in each cgroup of this process, from the innermost to the outermost visible one."""
+    """Yields the bytes left in each cgroup of this process, from the innermost to the outermost visible one."""
     membership = root / "proc" / "self" / "cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)

@@ -1,8 +1,8 @@
 """Work that the host does between two passes: n-gram lookahead, grammars.
 
-A stage reads either the tokens that the last step emitted, before it is decided what the next one verifies, or the
-proposals of the next step, before they are verified. It answers with edits: proposals, for which a pass waits only
-where that pays, and masks, which it reads late. Imports no torch.
+A stage reads either the tokens that the last step emitted, before the engine decides what the next one verifies, or the
+proposals of the next step, before they are verified. It answers with edits: proposals, for which a pass waits only if
+that pays, and masks, which the pass reads late. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -28,13 +28,13 @@ class Emitted:
         return Emitted([self.slots[index] for index in indices], self.results[indices])
 
     def without(self, slots: Collection[int]) -> "Emitted":
-        kept = [index for index, slot in enumerate(self.slots) if slot not in slots]
-        return self if len(kept) == len(self.slots) else self.at(kept)
+        indices = [index for index, slot in enumerate(self.slots) if slot not in slots]
+        return self if len(indices) == len(self.slots) else self.at(indices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposed:
-    """What the next step verifies of each request; before a first token, the last token of its prompt as a root."""
+    """Nodes that the next step verifies for each request; before a first token, the prompt's last one as a root."""
 
     slots: list[int]  # (B,)
     nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents
@@ -44,7 +44,7 @@ class Proposed:
         return Proposed([self.slots[index] for index in indices], self.nodes[:, indices], self.results[indices])
 
     def after(self, proposals: Sequence[HostProposal]) -> "Proposed":
-        """With those that a host stage replaces."""
+        """Returns a copy with the proposals that a host stage replaces."""
         nodes = self.nodes.copy()
         place = {slot: index for index, slot in enumerate(self.slots)}
         for proposal in proposals:
@@ -56,36 +56,37 @@ class Proposed:
 
 
 class HostStage(ABC):
-    """`run` gets what `reads` names. What a method raises for a request ends that request (serve/engine/isolation.py):
-    the stage may see requests leave and come again."""
+    """A part of the host's work; `reads` names the input of `run`. If a method raises for a request, that request ends
+    (serve/engine/isolation.py): the stage may see requests leave and come again."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
     branches: bool = False  # False: its proposals are chains
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
-        """Called once, before all others: for slots 0..num_slots - 1. `pinned`: proposals go to a GPU, so they should
-        lie in pinned memory."""
+        """Prepares slots 0..num_slots - 1; called once, before all other methods. `pinned`: proposals go to a GPU, so
+        they should lie in pinned memory."""
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
-        """A request starts, or resumes, in `slot` with these tokens: its prompt and what it has emitted. A stage that
-        drafts proposes nothing for one that does not want drafts."""
+        """Takes a request that starts, or resumes, in `slot` with these tokens: its prompt and its answer so far. A
+        stage that drafts proposes nothing for a request that does not want drafts."""
 
     def wants(self, slots: list[int]) -> bool:
         """Whether it has work for a step of these requests."""
         return True
 
     @abstractmethod
-    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
-        """`width`: most nodes of a proposal. Where one request fails, the edits name its error. `late`: the pass has
-        begun, so masks are those of the nodes as they are, and proposals only tell what waiting would have brought."""
+    def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        """Returns edits for the next step. `width`: most nodes of a proposal. If a request fails, the edits name its
+        error. `late`: the pass has begun, so masks are for the present nodes, and proposals only show whether waiting
+        would have paid."""
 
     def release(self, slot: int, tokens: list[int]) -> None:
-        """The request in `slot` ended or was preempted; `tokens` are all its tokens, none after a fault."""
+        """Drops the request in `slot`, which ended or was preempted; `tokens`: all its tokens, none after a fault."""
 
     def metrics(self) -> dict[str, int]:
-        """Gauges by name, for /metrics."""
+        """Returns gauges by name, for /metrics."""
         return {}
 
     def close(self) -> None:
-        """Called once when the engine closes, after all requests have ended. Raises OSError for what it cannot save."""
+        """Saves state; called once, after all requests have ended. Raises OSError if it cannot be saved."""

@@ -1,6 +1,6 @@
-"""Calls host stages so that what one of them raises ends one request, and never the engine.
+"""Calls host stages so that an exception of a stage ends one request, and never the engine.
 
-A stage works for many requests at a time, and where it raises it may have taken in the tokens of some. So each of them
+A stage works for many requests at a time, and when it raises it may have taken in the tokens of some. So each of them
 is admitted anew with its text, as after a preemption, and runs alone: a request for which the stage raises again fails,
 all others go on. As long as no stage raises, this costs nothing. Imports no torch.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class IsolatedStages:
-    """`fail` is told, once for a request, its slot and what a stage raised; from then on stages see nothing of it."""
+    """Calls `fail`, once for a request, with its slot and a stage's error, and then hides the request from stages."""
 
     def __init__(self, stages: list[HostStage], fail: Callable[[int, str], None]) -> None:
         self.stages = stages
@@ -36,7 +36,7 @@ class IsolatedStages:
                 self._end(stage, sequence.slot, error)
 
     def release(self, sequence: Sequence) -> None:
-        """The request ends or is preempted in any case."""
+        """Releases a request that ends or is preempted, whatever stages raise."""
         slot = sequence.slot
         request = sequence.request
         for stage in self.stages:
@@ -61,19 +61,19 @@ class IsolatedStages:
         self._tell_if_none(stage, cause, num_failed)
         return bool(wanting)
 
-    def run(self, stage: HostStage, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+    def run(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         if self._failed:
-            given = given.at([index for index, slot in enumerate(given.slots) if slot not in self._failed])
-        if not given.slots:
+            inputs = inputs.at([index for index, slot in enumerate(inputs.slots) if slot not in self._failed])
+        if not inputs.slots:
             return Edits()
         try:
-            return stage.run(given, width, late=late)
+            return stage.run(inputs, width, late=late)
         except Exception as error:
             cause = error
             num_failed = len(self._failed)
         edits = Edits()
-        for index in range(len(given.slots)):
-            edits += self._run_one(stage, given.at([index]), width, late=late)
+        for index in range(len(inputs.slots)):
+            edits += self._run_one(stage, inputs.at([index]), width, late=late)
         self._tell_if_none(stage, cause, num_failed)
         return edits
 
@@ -84,18 +84,20 @@ class IsolatedStages:
             self._end(stage, slot, error)
             return False
 
-    def _run_one(self, stage: HostStage, given: Emitted | Proposed, width: int, *, late: bool) -> Edits:
-        [slot] = given.slots
+    def _run_one(self, stage: HostStage, inputs: Emitted | Proposed, width: int, *, late: bool) -> Edits:
+        [slot] = inputs.slots
         try:
-            # The scheduler may lack the tokens of a step that was read just before this one. That is never so for a
-            # stage that reads proposals, which both steps waited for, and a stage that drafts may lack them, too.
+            # The scheduler may lack the tokens of a step that was read just before this one. A stage that reads
+            # proposals never sees that, since both steps waited for it, and a stage that drafts may lack them, too.
             self._enter(stage, self._running[slot])
-            edits = stage.run(given, width, late=late)
+            edits = stage.run(inputs, width, late=late)
         except Exception as error:
             self._end(stage, slot, error)
             return Edits()
         # A stage may use the arrays of its proposals again in a call soon after.
-        return replace(edits, proposals=tuple(replace(one, nodes=one.nodes.copy()) for one in edits.proposals))
+        return replace(
+            edits, proposals=tuple(replace(proposal, nodes=proposal.nodes.copy()) for proposal in edits.proposals)
+        )
 
     def _enter(self, stage: HostStage, sequence: Sequence) -> None:
         key = stage, sequence.slot
@@ -106,12 +108,12 @@ class IsolatedStages:
         stage.admit(sequence.slot, sequence.request, sequence.tokens)
 
     def _tell_if_none(self, stage: HostStage, cause: Exception, num_failed: int) -> None:
-        """Logs what a stage raised for a step, where no request alone has failed since."""
+        """Logs the exception of a stage in a step, if no request alone has failed since."""
         if len(self._failed) == num_failed:
             logger.warning("%s raised for a step, but for none of its requests", type(stage).__name__, exc_info=cause)
 
     def _end(self, stage: HostStage, slot: int, error: Exception) -> None:
-        """Has a request fail, unless it does so already."""
+        """Fails a request, unless it has failed already."""
         if slot in self._failed:
             return
         self._failed.add(slot)

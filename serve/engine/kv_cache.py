@@ -78,24 +78,24 @@ class PageCache:
         return len(self._free) + len(self._cached)
 
     def usage(self) -> dict[tuple[str, str], int]:
-        """Pages by group (0: of all tokens) and state: used, cached, free."""
+        """Counts pages by group (0: of all tokens) and state: used, cached, free."""
         pools: list[PageCache | WindowPages] = [self, *self.windows]
-        found = {}
+        counts = {}
         for group, pool in enumerate(pools):
             available = pool.num_available
             states = {"used": pool.total_pages - available, "cached": available - pool.num_free, "free": pool.num_free}
-            found.update({(str(group), state): count for state, count in states.items()})
-        return found
+            counts.update({(str(group), state): count for state, count in states.items()})
+        return counts
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
-        """The nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
+        """Returns the nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
 
         A text that agrees with a cached one on `matched` tokens can use floor((matched - lookahead) / page_size) of
-        its pages, and at least one token is left to compute. Of a window group the pages must be attached that hold
-        the last tokens before those left: the path is cut to the longest for which they all are.
+        its pages, and at least one token is left to compute. Window groups must have attached the pages of the last
+        tokens before those left: the path is cut to the longest for which they all have.
         """
         nodes: list[Node] = []
         parent = self._root
@@ -118,11 +118,11 @@ class PageCache:
         shares: bool = True,
     ) -> bool:
         """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. Window
-        groups give what a hit reads; `extend_windows` adds the rest. `limit` (default: num_tokens): the most tokens
-        that the table will ever be extended to. Without `shares` all are own ones, whatever is cached.
+        groups give the pages that a hit reads; `extend_windows` adds the rest. `limit` (default: num_tokens): the most
+        tokens that the table will ever be extended to. Without `shares` all pages are own ones, whatever is cached.
 
-        False, and nothing taken, if fewer than `headroom` available pages would be left, or if a window group has no
-        room for its quota.
+        Returns False, and takes nothing, if fewer than `headroom` available pages would be left, or if a window group
+        has no room for its quota.
         """
         assert not table.pages, "admit takes an empty table"
         limit = num_tokens if limit is None else limit
@@ -139,9 +139,8 @@ class PageCache:
         return False
 
     def extend(self, table: PageTable, num_tokens: int, headroom: int = 0) -> bool:
-        """Give the table own pages until it holds `num_tokens`; False, and nothing taken, as in `admit`.
-
-        Pages of the first group: see `extend_windows`.
+        """Give the table own pages of the first group until it holds `num_tokens`. Returns False, and takes nothing, as
+        `admit` does.
         """
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
@@ -158,13 +157,13 @@ class PageCache:
             window.extend(pages, num_tokens)
 
     def reach(self, table: PageTable, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens window groups have pages for: one more than are computed, or all
-        and the reserve, in any case."""
+        """Returns for how many of the first `num_tokens` tokens window groups have pages: at least for one more than
+        are computed, or for all and the reserve."""
         pairs = zip(self.windows, table.windows, strict=True)
         return min([num_tokens, *(window.reach(pages) for window, pages in pairs)])
 
     def slide(self, table: PageTable, num_computed: int) -> None:
-        """Give back what no pass needs once `num_computed` tokens are known to be committed: pages behind windows."""
+        """Give back the pages behind windows, which no pass needs once `num_computed` tokens are committed."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.slide(pages, num_computed)
 
@@ -191,14 +190,14 @@ class PageCache:
         parent = table.nodes[-1] if table.nodes else self._root
         for index in range(len(table.nodes), num_full):
             key = self._key(tokens, index, table.namespace, table.lookahead)
-            known = parent.children.get(key)
-            if known is None:
-                parent = self._insert(table, parent, key, table.pages[index])
+            node = parent.children.get(key)
+            if node is None:
+                node = self._insert(table, parent, key, table.pages[index])
             else:
                 self._free.append(table.pages[index])
-                self._reference(table, known)
-                parent = known
-            self._attach(table, index, parent)
+                self._reference(table, node)
+            self._attach(table, index, node)
+            parent = node
         self._free.extend(table.pages[len(table.nodes) :])
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.release(pages)
@@ -207,7 +206,7 @@ class PageCache:
         table.windows.clear()
 
     def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
-        """Page `index` as named below its parent: its tokens and the `lookahead` tokens after them.
+        """Returns the key of page `index` below its parent: its tokens and the `lookahead` tokens after them.
 
         A drafter's KV at slot i depends on tokens up to i + lookahead. Two texts that differ right after a page
         therefore need two copies of it, and a page has a key only once the tokens after it are known.
@@ -216,7 +215,7 @@ class PageCache:
         return (namespace, *tokens[start : start + self.page_size + lookahead])
 
     def _longest_hit(self, nodes: list[Node]) -> int:
-        """How many of the nodes, a path from the root, all window groups have the pages for."""
+        """Returns for how many of the nodes, a path from the root, all window groups have the pages."""
         hit = len(nodes)
         while hit > (shorter := min(window.longest_hit(nodes, hit) for window in self.windows)):
             hit = shorter
@@ -227,7 +226,7 @@ class PageCache:
             window.attach(pages, index, node)
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
-        """Pages whose KV is complete, the drafter's too: they may enter the tree."""
+        """Returns how many pages have complete KV, the drafter's too: they may enter the tree."""
         num_full = max(0, min(num_computed, len(tokens) - table.lookahead)) // self.page_size
         assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
         return num_full
@@ -253,7 +252,7 @@ class PageCache:
                 self._cached[node.page] = node
 
     def _take(self) -> int:
-        """A page to write: a free one, else the one that was cached longest without use."""
+        """Takes a page to write: a free one, else the one that was cached longest without use."""
         if self._free:
             return self._free.pop()
         page, node = self._cached.popitem(last=False)
@@ -271,7 +270,7 @@ class PageCache:
         """
         tables = list(tables)
         readers: dict[Node, int] = {}
-        own: list[int] = []
+        private_pages: list[int] = []
         for table in tables:
             parent = self._root
             for index, node in enumerate(table.nodes):
@@ -279,7 +278,7 @@ class PageCache:
                 assert node.page == table.pages[index], "a shared page is not its node's"
                 readers[node] = readers.get(node, 0) + 1
                 parent = node
-            own += table.pages[len(table.nodes) :]
+            private_pages += table.pages[len(table.nodes) :]
         nodes = self._nodes()
         assert len({id(node) for node in nodes}.union(map(id, readers))) == len(nodes), "a table holds a lost node"
         assert all(node.references == readers.get(node, 0) for node in nodes), "references are counted wrong"
@@ -288,14 +287,14 @@ class PageCache:
         age = {page: order for order, page in enumerate(self._cached)}
         for page, node in unused.items():
             assert all(age[child.page] < age[page] for child in node.children.values()), "a parent would go first"
-        in_use = own + [node.page for node in nodes if node.references > 0]
+        in_use = private_pages + [node.page for node in nodes if node.references > 0]
         assert len(self._free) + len(unused) + len(in_use) == self.total_pages, "pages were lost or handed out twice"
         assert {*self._free, *unused, *in_use} == set(range(1, self.total_pages + 1)), "a page is in two places"
         for group, window in enumerate(self.windows):
             window.check([(table.windows[group], set(table.nodes)) for table in tables], set(nodes))
 
     def _nodes(self) -> list[Node]:
-        """All nodes but the root, parents first."""
+        """Returns all nodes but the root, parents first."""
         nodes = [self._root]
         for parent in nodes:  # grows while it is walked
             for key, node in parent.children.items():

@@ -6,7 +6,7 @@ tree of serve/engine/kv_cache.py: a node of the tree, a full page of text, has a
 Invariant: every page but page 0 (the dump page of padding, never handed out) is in exactly one of three places:
   free     the free list
   cached   attached to a node, held by no table; given up in order of last use, wherever its node is in the tree, but
-           first those that only fell behind a window: what ended conversations may go on from outlives long prompts
+           first those that only fell behind a window: ends of conversations, which may go on, outlive long prompts
   in use   held by tables: by any number if it is attached to a node, else by one, whose own it is
 A pass over positions from c on reads positions c - window + 1 and later. A page before them is given back as soon as
 the host knows that the tokens before c are committed, although older passes, launched when the host knew of fewer, may
@@ -40,7 +40,7 @@ class WindowTable:
 
 
 def pages_of_window(window: int, reserve: int, page_size: int) -> int:
-    """The most pages that a table needs between passes, which write `reserve` tokens beyond the committed ones."""
+    """Returns the most pages of a table between passes, which write `reserve` tokens beyond the committed ones."""
     return -(-(window - 1) // page_size) + 1 - (-reserve // page_size)
 
 
@@ -83,7 +83,7 @@ class WindowPages:
         return -(-num_tokens // self.page_size)
 
     def quota(self, limit: int) -> int:
-        """Of a table of a text of up to `limit` tokens.
+        """Returns the quota of a table for a text of up to `limit` tokens.
 
         With n = num_computed // page_size, `slide` leaves pages_for(window - 1) pages before page n, and a pass over
         one more token of a prompt, or those in flight, write up to token num_computed + reserve, which lies at most
@@ -96,15 +96,15 @@ class WindowPages:
         return self._claimed + self.quota(limit) <= self.total_pages
 
     def reach(self, table: WindowTable) -> int:
-        """How many tokens of its text the table may be extended to."""
-        held = len(table.pages)
-        spare = self.total_pages - self._claimed + max(0, table.quota - held)
+        """Returns to how many tokens of its text the table may be extended."""
+        num_pages = len(table.pages)
+        spare = self.total_pages - self._claimed + max(0, table.quota - num_pages)
         return (table.end + spare) * self.page_size
 
-    def longest_hit(self, nodes: Sequence[Hashable], most: int) -> int:
-        """How many of the first `most` nodes, a path of the tree, can serve a sequence: the pages that a pass over the
-        tokens after them reads are attached."""
-        index = hit = most
+    def longest_hit(self, nodes: Sequence[Hashable], limit: int) -> int:
+        """Returns how many of the first `limit` nodes, a path of the tree, can serve a sequence: the pages that a pass
+        over the tokens after them reads are attached."""
+        index = hit = limit
         while index > self.first_read(hit * self.page_size):
             index -= 1
             if nodes[index] not in self._attached:
@@ -112,7 +112,7 @@ class WindowPages:
         return hit
 
     def admit(self, nodes: Sequence[Hashable], limit: int) -> WindowTable:
-        """A table of what a pass over the tokens after `nodes`, a hit, reads."""
+        """Returns a table of the pages that a pass over the tokens after `nodes`, a hit, reads."""
         table = WindowTable(self.quota(limit), self.first_read(len(nodes) * self.page_size))
         for node in nodes[table.first :]:
             page = self._attached[node]
@@ -132,11 +132,13 @@ class WindowPages:
         assert self._claimed <= self.total_pages, "the table was extended beyond its reach"
 
     def attach(self, table: WindowTable, index: int, node: Hashable) -> None:
-        """`node` has the text of the table's page `index`: attach the page, if the table has it and the node none."""
+        """Attach the table's page `index` to `node`, which has its text, if the table has it and the node none."""
         if table.first <= index < table.end and node not in self._attached:
             page = table.pages[index - table.first]
             assert page not in self._nodes, "a page has the text of one node"
-            self._attached[node], self._nodes[page], self._holders[page] = page, node, 1
+            self._attached[node] = page
+            self._nodes[page] = node
+            self._holders[page] = 1
 
     def detach(self, node: Hashable) -> None:
         """The tree gives the node up. A page in use becomes its table's own again.
@@ -156,8 +158,8 @@ class WindowPages:
             self._free.append(page)
 
     def slide(self, table: WindowTable, num_computed: int) -> None:
-        """Give back the pages that neither a pass over the tokens from `num_computed` on reads nor a hit on the full
-        pages before them: the text may end here, and its continuation should find them."""
+        """Give back the pages that neither a pass over the tokens from `num_computed` on nor a hit on the full pages
+        before them reads: the text may end here, and its continuation should find them."""
         num_passed = self.first_read(num_computed // self.page_size * self.page_size) - table.first
         if num_passed > 0:
             before = table.claim
@@ -170,13 +172,13 @@ class WindowPages:
             self._claimed += table.claim - before
 
     def release(self, table: WindowTable) -> None:
-        """The sequence ends: its attached pages stay cached, all others become free."""
+        """Empty the table of a sequence that ends: attached pages stay cached, all others become free."""
         self._claimed -= table.claim
         for page in reversed(table.pages):
             self._give_back(page)
 
     def first_read(self, start: int) -> int:
-        """Index of the first page that a pass over positions from `start` on reads."""
+        """Returns the index of the first page that a pass over positions from `start` on reads."""
         return max(0, start - self.window + 1) // self.page_size
 
     def _give_back(self, page: int) -> None:
@@ -188,7 +190,7 @@ class WindowPages:
             self._cached[page] = None
 
     def _take(self) -> int:
-        """A page to write: a free one, else the one that was cached longest without use."""
+        """Takes a page to write: a free one, else the one that was cached longest without use."""
         if self._free:
             return self._free.pop()
         assert self._cached, "a table lacks a page: claims were counted wrong"

@@ -1,4 +1,4 @@
-"""How many pages the KV cache gets, and the longest request that this allows."""
+"""Sizes the KV cache, and the longest request that it allows."""
 
 import logging
 from bisect import bisect_right
@@ -19,7 +19,7 @@ from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-GRAPH_BYTES = 16 * 2**20  # what the driver keeps for one captured pass, beside the pool that all share
+GRAPH_BYTES = 16 * 2**20  # memory of the driver for one captured pass, beside the pool that all share
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Sizing:
     reserve: int  # KV rows behind a request's tokens, for drafting and verifying
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages of a request of that many tokens."""
+        """Returns the pages of a request of that many tokens."""
         return -(-(num_tokens + self.reserve) // self.config.page_size)
 
     def num_pages(self, max_model_len: int, workspace: int) -> list[int]:
-        """Pages of each group's pool, dump pages included: as asked for, else what memory allows and requests can use.
+        """Returns the pages of each group's pool, dump pages included: by option, else as many as fit and requests use.
 
         `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
         """
@@ -54,27 +54,27 @@ class Sizing:
                 f"mem_fraction {config.mem_fraction} leaves no memory for the KV cache: beside the weights, passes and "
                 f"CUDA graphs need {workspace / 1e9:.1f} GB; raise mem_fraction or lower max_running or prefill_budget"
             )
-        most = config.max_running * self.pages_for(max_model_len)
-        fitting = bisect_right(range(most + 1), free, key=lambda pages: self._bytes(self._pools(pages, copies=1))) - 1
+        counts = range(config.max_running * self.pages_for(max_model_len) + 1)
+        fitting = bisect_right(counts, free, key=lambda pages: self._bytes(self._pools(pages, copies=1))) - 1
         doubled = self._pools(fitting, copies=2)
         return [1 + pages for pages in (doubled if self._bytes(doubled) <= free else self._pools(fitting, copies=1))]
 
     def _pools(self, pages: int, copies: int) -> list[int]:
-        """By group, if the first has so many: of windows those of all running requests, `copies` times, so that ended
-        ones stay cached, and those of the chunks of a prefill."""
+        """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies`
+        times, so that ended ones stay cached, and those of the chunks of a prefill."""
         config = self.config
         pools = [pages]
         chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
         for window in filter(None, self.windows):
-            each = pages_of_window(window, self.reserve, config.page_size)
-            pools.append(min(pages, copies * config.max_running * each + chunks))
+            window_pages = pages_of_window(window, self.reserve, config.page_size)
+            pools.append(min(pages, copies * config.max_running * window_pages + chunks))
         return pools
 
     def _bytes(self, pools: list[int]) -> int:
         return sum(size * pages for size, pages in zip(self.page_bytes, pools, strict=True))
 
     def fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
-        """The longest request that the cache can hold, at most `max_model_len`."""
+        """Returns the longest request that the cache can hold, at most `max_model_len`."""
         fitting = (num_pages - 1) * self.config.page_size - self.reserve
         if fitting >= max_model_len:
             return max_model_len
@@ -90,14 +90,14 @@ class Sizing:
 
 def log_kv_cache(windows: Windows, num_pages: Sequence[int], page_bytes: Sequence[int], page_size: int) -> None:
     for window, pages, size in zip(windows, num_pages, page_bytes, strict=True):
-        kept = "all" if window is None else f"the last {window}"
+        span = "all" if window is None else f"the last {window}"
         message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
         if size:
-            logger.info(message, kept, (pages - 1) * page_size, pages * size / 1e9)
+            logger.info(message, span, (pages - 1) * page_size, pages * size / 1e9)
 
 
 def free_bytes(device: torch.device, mem_fraction: float) -> int:
-    """Memory that may still be taken once weights are loaded: on the CPU a quarter of what is free."""
+    """Returns the memory that we may still take once weights are loaded: on the CPU a quarter of the free memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -106,8 +106,8 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
 
 
 def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int) -> int:
-    """Bytes that the largest passes and, with passes captured that propose `widths` nodes, the graphs need beyond those
-    in use.
+    """Measures the bytes that the largest passes and, with captured passes that propose `widths` nodes, the graphs need
+    beyond those in use.
 
     Runs them on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
     are not compiled yet, allocate nothing.
@@ -137,7 +137,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
 
 
 def _largest(keys: Sequence[StepKey]) -> StepKey:
-    """The pass with the most rows with logits."""
+    """Returns the pass with the most rows with logits."""
     return max(keys, key=lambda key: (key[1], key[0]))
 
 

@@ -1,4 +1,4 @@
-"""What crosses between the engine's host side and its runner: a StepPlan in, a StepOutput back.
+"""Data between the engine's host side and its runner: a StepPlan in, a StepOutput back.
 
 Both are plain data: ints, tuples, NumPy arrays. They can be pickled, logged, replayed in another runner or sent to
 another process. Imports no torch.
@@ -23,7 +23,7 @@ SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temper
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request gets a slot. `tokens` are its prompt and, where it was preempted, what it has emitted."""
+    """A request that gets a slot. `tokens`: its prompt and, if it was preempted, its answer so far."""
 
     slot: int
     request: Request
@@ -82,7 +82,7 @@ class Refusal(str):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
-    """What host stages bring to a step: proposals, stored before its pass, and masks for its sampling.
+    """Changes of host stages to a step: proposals, stored before its pass, and masks for its sampling.
 
     `errors`, by slot: requests for which a stage failed.
     """
@@ -95,8 +95,8 @@ class Edits:
         return Edits(self.proposals + other.proposals, self.masks + other.masks, self.errors | other.errors)
 
     def of(self, slots: Collection[int]) -> tuple["Edits", "Edits"]:
-        """The edits of a plan for `slots`, and those that a later plan brings. Proposals come with the next plan in any
-        case: they are kept on the device, while masks hold for one pass."""
+        """Splits the edits into those of a plan for `slots` and those for a later plan. Proposals always come with the
+        next plan: the device keeps them, while masks hold for one pass."""
         if not self.masks and not self.errors:
             return self, Edits()
         masks = self.masks
@@ -113,17 +113,17 @@ class Edits:
         return now, later
 
     def besides(self, slots: Collection[int]) -> "Edits":
-        """Without proposals and masks for `slots`."""
+        """Returns the edits without proposals and masks for `slots`."""
         if not slots:
             return self
-        each = [(one, zip(one.slots, one.counts, strict=True)) for one in self.proposals]
-        proposals = tuple(
-            replace(one, counts=[0 if slot in slots else count for slot, count in pairs]) for one, pairs in each
-        )
-        return Edits(proposals, tuple(mask for mask in self.masks if mask.slot not in slots), self.errors)
+        proposals = []
+        for proposal in self.proposals:
+            pairs = zip(proposal.slots, proposal.counts, strict=True)
+            proposals.append(replace(proposal, counts=[0 if slot in slots else count for slot, count in pairs]))
+        return Edits(tuple(proposals), tuple(mask for mask in self.masks if mask.slot not in slots), self.errors)
 
     def without(self, slot: int) -> "Edits":
-        """For the time after the request in `slot` has left."""
+        """Returns the edits without those for `slot`, whose request has left."""
         if not self.masks and not self.errors:
             return self
         masks = tuple(mask for mask in self.masks if mask.slot != slot)
@@ -145,7 +145,7 @@ class StepPlan:
     slots: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the step
     mode: SamplingMode = "greedy"
-    nodes: int = 0  # that the pass verifies, roots included: the likeliest of all requests
+    nodes: int = 0  # nodes that the pass verifies, roots included: the likeliest of all requests
     width: int = 1  # nodes that the draft then proposes for each request, root included
     survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
     undrafted: frozenset[int] = frozenset()  # slots of this step that the draft does not propose for
@@ -155,7 +155,7 @@ class StepPlan:
 
     @property
     def variant(self) -> Literal["plain", "all"]:
-        """Which captured pass it needs."""
+        """The captured pass that the plan needs."""
         return variant_of(self.mode, self.logprobs)
 
 
@@ -165,18 +165,18 @@ def variant_of(mode: SamplingMode, logprobs: int | None) -> Literal["plain", "al
 
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:
-    """(S,): of the requests, then of the chunks."""
+    """Returns (S,) slots of the requests, then of the chunks."""
     return plan.slots + tuple(chunk.slot for chunk in plan.chunks)
 
 
 def drafting_slots(plan: StepPlan) -> tuple[int, ...]:
-    """Of the requests that the draft proposes for."""
+    """Returns the slots of the requests for which the draft proposes."""
     slots = plan.slots + tuple(chunk.slot for chunk in plan.chunks if chunk.is_last)
     return tuple(slot for slot in slots if slot not in plan.undrafted) if plan.undrafted else slots
 
 
 class StepOutput(NamedTuple):
-    """What a step yields for its S segments."""
+    """Results of a step for its S segments."""
 
     num_emitted: NDArray[np.int32]  # (S,) tokens; of a chunk that does not end its prompt, 0
     num_verified: NDArray[np.int32]  # (S,) nodes that the pass verified, root included; of chunks 0
@@ -189,12 +189,13 @@ class StepOutput(NamedTuple):
     prompt_logprobs: NDArray[np.int32] | None = None  # (2 + 2 * K, N) of the chunks' rows, likewise
 
     def emitted(self, index: int) -> list[int]:
-        """The tokens of segment `index`."""
+        """Returns the tokens of segment `index`."""
         return self.tokens[index, : self.num_emitted[index]].tolist()
 
 
 def read_logprobs(packed: NDArray[np.int32], k: int) -> Logprobs:
-    """Of packed (2 + 2 * K, N), K >= k: bits of log-probabilities, ranks, then bits and ids of the K likeliest."""
+    """Reads Logprobs from packed (2 + 2 * K, N), K >= k: bits of log-probabilities, ranks, then bits and ids of the K
+    likeliest."""
     values = packed.view(np.float32)
     ranks = packed[1]
     top = values[2 : 2 + 2 * k : 2]

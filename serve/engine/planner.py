@@ -33,7 +33,7 @@ from slipstream.serve.request import Logprobs, Output
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What passes can hold."""
+    """Sizes of the largest passes."""
 
     most_nodes: int  # of one request, root included
     of_network: int  # most nodes that the drafter proposes; more come from the host
@@ -44,12 +44,12 @@ class Limits:
 
 @dataclass(slots=True)
 class Launched:
-    """Whose a plan's outputs are."""
+    """Maps a plan's output rows back to sequences."""
 
-    sequences: list[Sequence]  # that decode
+    sequences: list[Sequence]  # the decoding ones
     chunks: list[Chunk]
     traced: dict[str, int]  # places among `everyone` of those that gain tokens and want a trace, by request id
-    expected_ms: float = 0.0  # of the step, as the policy predicts
+    expected_ms: float = 0.0  # the policy's prediction for the step
 
     @property
     def everyone(self) -> list[Sequence]:
@@ -57,8 +57,8 @@ class Launched:
 
 
 class Planner:
-    """`drafter`: the name of what drafts on the device; `host_drafts`: some proposals come from the host, which knows
-    their sizes; `fixed_tokens`: see Drafter."""
+    """Makes plans and commits their outputs. `drafter`: name of the drafter on the device; `host_drafts`: some
+    proposals come from the host, which knows their sizes; `fixed_tokens`: see Drafter."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class Planner:
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
 
     def admitted(self, sequence: Sequence) -> None:
-        """The scheduler gave it a slot."""
+        """Notes that the scheduler gave the sequence a slot."""
         self._admissions.append(Admission(sequence.slot, sequence.request, tuple(sequence.tokens)))
         self._num_sent[sequence.slot] = [0] * (1 + len(sequence.table.windows))
 
     def plan(self) -> StepPlan | None:
-        """The next step, None if there is nothing to do. `choose` completes it."""
+        """Plans the next step; None if there is nothing to do. `choose` completes it."""
         sequences = self.scheduler.next_decodes(self.limits.reserve)
         num_rows = self.limits.prompt_rows
         if sequences:
@@ -108,7 +108,9 @@ class Planner:
             slots=tuple(sequence.slot for sequence in sequences),
             bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
             mode=sampling_mode(launched.everyone),
-            undrafted=frozenset(one.slot for one in launched.everyone if not one.request.params.wants_drafts),
+            undrafted=frozenset(
+                sequence.slot for sequence in launched.everyone if not sequence.request.params.wants_drafts
+            ),
             returns_proposals=bool(launched.traced),
             logprobs=most_logprobs([*sequences, *(chunk.sequence for chunk in chunks if chunk.is_last)]),
         )
@@ -117,14 +119,14 @@ class Planner:
         return plan
 
     def offer(self, edits: Edits) -> None:
-        """The next plan brings these proposals."""
+        """Adds the proposals of the next plan."""
         for proposal in edits.proposals:
             self._calibrate(proposal)
-            each = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
-            self._offers.update((slot, (count, kind)) for slot, count, kind in each if count)
+            rows = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
+            self._offers.update((slot, (count, kind)) for slot, count, kind in rows if count)
 
     def choose(self, plan: StepPlan, mode: SamplingMode) -> StepPlan:
-        """The plan with the number of nodes that it verifies and then proposes."""
+        """Completes the plan with the numbers of nodes that it verifies and then proposes."""
         offers = None
         if self.host_drafts:
             offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
@@ -133,12 +135,13 @@ class Planner:
         self._launched[plan.number].expected_ms = choice.ms
         survivals = None
         if self._sent_version != self.policy.version:
-            self._sent_version, survivals = self.policy.version, self.policy.table.copy()
+            self._sent_version = self.policy.version
+            survivals = self.policy.table.copy()
         plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
         return plan if choice.drafted is None else replace(plan, undrafted=self._all_but(plan, choice.drafted))
 
     def _all_but(self, plan: StepPlan, count: int) -> frozenset[int]:
-        """Slots that are not drafted for: those of requests that want no drafts, and of others all but the first."""
+        """Returns the slots without drafts: requests that want none, and all others but the first `count`."""
         slots = drafting_slots(plan)
         return plan.undrafted.union(slots[count:])
 
@@ -148,35 +151,35 @@ class Planner:
         return self.policy.waiting_pays
 
     def waited(self, ms: float) -> None:
-        """The device waited so long for the host before a step."""
+        """Tells the policy how long the device waited for the host before a step."""
         self.policy.waited(ms)
 
     def look_back(self, plan: StepPlan, edits: Edits) -> None:
-        """The step after `plan` was launched without waiting for these proposals."""
+        """Tells the policy that the step after `plan` was launched without waiting for these proposals."""
         if not edits.proposals:
             return
         offers = dict[int, Offer].fromkeys(drafting_slots(plan), (self.limits.of_network, 0))
         for proposal in edits.proposals:
-            each = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
-            offers.update((slot, (count, kind)) for slot, count, kind in each if count)
+            rows = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
+            offers.update((slot, (count, kind)) for slot, count, kind in rows if count)
         self.policy.look_back(list(offers.values()), filtered=plan.variant == "all")
 
     def launched(self, plan: StepPlan) -> None:
-        """Its passes are on their way, and will store proposals."""
+        """Notes that the passes of the plan are launched and will store proposals."""
         launched = self._launched[plan.number]
         self.scheduler.launched(launched.chunks)
         if launched.traced:
             self._tracer.launched(plan, launched.traced)
-        own: Offer = min(plan.width, self.limits.of_network), 0
-        self._offers.update(dict.fromkeys(slots_of(plan), (1, 0)) | dict.fromkeys(drafting_slots(plan), own))
+        offer: Offer = min(plan.width, self.limits.of_network), 0
+        self._offers.update(dict.fromkeys(slots_of(plan), (1, 0)) | dict.fromkeys(drafting_slots(plan), offer))
 
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
-        """The tokens of a step, without those that nobody waits for."""
+        """Returns the tokens of a step for the requests that still wait for them."""
         places, slots = self._receivers(plan, output.errors)
         return Emitted(slots, results_of(output, places))
 
     def proposed(self, plan: StepPlan, output: StepOutput) -> Proposed:
-        """What a step has proposed for the next one."""
+        """Returns the proposals of a step for the next one."""
         assert output.proposed is not None
         places, slots = self._receivers(plan, output.errors)
         return Proposed(slots, output.proposed[:, places], results_of(output, places))
@@ -185,19 +188,21 @@ class Planner:
         """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
         launched = self._launched[plan.number]
         count = len(plan.slots)
-        errors = {**output.errors, **plan.edits.errors}  # a stage knows more of its reasons
-        each = zip(launched.everyone, slots_of(plan), strict=True)
-        failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in each if slot in errors]
-        outputs = [one for one in failed if one is not None]
+        errors = {**output.errors, **plan.edits.errors}  # the errors of stages say more
+        rows = zip(launched.everyone, slots_of(plan), strict=True)
+        failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in rows if slot in errors]
+        outputs = [ending for ending in failed if ending is not None]
         if not errors:
             self._learn(plan, output, ms)
         del self._launched[plan.number]
         drafted = (output.num_verified[:count] - 1).tolist()
         tokens = [output.emitted(index) for index in range(count)]
         emitted = self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
-        firsts = [int(output.tokens[count + index, 0]) for index in range(len(launched.chunks))]
-        each_first = [token if chunk.is_last else None for token, chunk in zip(firsts, launched.chunks, strict=True)]
-        emitted += self.scheduler.commit_chunks(launched.chunks, each_first)
+        first_tokens = [
+            int(output.tokens[index, 0]) if chunk.is_last else None
+            for index, chunk in enumerate(launched.chunks, count)
+        ]
+        emitted += self.scheduler.commit_chunks(launched.chunks, first_tokens)
         self._count(plan, output, launched, emitted, ms)
         outputs += emitted
         outputs = add_logprobs(outputs, plan, output, launched)
@@ -207,9 +212,9 @@ class Planner:
         return outputs
 
     def _count(self, plan: StepPlan, output: StepOutput, launched: Launched, emitted: list[Output], ms: float) -> None:
-        """For /metrics. `emitted`: what requests gained; those that had ended or were preempted have none."""
+        """Counts the step for /metrics. `emitted`: new tokens; requests that had ended or were preempted have none."""
         counts = self.counts
-        kept = {one.request_id: len(one.tokens) for one in emitted}
+        lengths = {result.request_id: len(result.tokens) for result in emitted}
         counts.add_step(
             budget=plan.nodes if plan.slots else 0,
             node_rows=int(output.num_verified[: len(plan.slots)].sum()),
@@ -217,15 +222,15 @@ class Planner:
             ms=ms,
             predicted_ms=launched.expected_ms,
         )
-        counts.emitted_tokens += sum(kept.values())
+        counts.emitted_tokens += sum(lengths.values())
         sources = {
-            slot: one.source
-            for one in plan.edits.proposals
-            for slot, count in zip(one.slots, one.counts, strict=True)
+            slot: proposal.source
+            for proposal in plan.edits.proposals
+            for slot, count in zip(proposal.slots, proposal.counts, strict=True)
             if count
         }
         for place, sequence in enumerate(launched.sequences):
-            if (length := kept.get(sequence.request.id)) is not None:
+            if (length := lengths.get(sequence.request.id)) is not None:
                 counts.add_round(
                     sources.get(plan.slots[place], self._drafter),
                     num_drafted=int(output.num_verified[place]) - 1,
@@ -234,8 +239,8 @@ class Planner:
                 )
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
-        """Counts what was accepted, and the step's time. Requests without drafts do not count; nor do those that change
-        their logits beside others, whose drafts may be accepted more often, but for what their grammars forced."""
+        """Counts accepted nodes and the step's time. Skips requests without drafts, and requests that change their
+        logits if there are others, whose drafts may be accepted more often, except for tokens forced by grammars."""
         count = len(plan.slots)
         sequences = self._launched[plan.number].sequences
         drafted = [i for i, sequence in enumerate(sequences) if sequence.request.params.wants_drafts]
@@ -247,32 +252,34 @@ class Planner:
             counted = drafted if len(drafted) < count else slice(count)
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
-        if output.prompt_logprobs is not None:  # which take time of their own
+        if output.prompt_logprobs is not None:  # they take extra time
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         requests = len(drafting_slots(plan))
         self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.variant == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
-        """Fills in its cells, and how likely they are accepted."""
+        """Fills in the proposal's cells and their survivals."""
         _, _, cells, survivals = proposal.nodes
-        cells[:], survivals[:] = -1, 0
+        cells[:] = -1
+        survivals[:] = 0
         for index, offer in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
             if count := offer[0]:
                 row = self.policy.host_row(offer)
-                cells[index, :count], survivals[index, :count] = row
+                cells[index, :count] = row.cells
+                survivals[index, :count] = row.survivals
 
     def _receivers(self, plan: StepPlan, errors: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Places in the pass, and slots, of the requests that gain tokens by it."""
+        """Returns the places in the pass, and the slots, of the requests that gain tokens by it."""
         launched = self._launched[plan.number]
         ends = [True] * len(launched.sequences) + [chunk.is_last for chunk in launched.chunks]
-        each = zip(launched.everyone, slots_of(plan), ends, strict=True)
-        own = [
+        rows = zip(launched.everyone, slots_of(plan), ends, strict=True)
+        receivers = [
             (place, slot)
-            for place, (sequence, slot, is_end) in enumerate(each)
+            for place, (sequence, slot, is_end) in enumerate(rows)
             if is_end and sequence.slot == slot and slot not in errors
         ]
-        return [place for place, _ in own], [slot for _, slot in own]
+        return [place for place, _ in receivers], [slot for _, slot in receivers]
 
     def _next(self, launched: Launched) -> int:
         self._number += 1
@@ -280,26 +287,26 @@ class Planner:
         return self._number
 
     def _new_pages(self, sequences: list[Sequence]) -> tuple[tuple[int, int, int, int], ...]:
-        """The pages that the sequences have gained."""
+        """Returns the pages that the sequences have gained."""
         changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
             slot = sequence.slot
             table = sequence.table
-            sent = self._num_sent[sequence.slot]
-            if sent[0] != len(table.pages):
-                changes += [(0, slot, index, table.pages[index]) for index in range(sent[0], len(table.pages))]
-                sent[0] = len(table.pages)
-            for group, own in enumerate(table.windows, 1):
-                start = max(sent[group], own.first)
-                end = own.first + len(own.pages)
-                changes += [(group, slot, index, own.pages[index - own.first]) for index in range(start, end)]
-                sent[group] = max(sent[group], end)
+            num_sent = self._num_sent[sequence.slot]
+            if num_sent[0] != len(table.pages):
+                changes += [(0, slot, index, table.pages[index]) for index in range(num_sent[0], len(table.pages))]
+                num_sent[0] = len(table.pages)
+            for group, window in enumerate(table.windows, 1):
+                start = max(num_sent[group], window.first)
+                end = window.first + len(window.pages)
+                changes += [(group, slot, index, window.pages[index - window.first]) for index in range(start, end)]
+                num_sent[group] = max(num_sent[group], end)
         return tuple(changes)
 
 
 def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, launched: Launched) -> list[Output]:
-    """The Outputs of a step with what their requests want of it. Those of prompts are kept until the last chunk."""
-    own = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
+    """Adds log-probabilities to the Outputs of a step. Those of prompts are kept until the last chunk."""
+    places = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
     prompts = dict[int, Logprobs]()
     start = 0
     for index, (chunk, planned) in enumerate(zip(launched.chunks, plan.chunks, strict=True), len(plan.slots)):
@@ -311,25 +318,25 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
             prompts[index] = Logprobs.join(chunk.sequence.prompt_logprobs)
     if output.logprobs is None and not prompts:
         return outputs
-    found = []
-    for one in outputs:
-        index = own[one.request_id]
+    results = []
+    for result in outputs:
+        index = places[result.request_id]
         logprobs = None
         k = launched.everyone[index].request.params.logprobs
         if k is not None and output.logprobs is not None:
-            logprobs = read_logprobs(output.logprobs[:, index, : len(one.tokens)], k)
-        found.append(replace(one, logprobs=logprobs, prompt_logprobs=prompts.get(index)))
-    return found
+            logprobs = read_logprobs(output.logprobs[:, index, : len(result.tokens)], k)
+        results.append(replace(result, logprobs=logprobs, prompt_logprobs=prompts.get(index)))
+    return results
 
 
 def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:
-    """(B, 1 + N): the number of tokens and the tokens at those places of a pass."""
+    """Returns (B, 1 + N): the number of tokens and the tokens at those places of a pass."""
     results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
     return results if len(places) == len(results) else results[places]
 
 
 def accepted_nodes(output: StepOutput, count: int) -> NDArray[np.bool_]:
-    """(count, W): whether each node of the first `count` segments was accepted."""
+    """Returns (count, W): whether each node of the first `count` segments was accepted."""
     if output.accepted is None:
         return np.arange(output.tokens.shape[1]) < output.num_emitted[:count, None]
     accepted = np.zeros((count, output.tokens.shape[1] + 1), dtype=bool)  # the last place takes the padding
@@ -347,23 +354,27 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
 
 
 def sizes_of(plan: StepPlan) -> dict[str, int]:
-    """What BudgetPolicy wants to know of a plan."""
+    """Returns the sizes of a plan that BudgetPolicy needs."""
     num_drafted = sum(slot not in plan.undrafted for slot in plan.slots)
     prompt_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
     return {"num_decoding": len(plan.slots), "prompt_rows": prompt_rows, "num_drafted": num_drafted}
 
 
 def most_logprobs(emitting: list[Sequence]) -> int | None:
-    """The most likeliest tokens that a request wants beside each token that the pass gives it; None: nobody does."""
-    wanted = [sequence.request.params.logprobs for sequence in emitting]
-    return max((k for k in wanted if k is not None), default=None)
+    """Returns the most likeliest tokens that a request wants beside each token of the pass; None: no request does."""
+    counts = [sequence.request.params.logprobs for sequence in emitting]
+    return max((k for k in counts if k is not None), default=None)
 
 
 def traced_of(sequences: list[Sequence], chunks: list[Chunk]) -> dict[str, int]:
-    """Places in a step of the requests that gain tokens and want a trace, by id."""
+    """Returns the places in a step of the requests that gain tokens and want a trace, by id."""
     gaining = [*sequences, *(chunk.sequence if chunk.is_last else None for chunk in chunks)]
-    each = enumerate(one.request if one is not None else None for one in gaining)
-    return {request.id: place for place, request in each if request is not None and request.params.wants_trace}
+    requests = [sequence.request if sequence is not None else None for sequence in gaining]
+    return {
+        request.id: place
+        for place, request in enumerate(requests)
+        if request is not None and request.params.wants_trace
+    }
 
 
 def sampling_mode(sequences: Iterable[Sequence]) -> SamplingMode:

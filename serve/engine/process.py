@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLike(Protocol):
-    """What this process needs of an engine. The real one is in serve/engine/engine.py."""
+    """Interface of an engine for this process. The real one is in serve/engine/engine.py."""
 
     info: EngineInfo
 
@@ -86,7 +86,7 @@ def frame(message: object) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises EOFError or OSError at the end."""
+    """Returns the next message. Raises EOFError or OSError at the end."""
     (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     return pickle.loads(await reader.readexactly(size))
 
@@ -200,7 +200,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
 
 
 def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | Ping | None]:
-    """All messages in the inbox; with `wait`, at least one."""
+    """Yields all messages in the inbox; with `wait`, at least one."""
     if wait:
         yield inbox.get()
     try:

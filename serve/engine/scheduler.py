@@ -22,7 +22,7 @@ from slipstream.serve.request import FinishReason, Logprobs, Output, Request, Re
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One request's state. While it decodes, tokens[num_computed:] is the next step's root, or empty until the token
+    """State of one request. While it decodes, tokens[num_computed:] is the next step's root, or empty until the token
     sampled after the prompt arrives. A preempted sequence continues as a new object."""
 
     request: Request
@@ -41,11 +41,11 @@ class Sequence:
     @classmethod
     def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
         params = request.params
-        own = stop_ids if not params.ignore_eos else frozenset()
+        end_ids = stop_ids if not params.ignore_eos else frozenset()
         return cls(
             request=request,
             tokens=list(request.prompt),
-            stop_ids=own.union(params.stop_token_ids),
+            stop_ids=end_ids.union(params.stop_token_ids),
             table=PageTable(request.namespace, lookahead),
             stats=RequestStats(prompt_tokens=len(request.prompt)),
         )
@@ -66,7 +66,7 @@ class Sequence:
         return self.stats.completion_tokens + len(self.in_flight) >= self.request.params.max_tokens
 
     def resumed(self) -> "Sequence":
-        """A copy that waits after a preemption; passes in flight still point to the old object and are ignored."""
+        """Returns a copy that waits after a preemption. Passes in flight point to the old object and are ignored."""
         table = PageTable(self.table.namespace, self.table.lookahead)
         return replace(
             self,
@@ -80,7 +80,7 @@ class Sequence:
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to max_tokens and the first stop id, which is kept; and why the sequence ends, or None."""
+        """Returns the tokens up to max_tokens and the first stop id, included; and why the sequence ends, or None."""
         assert emitted, "every step emits at least one token of a request that decodes or ends its prompt"
         num_left = self.request.params.max_tokens - self.stats.completion_tokens
         for index, token in enumerate(emitted[:num_left]):
@@ -165,7 +165,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Oldest first."""
+        """Running sequences, oldest first."""
         return tuple(self._running)
 
     @property
@@ -180,25 +180,25 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request in any state, also with passes in flight. None if it is unknown or ended."""
+        """End a request in any state, also with passes in flight. Returns None if it is unknown or ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         return self._end(sequence, [], "abort")
 
     def fail(self, sequence: Sequence, error: str) -> Output | None:
-        """Ends a running request that cannot go on. None if it has ended or was preempted."""
+        """Ends a running request that cannot go on. Returns None if it has ended or was preempted."""
         if sequence.slot < 0:
             return None
         return replace(self._end(sequence, [], "error"), error=error, is_refusal=isinstance(error, Refusal))
 
     def next_chunks(self, num_tokens: int, enough: int | None = None) -> list[Chunk]:
-        """The next prompt tokens to compute, first come first served, at most `num_tokens` in all. From `enough` tokens
-        on no other prompt follows."""
+        """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. Admits no
+        further prompt after `enough` tokens."""
         chunks: list[Chunk] = []
         if num_tokens < 1:
             return chunks
-        least = 0 if enough is None else max(num_tokens - enough, 0)
+        min_left = 0 if enough is None else max(num_tokens - enough, 0)
         for sequence in self._prefilling():
             start = sequence.num_computed
             length = len(sequence.tokens)
@@ -211,12 +211,12 @@ class Scheduler:
             self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
             chunks.append(Chunk(sequence, start, end, is_last))
             num_tokens -= end - start
-            if num_tokens <= least or len(chunks) == self.max_chunks:  # do not admit one more
+            if num_tokens <= min_left or len(chunks) == self.max_chunks:  # do not admit one more
                 break
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
-        """Their pass is launched, so their pages may be shared. Not earlier: pages of a failed launch hold no KV."""
+        """Shares the pages of chunks whose pass is launched. Not earlier: pages of a failed launch hold no KV."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
@@ -227,7 +227,7 @@ class Scheduler:
                 sequence.in_flight.append(0)  # the next step writes the sampled token's KV
 
     def commit_chunks(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
-        """Each last chunk brings the token sampled after it. Chunks of ended or preempted sequences are ignored."""
+        """Takes the token sampled after each last chunk. Chunks of ended or preempted sequences are ignored."""
         outputs: list[Output] = []
         for chunk, token in zip(chunks, first_tokens, strict=True):
             sequence = chunk.sequence
@@ -240,9 +240,9 @@ class Scheduler:
         return outputs
 
     def next_decodes(self, reserve: int) -> list[Sequence]:
-        """The decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its bound.
+        """Returns the decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its bound.
 
-        Those that end with the tokens in flight are left out.
+        Leaves out those that end with the tokens in flight.
         """
         for sequence in self._running.copy():
             while self._goes_on(sequence) and not self.cache.extend(sequence.table, sequence.kv_bound + reserve):
@@ -256,7 +256,7 @@ class Scheduler:
         return sequences
 
     def commit_decodes(self, sequences: list[Sequence], tokens: list[list[int]], drafted: list[int]) -> list[Output]:
-        """`tokens[i]` are what the step emitted for `sequences[i]`: accepted drafts, then the target's own token.
+        """Takes the tokens of a step: `tokens[i]` for `sequences[i]`, accepted drafts, then the target's token.
 
         `drafted[i]` of its drafted tokens were verified. Sequences that ended or were preempted since are ignored.
         """
@@ -265,9 +265,9 @@ class Scheduler:
             if sequence.slot < 0:
                 continue
             sequence.in_flight.popleft()
-            kept, reason = sequence.cut(emitted)
-            sequence.count_round(num_drafted, num_accepted=min(len(kept), len(emitted) - 1))
-            outputs.append(self._emit(sequence, kept, reason))
+            answer_tokens, reason = sequence.cut(emitted)
+            sequence.count_round(num_drafted, num_accepted=min(len(answer_tokens), len(emitted) - 1))
+            outputs.append(self._emit(sequence, answer_tokens, reason))
         return outputs
 
     def check(self) -> None:
@@ -295,19 +295,19 @@ class Scheduler:
             assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
     def validate(self, request: Request, open_ids: Collection[str] = ()) -> None:
-        """Raises ValueError if the request can never run. `open_ids`: of requests that were not added yet."""
+        """Raises ValueError if the request can never run. `open_ids`: ids of requests that were not added yet."""
         prompt_len = len(request.prompt)
         max_tokens = request.params.max_tokens
         if request.id in self._sequences or request.id in open_ids:
             raise ValueError(f"id {request.id!r} belongs to a request that has not ended; give each request its own")
         if prompt_len == 0:
             raise ValueError("prompt is empty; it must hold at least one token")
-        asked = f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {prompt_len + max_tokens}"
+        sizes = f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {prompt_len + max_tokens}"
         if prompt_len + max_tokens > self.max_model_len:
-            raise ValueError(f"{asked}: more than max_model_len {self.max_model_len}; shorten one of them")
+            raise ValueError(f"{sizes}: more than max_model_len {self.max_model_len}; shorten one of them")
         limit = self._limit(request)
         page_size = self.cache.page_size
-        fits = f"{asked}: with {self.max_reserve} kept for drafting this never fits"
+        fits = f"{sizes}: with {self.max_reserve} kept for drafting this never fits"
         remedy = "; shorten one of them or raise kv_cache_tokens"
         if self.cache.pages_for(limit) > self.cache.total_pages:
             raise ValueError(f"{fits} the KV cache of {self.cache.total_pages * page_size} tokens{remedy}")
@@ -319,7 +319,7 @@ class Scheduler:
                 )
 
     def _limit(self, request: Request) -> int:
-        """Most KV tokens that a request ever needs pages for."""
+        """Returns the most KV tokens for which a request ever needs pages."""
         return len(request.prompt) + request.params.max_tokens + self.max_reserve
 
     def _prefilling(self) -> Iterator[Sequence]:

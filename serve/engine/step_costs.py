@@ -1,8 +1,8 @@
-"""How long a step takes: the target's pass over its rows, and the draft's pass for its requests.
+"""Predicts the time of a step: the target's pass over its rows, and the draft's pass for its requests.
 
 `StepCosts` starts from times measured at start-up for every captured size, `FittedCosts` from nothing. Both learn from
-the steps that are measured while serving: contexts grow, and what experts a pass reads depends on its tokens. A single
-step may be slow for reasons of its own, so none moves a prediction far. Imports no torch.
+the steps measured while serving: contexts grow, and which experts a pass reads depends on its tokens. A single step may
+be slow by chance, so none moves a prediction far. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -18,25 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODES = ("plain", "all")  # of tables: steps that sample by temperature alone, and those with filters or penalties
-REMEMBERED = 200  # steps by which predictions are judged
+REMEMBERED = 200  # steps over which errors of predictions are measured
 RARELY = 0.95  # the share of steps that `p95` covers
 SLOWER = 1.02  # a pass counts as slower than one of more rows from there on
 MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
-# Of tables, in logarithms: how far the factor and the deviation of an entry are expected to be from 1 before any step
-# was measured, and a step from its expected time. The last one is large, since steps that are slow come in groups.
+# Standard deviations in tables, in logarithms: of the factor and of an entry's deviation before any step was measured,
+# and of a step from its expected time. The last one is large, since slow steps come in groups.
 FACTOR = 0.7
 DEVIATION = 0.15
 NOISE = 0.2
 MOST_LOG = 0.4  # of a deviation
-AGE_EACH = 16  # steps after which what was measured counts less
+AGE_EACH = 16  # steps after which older measurements count less
 KEEP_LOG = 0.999  # of a deviation, then
 OFF = 0.05  # of a fit: least weight of a step in the deviation of its own size
 MOST_DEVIATION = 1.5
 KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
-# What `FittedCosts` assumes of a step, up to a common factor that its first measured step sets: a pass takes 1, and
-# more by the request, by the row, by the drafted node, for drafting at all, and by the nodes drafted for each request.
+# Coefficients with which `FittedCosts` starts, up to a common factor that the first measured step sets: a pass takes 1,
+# and more by the request, by the row, by the drafted node, for drafting at all, and by the nodes drafted per request.
 ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1, 0.05)
 ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5, 0.3)
 TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
@@ -62,11 +62,13 @@ class CostTables:
         """Leaves out target passes that take longer than some with more rows, as libraries compute some numbers of rows
         slowly."""
         table = self.target["plain"]
-        kept = list[int]()
+        sizes = list[int]()
         for rows in sorted(table, reverse=True):
-            if not kept or table[rows] < SLOWER * min(table[size] for size in kept):
-                kept.append(rows)
-        target = {mode: {rows: ms for rows, ms in own.items() if rows in kept} for mode, own in self.target.items()}
+            if not sizes or table[rows] < SLOWER * min(table[size] for size in sizes):
+                sizes.append(rows)
+        target = {
+            mode: {rows: ms for rows, ms in times.items() if rows in sizes} for mode, times in self.target.items()
+        }
         return CostTables(target, self.draft)
 
     @classmethod
@@ -120,7 +122,7 @@ class Costs(ABC):
 
     @abstractmethod
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
-        """Such a step took `ms`."""
+        """Learns that such a step took `ms`."""
 
     def target(self, rows: int, *, filtered: bool) -> float:
         """Time of a target pass."""
@@ -137,14 +139,14 @@ class Costs(ABC):
         return median(abs(1 / ratio - 1) for ratio in self._ratios) if self._ratios else 0.0
 
     def p95(self) -> float:
-        """Time over predicted time that 95 % of recent steps stayed within; at least 1."""
+        """Returns the 95th percentile of time over predicted time in recent steps; at least 1."""
         if self._p95_age >= 16:
             self._p95_age = 0
             self._p95 = max(1.0, sorted(self._ratios)[int(RARELY * (len(self._ratios) - 1))])
         return self._p95
 
     def _judge(self, ms: float, predicted: float) -> float:
-        """Notes a prediction; returns the time to learn from: `ms`, if that is not too far from what was predicted."""
+        """Notes a prediction; returns the time to learn from: `ms`, kept close enough to the prediction."""
         ratio = ms / predicted
         self._ratios.append(max(ratio, 1e-6))
         self._p95_age += 1
@@ -219,7 +221,7 @@ class StepCosts(Costs):
             self._age()
 
     def _age(self) -> None:
-        """The factor may have moved since it was measured; a deviation slowly returns to none."""
+        """Lets measurements age: the factor may have moved since, and a deviation slowly returns to none."""
         keep = np.full(len(self._logs), KEEP_LOG)
         keep[0] = 1.0
         self._logs *= keep
@@ -230,11 +232,11 @@ class StepCosts(Costs):
 
     @property
     def slower(self) -> float:
-        """Measured times over those of the tables, of all steps lately."""
+        """Returns measured times over those of the tables, for all recent steps."""
         return exp(self._logs[0])
 
     def _draft_key(self, requests: int, width: int) -> tuple[int, int]:
-        """The entry of the table that such a draft pass has; (0, 0) where there is none, as for roots alone."""
+        """Returns the table's entry of such a draft pass; (0, 0) if there is none, as for roots alone."""
         if not self._requests or requests == 0 or width < self._widths[0]:
             return 0, 0
         return _at_least(self._requests, requests), _at_least(self._widths, width)
@@ -273,7 +275,7 @@ class FittedCosts(Costs):
         return factor * self._plain_targets(rows) * self._off[self._sizes_of(rows)]
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
-        """With what a step takes by the request."""
+        """Returns times that include the time per request."""
         ms = float(_features(0, requests, width)[1:] @ self.coefficients[1:])
         return ms * self._filtered if filtered else ms
 
@@ -322,15 +324,15 @@ class FittedCosts(Costs):
         self.coefficients = _solve(self._matrix, self._vector)
 
     def _fit(self, features: NDArray[np.float64]) -> None:
-        """Adds an equation features @ coefficients = 1, and forgets a part of what was known of that product."""
-        seen = self._matrix @ features
-        forgotten = (1 - FORGET) / float(features @ seen) * seen
+        """Adds an equation features @ coefficients = 1, and forgets a part of earlier equations for that product."""
+        product = self._matrix @ features
+        forgotten = (1 - FORGET) / float(features @ product) * product
         self._vector = self._vector - forgotten * float(features @ self._vector) + features
-        self._matrix = self._matrix - np.outer(forgotten, seen) + np.outer(features, features)
+        self._matrix = self._matrix - np.outer(forgotten, product) + np.outer(features, features)
 
 
 def _size(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Passes of about as many rows share a deviation: 1 to 16 have their own, then there are four an octave."""
+    """Groups passes of about as many rows, which share a deviation: single sizes up to 16, then four an octave."""
     coarse = np.floor(4 * np.log2(np.maximum(rows, 16) / 16)).astype(np.int64)
     return np.minimum(rows, 16) + coarse
 
@@ -341,15 +343,15 @@ def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:
 
 
 def _solve(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The least squares of normal equations, with no coefficient below 0: negative ones are set to 0, worst first."""
-    kept = np.arange(len(vector))
+    """Solves normal equations without negative coefficients: sets them to 0, the most negative first."""
+    indices = np.arange(len(vector))
     while True:
-        found = np.linalg.solve(matrix[np.ix_(kept, kept)], vector[kept])
-        if found.min(initial=0.0) >= 0:
+        values = np.linalg.solve(matrix[np.ix_(indices, indices)], vector[indices])
+        if values.min(initial=0.0) >= 0:
             break
-        kept = np.delete(kept, found.argmin())
+        indices = np.delete(indices, values.argmin())
     solution = np.zeros(len(vector))
-    solution[kept] = found
+    solution[indices] = values
     return solution
 
 
@@ -358,5 +360,5 @@ def _near_one(value: float) -> float:
 
 
 def _at_least(values: Sequence[int], value: int) -> int:
-    """The least of ascending `values` that is not below `value`, or the last."""
+    """Returns the least of ascending `values` that is not below `value`, or the last."""
     return values[min(bisect_left(values, value), len(values) - 1)]

@@ -1,4 +1,4 @@
-"""Where the tokens of traced requests come from: what their passes verified, and what became of it.
+"""Traces where the tokens of requests come from: the nodes that their passes verified, accepted and refused.
 
 A step verifies a beginning of the proposal that the step before it stored, or of the one that a host stage has put in
 its place. The tracer keeps both until the step's tokens are there, for requests that ask, and for no others. Imports no
@@ -28,25 +28,25 @@ class Drafted(NamedTuple):
 
 
 class Tracer:
-    """`drafter`: the name of what proposes on the device; `fixed_tokens`: see Drafter. Both methods are called with the
-    steps that have traced requests, each in the order of their numbers; `traced` are the places of these requests in
-    the step, by id."""
+    """Makes traces. `drafter`: name of the drafter on the device; `fixed_tokens`: see Drafter. The planner calls both
+    methods with the steps that have traced requests, in the order of their numbers; `traced`: the places of these
+    requests in the step, by id."""
 
     def __init__(self, drafter: str, fixed_tokens: Collection[int] | None = None) -> None:
         self._drafter = drafter
         self._fixed_tokens = None if fixed_tokens is None else sorted(fixed_tokens)
-        self._stored: dict[int, Drafted] = {}  # by slot: what the last step that was read has proposed
-        self._replaced: dict[int, dict[int, Drafted]] = {}  # by number of the plan and slot: what its edits bring
+        self._stored: dict[int, Drafted] = {}  # by slot: proposals of the last step that was read
+        self._replaced: dict[int, dict[int, Drafted]] = {}  # by number of the plan and slot: proposals of its edits
 
     def launched(self, plan: StepPlan, traced: Mapping[str, int]) -> None:
-        """Keeps what host stages propose, whose arrays are used again."""
+        """Copies the proposals of host stages, which reuse their arrays."""
         slots = {plan.slots[place] for place in traced.values() if place < len(plan.slots)}
-        found = self._replaced[plan.number] = {}
+        proposals = self._replaced[plan.number] = {}
         for proposal in plan.edits.proposals:
             for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
                 if count and slot in slots:
                     foreign = None if proposal.foreign is None else proposal.foreign[index, :count].copy()
-                    found[slot] = Drafted(proposal.source, proposal.nodes[:2, index, :count].copy(), foreign)
+                    proposals[slot] = Drafted(proposal.source, proposal.nodes[:2, index, :count].copy(), foreign)
 
     def add_traces(
         self,
@@ -56,41 +56,41 @@ class Tracer:
         traced: Mapping[str, int],
         rounds: Mapping[str, int],
     ) -> list[Output]:
-        """The Outputs of a step, with the traces of those that want one. `rounds`: how many each has had, by id."""
+        """Adds traces to the Outputs of a step. `rounds`: how many each traced request has had, by id."""
         slots = slots_of(plan)
         replaced = self._replaced.pop(plan.number, {})
         rows = num_rows(plan, output)
-        found = list[Output]()
-        for one in outputs:
-            place = traced.get(one.request_id)
-            if place is None or not one.tokens:  # it has failed
-                found.append(one)
+        traced_outputs = list[Output]()
+        for result in outputs:
+            place = traced.get(result.request_id)
+            if place is None or not result.tokens:  # it has failed
+                traced_outputs.append(result)
                 continue
             entries = [TokenTrace(TARGET, position=0, round=0, rows=rows)]
             if place < len(plan.slots):
                 drafted = replaced.get(slots[place]) or self._stored[slots[place]]
-                entries = trace_round(drafted, output, place, rounds[one.request_id], rows)
-            found.append(replace(one, trace=entries[: len(one.tokens)]))
+                entries = trace_round(drafted, output, place, rounds[result.request_id], rows)
+            traced_outputs.append(replace(result, trace=entries[: len(result.tokens)]))
         if output.proposed is not None:
             self._stored |= {slots[place]: self._drafted(output.proposed[:, place]) for place in traced.values()}
-        return found
+        return traced_outputs
 
     def _drafted(self, nodes: NDArray[np.int32]) -> Drafted:
-        """What the device has proposed, as (2, N) nodes."""
+        """Makes a proposal of the (2, N) nodes that the device proposed."""
         foreign = None if self._fixed_tokens is None else np.isin(nodes[0], self._fixed_tokens, invert=True)
         return Drafted(self._drafter, nodes, foreign)
 
 
 def num_rows(plan: StepPlan, output: StepOutput) -> int:
-    """Of a step's pass that somebody uses: verified nodes, roots included, and tokens of prompts."""
+    """Returns the rows in use: verified nodes, roots included, plus prompt tokens."""
     return int(output.num_verified[: len(plan.slots)].sum()) + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int, rows: int) -> list[TokenTrace]:
-    """Of the tokens that segment `place` of a step has emitted, which verified the first nodes of `drafted`.
+    """Traces the tokens that segment `place` of a step has emitted; it verified the first nodes of `drafted`.
 
-    Refused at a token's place are the children of the node before it that were verified, but the accepted one. Those
-    that come from other requests' texts are counted, and not named.
+    The refused tokens at a place are the verified children of the node before it, except the accepted one. Tokens from
+    other requests' texts are counted, and not named.
     """
     emitted = output.emitted(place)
     num_verified = int(output.num_verified[place])
@@ -99,11 +99,19 @@ def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int, r
     foreign = np.zeros(num_verified, dtype=np.bool_) if drafted.foreign is None else drafted.foreign
     for node, (token, parent) in enumerate(drafted.nodes[:, 1:num_verified].T.tolist(), 1):
         children.setdefault(parent, []).append((token, bool(foreign[node])))
-    found = []
+    traces = []
     for position, token in enumerate(emitted, 1):
         siblings = [child for child in children.get(path[position - 1], ()) if child[0] != token]
         refused = tuple(None if is_foreign else other for other, is_foreign in siblings)
         is_drafted = position < len(emitted)
-        origin = (drafted.source, position) if is_drafted else (TARGET, 0)
-        found.append(TokenTrace(*origin, number, refused, num_verified - 1, rows))
-    return found
+        traces.append(
+            TokenTrace(
+                source=drafted.source if is_drafted else TARGET,
+                position=position if is_drafted else 0,
+                round=number,
+                refused=refused,
+                drafted=num_verified - 1,
+                rows=rows,
+            )
+        )
+    return traces
