@@ -1,6 +1,6 @@
 """Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse).
 
-Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-overlap) and lists as
+Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-playground) and lists as
 several words (--merge a b) or several flags (--endpoint a --endpoint b).
 
 A dataclass of options may also have these attributes, without annotations since they are no options:
@@ -8,6 +8,7 @@ A dataclass of options may also have these attributes, without annotations since
     REQUIRED = {"output": "the folder to write"}    options that may not be empty, and what to name
     ALIASES = {"--fast": "--no-exact"}              words that stand for others
     FIRST = "run"                                   the option that a first word without a flag gives
+    HIDDEN = frozenset({"width"})                   fields that programs set and users do not
 """
 
 import argparse
@@ -47,7 +48,7 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM}  # for er
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Spells options as the documentation does: --max-length, and --overlap/--no-overlap for a switch."""
+    """Spells options as the documentation does: --max-length, and --playground/--no-playground for a switch."""
 
     required: Mapping[str, str] = {}
     aliases: Mapping[str, str] = {}
@@ -86,7 +87,7 @@ def build_parser(config_class: type, *, prog: str, description: str) -> Argument
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with these options; may be given more than once")
-    parser.add_class_arguments(config_class, as_group=False)
+    parser.add_class_arguments(config_class, as_group=False, skip=set(getattr(config_class, "HIDDEN", ())))
     return parser
 
 

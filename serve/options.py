@@ -63,7 +63,7 @@ class EngineConfig:
     max_running: int = 64
     """Maximum number of requests decoded at once."""
     prefill_budget: int | None = None
-    """Maximum number of prompt tokens per step; captured passes may lower it to prefill_graph_tokens. Default: 1024; on
+    """Maximum number of prompt tokens per step; captured passes may lower it. Default: 1024; on
     a GPU more for a mixture of experts, and at least 2048 with --fast. Several prompts in a step share half of it."""
     exact: bool | None = None
     """On a GPU, compute each row with the same bits whatever else is in the batch, so that answers depend neither on
@@ -148,6 +148,7 @@ class ServeConfig(EngineConfig):
     """Options of `serve`."""
 
     ALIASES = {"--fast": "--no-exact"}
+    HIDDEN = frozenset(("api_key", "grammar_drafts", "overlap", "page_size", "prefill_graph_tokens"))
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -162,8 +163,7 @@ class ServeConfig(EngineConfig):
     date: str = DEFAULT_DATE
     """Current date for chat templates: year-month-day, or today, as in `prepare` and `regenerate`."""
     api_key: str | None = field(default=None, repr=False)
-    """API key that clients must send. The process list shows it to other users of this machine: prefer api_key_file or
-    the variable SLIPSTREAM_API_KEY."""
+    """API key that clients must send. Programs set it; users have api_key_file or the variable SLIPSTREAM_API_KEY."""
     api_key_file: str | None = None
     """File of accepted API keys, one per line."""
     metrics_open: bool = False

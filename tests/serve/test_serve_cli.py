@@ -25,11 +25,11 @@ from slipstream.tests.serve.fake_server import read_banner, start, wait_until, w
 
 # Frozen: a new one is a decision.
 OPTIONS = (
-    "api_key api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
-    "drain_timeout dry_run dtype exact grammar_drafts grammar_timeout health_timeout host ignore_unknown_fields "
+    "api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
+    "drain_timeout dry_run dtype exact grammar_timeout health_timeout host ignore_unknown_fields "
     "json_whitespace kv_cache_calibration kv_cache_dtype kv_cache_tokens log_format logprobs_mode max_body_mb "
-    "max_chunk_ms max_model_len max_running max_waiting mem_fraction metrics_open objective overlap page_size "
-    "playground port prefill_budget prefill_graph_tokens quantization reasoning_parser request_timeout revision "
+    "max_chunk_ms max_model_len max_running max_waiting mem_fraction metrics_open objective "
+    "playground port prefill_budget quantization reasoning_parser request_timeout revision "
     "served_model_name simulate_accept_length target tool_parser trust_remote_code unsafe_simulate width"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
@@ -98,8 +98,8 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
     second = tmp_path / "b.yaml"
     first.write_text(f"draft: {draft}\ndrafter:\n  depth: 7\nport: 1234\nmax_running: 3\n")
     second.write_text("port: 2\n")
-    config = read_config(["--config", str(first), "--no-overlap", f"--config={second}"])
-    assert (config.drafter["depth"], config.port, config.max_running, config.overlap) == (7, 2, 3, False)
+    config = read_config(["--config", str(first), "--no-playground", f"--config={second}"])
+    assert (config.drafter["depth"], config.port, config.max_running, config.playground) == (7, 2, 3, False)
     for argv in (["--port=4321", "--config", str(first)], [f"--config={first}", "--port", "4321"]):
         assert read_config(argv).port == 4321
     second.write_text("draft: none\nmax_running: 3\n")
@@ -140,7 +140,7 @@ assert not loaded, loaded
     spellings = (
         "-h, --help",
         "--max-model-len MAX_MODEL_LEN",
-        "--overlap/--no-overlap",
+        "--playground/--no-playground",
         "/--no-exact/--fast",
         "{auto,cpu,cuda}",
     )
@@ -167,7 +167,7 @@ def unknown(flag: str, *words: str) -> tuple[list[str], list[str]]:
         (["--port", "70000"], ["port", "70000", "65535"]),
         (["--drafter.depth", "3"], ["--drafter.depth", "--draft"]),
         (["--max-waiting", "-1"], ["max_waiting", "-1", "at least 0"]),
-        (["--page-size", "17"], ["page_size", "17", "16"]),
+        (["--page-size", "16"], ["unrecognized arguments", "--page"]),
         (["--draft", "nonsense"], ["nonsense", "eagle3", "none"]),
         (["--draft", "/no/such/folder"], ["/no/such/folder", "does not exist"]),
         (["--draft", "eagle3", "--drafter.depth", "99"], ["drafter.depth", "99", "63"]),
@@ -177,7 +177,7 @@ def unknown(flag: str, *words: str) -> tuple[list[str], list[str]]:
         unknown("--por", "did you mean --port?"),
         unknown("--max-model", "did you mean --max-model-len?"),
         unknown("--prot", "did you mean --port?"),
-        unknown("--xyzzy", "the options are --api-key, --api-key-file, --attention, --"),
+        unknown("--xyzzy", "the options are --api-key-file, --attention, --"),
         (["--dtype", "bf16"], ["dtype", "bf16", "bfloat16"]),
     ],
 )
