@@ -111,7 +111,7 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
         spread = torch.arange(inputs, device=device) // 32
         value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
         given = given.to(torch.bfloat16 if device == "cuda" else torch.float16)
-        words = torch.stack([int4_weight.pack_codes(own) for own in numbers])
+        words = torch.stack([int4_weight.pack_codes(number) for number in numbers])
         scales_of_units, zeros_of_units = (
             None if own is None else torch.stack([int4_weight.pack_units(one, 32, inputs) for one in own])
             for own in (given, None if zeros is None else zeros.to(torch.int16))

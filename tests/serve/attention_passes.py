@@ -185,7 +185,7 @@ class Scene:
         masks = [self._masks(request) for request in range(len(spans))]
         bits = torch.cat([*masks, torch.full((UNUSED,), -1)]).to(device)
         places = torch.cat([torch.arange(start, end) for _, start, end in spans])
-        depths = torch.cat([own.new_tensor([bin(x).count("1") - 1 for x in own.tolist()]) for own in masks])
+        depths = torch.cat([mask.new_tensor([bin(x).count("1") - 1 for x in mask.tolist()]) for mask in masks])
         is_node = torch.arange(len(places)) < starts[case.num_decoding]
         starting = lengths.cpu().repeat_interleave(torch.tensor(case.query_lens))
         positions = torch.where(is_node & (case.mask == "tree"), starting + depths, places).to(device)

@@ -314,4 +314,4 @@ def tokens_of(answers: dict[str, Answer]) -> dict[str, list[int]]:
 def acceptance(answers: dict[str, Answer]) -> float:
     """Accepted share of all drafted tokens."""
     counts = [answer.counts for answer in answers.values()]
-    return sum(one.accepted_tokens for one in counts) / sum(one.drafted_tokens for one in counts)
+    return sum(count.accepted_tokens for count in counts) / sum(count.drafted_tokens for count in counts)

@@ -56,7 +56,7 @@ def figures(output: Path) -> list[dict[str, Any]]:
 
 
 def whole(output: Path) -> list[dict[str, Any]]:
-    return [one for one in figures(output) if one["category"] == "all"]
+    return [figure for figure in figures(output) if figure["category"] == "all"]
 
 
 # What is asked, in the words of paced_server.py, which does not read earlier turns.
@@ -112,10 +112,10 @@ def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> No
         asked = [[body["temperature"] for body in server.requests] for server in (drafting, plain)]
     assert asked == [[0.0] * 8 + [1.0] * 7] * 2  # the first is a probe
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()][1:]
-    for one in figures(tmp_path):
+    for figure in figures(tmp_path):
         totals = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for row in rows:
-            same = row["temperature"] == one["setting"]["temperature"] and one["category"] in (
+            same = row["temperature"] == figure["setting"]["temperature"] and figure["category"] in (
                 "all",
                 row.get("category"),
             )
@@ -123,8 +123,8 @@ def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> No
                 totals[row["drafted"]][0] += row["completion_tokens"]
                 totals[row["drafted"]][1] += row["latency_s"]
         fast, slow = (tokens / seconds for tokens, seconds in (totals[True], totals[False]))
-        assert one["speed_up"] == pytest.approx(fast / slow)
-        assert (one["tok_s"], one["tok_s_without"]) == (pytest.approx(fast), pytest.approx(slow))
+        assert figure["speed_up"] == pytest.approx(fast / slow)
+        assert (figure["tok_s"], figure["tok_s_without"]) == (pytest.approx(fast), pytest.approx(slow))
     assert (tmp_path / "accept.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -362,7 +362,7 @@ def test_forms_of_questions(tmp_path: Path) -> None:
         ("8", "prompts", [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], ()),
         ("9", "math", [{"role": "user", "content": "first"}], ("second",)),
     ]
-    assert [one.id for one in read_questions([str(file)], 2)] == ["prompts-1", "ids", "9"]
+    assert [question.id for question in read_questions([str(file)], 2)] == ["prompts-1", "ids", "9"]
     assert len(read_questions(["gsm8k"])) == 381
 
 
@@ -394,7 +394,12 @@ def test_parquet(tmp_path: Path) -> None:
 
     file = tmp_path / "qualitative.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(TURNS), file)
-    assert [(one.id, one.num_turns) for one in read_questions([str(file)])] == [("1", 2), ("2", 1), ("3", 3), ("4", 1)]
+    assert [(question.id, question.num_turns) for question in read_questions([str(file)])] == [
+        ("1", 2),
+        ("2", 1),
+        ("3", 3),
+        ("4", 1),
+    ]
 
 
 def test_counters_are_read() -> None:

@@ -104,7 +104,7 @@ def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle
     found = client.responses.create(**response)
     assert (found.output_text, found.status) == (text, "completed" if is_ended else "incomplete")
     [entries] = [part.logprobs for item in found.output for part in item.content]
-    assert [one.logprob for one in entries] == pytest.approx(scores[: len(tokens) - is_ended], abs=1e-4)
+    assert [entry.logprob for entry in entries] == pytest.approx(scores[: len(tokens) - is_ended], abs=1e-4)
     events = list(client.responses.create(**response, stream=True))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].response.output_text == text

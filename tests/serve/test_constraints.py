@@ -109,7 +109,7 @@ def test_captured_passes_say_the_same(
     temperature: float, target: Path, draft: Path, requests: list[Request], build: Build
 ) -> None:
     """Where the host reads tokens a step later, as long as nothing is constrained."""
-    asked = [replace(one, params=replace(one.params, temperature=temperature, seed=3)) for one in requests]
+    asked = [replace(request, params=replace(request.params, temperature=temperature, seed=3)) for request in requests]
     free = make_request("free", random_prompt(20, 1), temperature=0.0, max_tokens=50)
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=str(draft), attention=ATTENTION, **sizes))

@@ -135,8 +135,8 @@ class Oracle:
 def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
     """How often a step accepted none, some and all of the `depth` drafted tokens of a request."""
     counts = [answer.counts for answer in answers.values()]
-    at_least = [sum(one.rounds for one in counts)]
-    at_least += [sum((one.accepted_by_position + [0] * depth)[j] for one in counts) for j in range(depth)]
+    at_least = [sum(count.rounds for count in counts)]
+    at_least += [sum((count.accepted_by_position + [0] * depth)[j] for count in counts) for j in range(depth)]
     return at_least[0] - at_least[1], at_least[1] - at_least[depth], at_least[depth]
 
 

@@ -105,7 +105,7 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     assert loaded.quantization is not None
     assert f"{loaded.quantization.name}, bfloat16" in report(config)
     layers = [one for one in loaded.modules() if isinstance(one, Int4Linear)]
-    assert network.dequantized == max((2 * one.out_features * one.in_features for one in layers), default=0)
+    assert network.dequantized == max((2 * layer.out_features * layer.in_features for layer in layers), default=0)
     assert ("of it for a 4-bit layer in 16 bits" in report(config)) == bool(layers)
     own = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
     assert network.read == (own if asked else network.weights)

@@ -148,7 +148,7 @@ def test_proposals_of_a_batch_equal_the_oracle(
         engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=temperature)
     )
     counts = [answer.counts for answer in answers.values()]
-    assert 0 < sum(one.accepted_tokens for one in counts) < sum(one.drafted_tokens for one in counts)
+    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
     assert tokens_of(answers) == plain_answers(target, sized_requests(temperature=temperature))
 
 

@@ -140,7 +140,7 @@ def test_a_proposal_that_knows_more_is_kept() -> None:
 
 def test_forced_tokens_have_cells_of_their_own() -> None:
     cells = [host_cells(9, kind) for kind in range(1, KINDS)]
-    assert [bool(is_forced(own[1:]).all()) for own in cells] == [kind == FORCED for kind in range(1, KINDS)]
+    assert [bool(is_forced(cell[1:]).all()) for cell in cells] == [kind == FORCED for kind in range(1, KINDS)]
     assert not is_forced(np.concatenate(([-1, 0, 255], *cells[:-1]))).any()
 
 

@@ -854,10 +854,10 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
     monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_counted)
     engine = build("none", max_running=2, kv_cache_tokens=100, page_size=1)
     patterns = [Grammar("regex", f"[ab ]{{80}}{index}") for index in range(5)]
-    asked = [make_request(one.text, [5, 6, 7], max_tokens=60, grammar=one) for one in patterns]
+    asked = [make_request(pattern.text, [5, 6, 7], max_tokens=60, grammar=pattern) for pattern in patterns]
     assert {one.finish_reason for one in run(engine, asked).values()} == {"length"}
     assert engine.scheduler.num_preemptions > 0
-    assert [counts[one] for one in patterns] == [1] * len(patterns)
+    assert [counts[pattern] for pattern in patterns] == [1] * len(patterns)
 
 
 def test_a_grammar_that_waits_is_cancelled_with_its_last_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_json_in_strings_is_as_flat_as_a_body(own_server: Server) -> None:
 
 def test_the_event_loop_reads_little_at_a_time(own_server: Server) -> None:
     """Chunks of one byte are work for h11: a read of all that is there would hold up every stream meanwhile."""
-    transports = [one.transport for one in own_server.server_state.connections]
+    transports = [connection.transport for connection in own_server.server_state.connections]
     assert all(transport.max_size <= connections.READ_BYTES for transport in transports)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
     assert b'"text":"abab"' in raw(own_server, CHUNKED + chunks)

@@ -86,7 +86,7 @@ def test_an_answer_says_what_the_chat_endpoint_does(api: openai.OpenAI, name: st
     assert "".join(reasoning) == (getattr(choice.message, "reasoning_content", None) or "")
     calls = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
     functions = [call.function for call in choice.message.tool_calls or [] if call.type == "function"]
-    assert calls == [(one.name, one.arguments) for one in functions]
+    assert calls == [(function.name, function.arguments) for function in functions]
     assert (found.status, found.error, found.incomplete_details) == ("completed", None, None)
     assert found.usage is not None
     assert chat.usage is not None
@@ -209,8 +209,10 @@ def test_log_probabilities_are_those_of_the_text(api: openai.OpenAI, name: str, 
     found = api.responses.create(**asked(ANSWERS[name], **fields))
     assert found.top_logprobs == k
     parts = [part for item in found.output if item.type == "message" for part in item.content]
-    entries = [one.to_dict() for part in parts for one in part.logprobs]
-    assert bytes(byte for one in entries for byte in one["bytes"]).decode().split() == found.output_text.split() or (
+    entries = [logprob.to_dict() for part in parts for logprob in part.logprobs]
+    assert bytes(
+        byte for entry in entries for byte in entry["bytes"]
+    ).decode().split() == found.output_text.split() or (
         name == "text after a call"  # its texts are joined without the space between them
     )
     messages: Any = [{"role": "user", "content": ANSWERS[name] + "<|end|>"}]
@@ -218,11 +220,11 @@ def test_log_probabilities_are_those_of_the_text(api: openai.OpenAI, name: str, 
     [choice] = chat.choices
     assert choice.logprobs is not None
     rest = iter([one.to_dict() for one in choice.logprobs.content or []])
-    assert all(one in rest for one in entries), "in their order"
+    assert all(entry in rest for entry in entries), "in their order"
     events = list(api.responses.create(**asked(ANSWERS[name], stream=True, **fields)))
-    streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
-    assert [one.token for one in streamed] == [one["token"] for one in entries]
-    assert [one.logprob for one in streamed] == [one["logprob"] for one in entries]
+    streamed = [logprob for event in events if event.type == "response.output_text.delta" for logprob in event.logprobs]
+    assert [one.token for one in streamed] == [entry["token"] for entry in entries]
+    assert [one.logprob for one in streamed] == [entry["logprob"] for entry in entries]
     assert {len(one.top_logprobs or []) for one in streamed} == {k}
 
 

@@ -151,9 +151,9 @@ def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[flo
             is_shown = "message" in choice or choice["delta"] or choice["finish_reason"]
             assert is_shown or not entries or not body.get("include_reasoning", True)
             text, values = found.get(choice["index"], ("", []))
-            text += bytes(byte for one in entries for byte in one["bytes"]).decode()
-            found[choice["index"]] = text, values + [one["logprob"] for one in entries]
-            assert all(len(one["top_logprobs"]) == 1 for one in entries)
+            text += bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+            found[choice["index"]] = text, values + [entry["logprob"] for entry in entries]
+            assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
     return found
 
 

@@ -103,7 +103,9 @@ def test_they_are_those_of_transformers(drafter: str, build: Build, requests: li
     check_answers(model, requests, answers)
     if drafter != "none":
         assert acceptance(answers) > 0
-    bare = [replace(one, params=replace(one.params, logprobs=None, prompt_logprobs=None)) for one in requests]
+    bare = [
+        replace(request, params=replace(request.params, logprobs=None, prompt_logprobs=None)) for request in requests
+    ]
     assert tokens_of(answers) == tokens_of(run(build("none"), bare)), "asking changes no token"
 
 

@@ -41,12 +41,12 @@ def requests_of(namespace: str = "", temperature: float = 0.0, client: str = "")
 
 def accept_length(answers: dict[str, Answer]) -> float:
     counts = [answer.counts for answer in answers.values()]
-    return sum(one.completion_tokens - 1 for one in counts) / sum(one.rounds for one in counts)
+    return sum(count.completion_tokens - 1 for count in counts) / sum(count.rounds for count in counts)
 
 
 def drafted_per_step(answers: dict[str, Answer]) -> float:
     counts = [answer.counts for answer in answers.values()]
-    return sum(one.drafted_tokens for one in counts) / sum(one.rounds for one in counts)
+    return sum(count.drafted_tokens for count in counts) / sum(count.rounds for count in counts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -87,7 +87,7 @@ def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest
     def count(plan: StepPlan, output: StepOutput, ms: float) -> Any:
         numbers = output.num_verified[: len(plan.slots)].tolist()
         if plan.slots:
-            (drafted,) = [dict(zip(one.slots, one.counts, strict=True)) for one in plan.edits.proposals]
+            (drafted,) = [dict(zip(proposal.slots, proposal.counts, strict=True)) for proposal in plan.edits.proposals]
             assert numbers == [drafted[slot] for slot in plan.slots]
             assert plan.nodes == sum(numbers)
         verified.extend(numbers)

@@ -58,7 +58,7 @@ def check(engine: Engine, oracle: engine_runs.Oracle, target: Path) -> None:
     answers = run_checked(engine, oracle, requests_of())
     assert tokens_of(answers) == plain_answers(target, requests_of())
     counts = [answer.counts for answer in answers.values()]
-    assert 0 < sum(one.accepted_tokens for one in counts) < sum(one.drafted_tokens for one in counts)
+    assert 0 < sum(count.accepted_tokens for count in counts) < sum(count.drafted_tokens for count in counts)
 
 
 def test_specforge_eagle3(target: Path, tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def accepted(frontend: Frontend, path: str, fields: dict[str, Any], name: str) -
             body = read_body(kind, parse_json(json.dumps(fields).encode(), frontend.limits.values))
             frontend.check_model(body.model)
             requests, form = frontend.read(body, name)
-            return Accepted(fields, [Answer(one, form, body.stop, frontend.num_spec_tokens) for one in requests])
+            return Accepted(
+                fields, [Answer(request, form, body.stop, frontend.num_spec_tokens) for request in requests]
+            )
         except Exception as error:
             refusal = api_error(error)
             assert refusal.status in (400, 404), (path, fields)

@@ -191,7 +191,7 @@ def test_types_of_hostile_parameters_are_read_in_counted_work(family: str) -> No
 
 def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:
     functions = [{"name": name, "strict": True, "parameters": schema} for name, schema in tools]
-    choice = read_choice([{"type": "function", "function": one} for one in functions], "required", True)
+    choice = read_choice([{"type": "function", "function": function} for function in functions], "required", True)
     own = TOOL_FORMS[form]
     grammars = AnswerGrammar(own, None, Markers(NoTokens, texts_of(own)))
     work = Work()

@@ -94,7 +94,7 @@ class Watcher:
     def execute(self, plan: StepPlan) -> Any:
         engine = self.engine
         engine.runner.prepare(plan)
-        self._owners.update((one.slot, one.request.id) for one in plan.admissions)
+        self._owners.update((admission.slot, admission.request.id) for admission in plan.admissions)
         if plan.survivals is not None:
             engine.runner.state.set_survivals(plan.survivals)
         for proposal in plan.edits.proposals:

@@ -354,7 +354,7 @@ def test_allowed_tools_are_those_that_may_be_called() -> None:
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
     choice = read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
     assert [one.name for one in choice.tools] == ["weather", "now"], "the prompt names all"
-    assert [one.name for one in choice.callable_tools] == ["now"]
+    assert [callable_tool.name for callable_tool in choice.callable_tools] == ["now"]
     assert choice.is_enforced
     assert not read_choice(TOOLS, "auto", None).is_enforced
     assert read_choice(TOOLS, "none", None) == ToolChoice()
