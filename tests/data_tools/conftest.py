@@ -62,7 +62,8 @@ def capture_target(make_target: Callable[[str], Path], tmp_path_factory: pytest.
 
 @pytest.fixture(scope="session")
 def capture_data(capture_target: Path) -> Path:
-    generator, path = np.random.default_rng(4), capture_target.with_name("data")
+    generator = np.random.default_rng(4)
+    path = capture_target.with_name("data")
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(capture_target))}
     rows = [random_row(generator) for _ in range(70)]
     write_dataset([[row] for row in rows], path, heldout=0.2, seed=0, describe=lambda: described)

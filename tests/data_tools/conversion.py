@@ -19,10 +19,12 @@ class Runs:
     """Converts from folder to folder."""
 
     def __init__(self, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.target, self.root, self.capsys = target, tmp_path, capsys
+        self.target = target
+        self.root = tmp_path
+        self.capsys = capsys
 
-    def own_fields(self) -> dict[str, Any]:
-        """What a draft says of its target."""
+    def target_fields(self) -> dict[str, Any]:
+        """The config fields by which a draft names its target."""
         return {"target": str(self.target), "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
 
     def convert(self, source: Path, layout: str, *options: str) -> tuple[Path, str]:
@@ -50,7 +52,7 @@ def save_eagle3_draft(runs: Runs, aux_layers: Sequence[int], draft_vocab_size: i
     target = load_config(runs.target)
     torch.manual_seed(7)
     sizes = {"draft_vocab_size": draft_vocab_size, "aux_layers": tuple(aux_layers)}
-    module = Eagle3(Eagle3Config.from_target(target, **sizes, **runs.own_fields() | fields))
+    module = Eagle3(Eagle3Config.from_target(target, **sizes, **runs.target_fields() | fields))
     for parameter in module.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     module.set_vocabulary(torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values)
@@ -60,9 +62,9 @@ def save_eagle3_draft(runs: Runs, aux_layers: Sequence[int], draft_vocab_size: i
     return folder
 
 
-def assert_equal_checkpoints(one: Path, other: Path) -> None:
-    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
-    before, after = (load_file(folder / "model.safetensors") for folder in (one, other))
+def assert_equal_checkpoints(first: Path, second: Path) -> None:
+    assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert before.keys() == after.keys()
     for key in before:
         assert before[key].dtype == after[key].dtype

@@ -21,7 +21,7 @@ from slipstream.tests.data_tools.chats import chat, write_jsonl
 
 
 def reply(question: str, seed: int) -> str:
-    """What both stand-ins answer."""
+    """The answer of both stand-ins."""
     return f"I am {hashlib.sha256(f'{question} {seed}'.encode()).hexdigest()[:6]}."
 
 
@@ -37,7 +37,8 @@ class FakeLLM:
         self.room = 4
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
-        pending, running = iter(requests), dict[str, list[int]]()
+        pending = iter(requests)
+        running = dict[str, list[int]]()
         more = True
         while more or running:
             while more and len(running) < self.room:
@@ -48,7 +49,8 @@ class FakeLLM:
                     running[request.id] = self._answer(request)
             self.most_running = max(self.most_running, len(running))
             for identity in reversed(list(running)):
-                tokens, running[identity] = running[identity][:3], running[identity][3:]
+                tokens = running[identity][:3]
+                running[identity] = running[identity][3:]
                 reason = None
                 if not running[identity]:
                     del running[identity]
@@ -127,13 +129,19 @@ class FakeEndpoint:
         streams: bool = True,
         status: int = 200,
         tokenizer: Any = None,
-        written: Callable[[str], str] | None = None,
+        render: Callable[[str], str] | None = None,
         unknown: Sequence[str] = (),
     ) -> None:
-        self.delay_s, self.context = delay_s, context
-        self.held_after, self.go_on = held_after, threading.Event()
-        self.model, self.streams, self.status = model, streams, status
-        self.tokenizer, self.written, self.unknown = tokenizer, written, unknown
+        self.delay_s = delay_s
+        self.context = context
+        self.held_after = held_after
+        self.go_on = threading.Event()
+        self.model = model
+        self.streams = streams
+        self.status = status
+        self.tokenizer = tokenizer
+        self.render = render
+        self.unknown = unknown
         self.bodies: list[dict[str, Any]] = []
         self.paths: Counter[str] = Counter()
         self.headers: list[str | None] = []
@@ -156,7 +164,7 @@ class FakeEndpoint:
 
     @property
     def questions(self) -> list[str]:
-        """What was asked, in its order."""
+        """The questions, in the order in which they came."""
         return [self.question(body) for body in self.bodies]
 
     def question(self, body: dict[str, Any]) -> str:
@@ -197,13 +205,13 @@ class FakeEndpoint:
             "aborted": ({"content": "I"}, "abort"),
         }
         content = reply(question, body["seed"])
-        message, reason = next((said for word, said in special.items() if word in question), ({}, "stop"))
+        message, reason = next((fields for word, fields in special.items() if word in question), ({}, "stop"))
         return {"message": {"role": "assistant", "content": content, **message}, "finish_reason": reason}
 
     def _completion(self, question: str, body: dict[str, Any]) -> dict[str, Any]:
-        if self.written is None:
+        if self.render is None:
             return {"text": reply(question, body["seed"]), "finish_reason": "stop"}
-        ids = self.tokenizer(self.written(question))["input_ids"] + [self.tokenizer.eos_token_id]
+        ids = self.tokenizer(self.render(question))["input_ids"] + [self.tokenizer.eos_token_id]
         text = self.tokenizer.decode(ids[:-1], skip_special_tokens=body.get("skip_special_tokens", True))
         exact = {"token_ids": ids} if body.get("return_token_ids") else {}
         return {"text": text, "finish_reason": "stop", **exact}
@@ -212,7 +220,8 @@ class FakeEndpoint:
 def events(body: dict[str, Any]) -> bytes:
     """The body as a stream: each text in two pieces, the finish reason and the usage at the end."""
     [choice] = body["choices"]
-    message, ids = choice.get("message", {}), choice.get("token_ids")
+    message = choice.get("message", {})
+    ids = choice.get("token_ids")
     pieces: list[dict[str, Any]] = []
     for name in ("reasoning_content", "content"):
         text = message.get(name) or ""
@@ -229,11 +238,11 @@ def events(body: dict[str, Any]) -> bytes:
     if choice["finish_reason"] is not None:
         last = {"text": ""} if "text" in choice else {"delta": {}}
         pieces.append({**last, "finish_reason": choice["finish_reason"]})
-    whole = [
+    chunks = [
         {"model": body.get("model"), "choices": [{"index": 0, "finish_reason": None, **piece}]} for piece in pieces
     ]
-    whole.append({"choices": [], "usage": body.get("usage")})
-    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in whole) + b"data: [DONE]\n\n"
+    chunks.append({"choices": [], "usage": body.get("usage")})
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in chunks) + b"data: [DONE]\n\n"
 
 
 ROWS: list[dict[str, Any]] = [{"id": f"row{n}", "messages": chat(f"What is {n}?", "unknown")} for n in range(30)]

@@ -34,7 +34,7 @@ def folder(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed_flags(folder: Path, flags: Flags, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """What a finished capture says is to be given to speculators' trainer: flag -> values."""
+    """The flags for speculators' trainer that a finished capture prints: flag -> values."""
     main(flags(folder, *STATES))
     words = shlex.split(capsys.readouterr().out.split("speculators train ")[1])
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
@@ -48,18 +48,21 @@ def read_states(folder: Path) -> dict[str, bytes]:
 def test_rows_and_states_are_those_of_the_data_and_of_transformers(
     folder: Path, capture_data: Path, capture_target: Path
 ) -> None:
-    data, written = load_from_disk(str(capture_data)), load_from_disk(str(folder))
+    data = load_from_disk(str(capture_data))
+    rows = load_from_disk(str(folder))
     model = AutoModelForCausalLM.from_pretrained(capture_target, dtype=torch.float32)
     outputs: dict[int, torch.Tensor] = {}
     for layer, module in enumerate(model.model.layers):
         module.register_forward_hook(lambda _m, _i, output, layer=layer: outputs.update({layer: output}))
     originals = [row for split in ("train", "heldout") for row in data[split]]
-    assert len(written) == len(originals) == len(list((folder / "hidden_states").iterdir()))
+    assert len(rows) == len(originals) == len(list((folder / "hidden_states").iterdir()))
     for number, row in enumerate(originals):
-        ids, mask = row["input_ids"][:MAX_LENGTH], row["loss_mask"][:MAX_LENGTH]
-        there, states = written[number], load_file(folder / "hidden_states" / f"hs_{number}.safetensors")
-        assert (there["input_ids"].tolist(), there["loss_mask"].tolist()) == (ids, list(map(int, mask)))
-        assert there["seq_len"] == len(ids)
+        ids = row["input_ids"][:MAX_LENGTH]
+        mask = row["loss_mask"][:MAX_LENGTH]
+        sample = rows[number]
+        states = load_file(folder / "hidden_states" / f"hs_{number}.safetensors")
+        assert (sample["input_ids"].tolist(), sample["loss_mask"].tolist()) == (ids, list(map(int, mask)))
+        assert sample["seq_len"] == len(ids)
         assert states["token_ids"].tolist() == ids
         with torch.no_grad():
             model(torch.tensor([ids]))
@@ -82,7 +85,8 @@ def test_the_package_reads_every_row(
     from speculators.train.data import ArrowDataset
     from speculators.train.vocab_mapping import save_token_frequency_distribution
 
-    splits, rows = load_from_disk(str(capture_data)), load_from_disk(str(folder))
+    splits = load_from_disk(str(capture_data))
+    rows = load_from_disk(str(folder))
     ratio = float(printed_flags(folder, flags, capsys)["--train-data-ratio"][0])
     for name, split in (("train", "train"), ("heldout", "val")):
         read = ArrowDataset(MAX_LENGTH, folder, on_missing="raise", train_ratio=ratio, split=split)
@@ -137,13 +141,13 @@ def test_a_stopped_capture_continues_with_what_is_missing(
         patch.setattr(state_folders, "save_tensors", write_some)
         with pytest.raises(SystemExit):
             main(flags(output, *STATES))
-    written = read_states(output)
-    assert written.items() < read_states(folder).items()
-    before = {name: (output / "hidden_states" / name).stat().st_mtime_ns for name in written}
+    states = read_states(output)
+    assert states.items() < read_states(folder).items()
+    before = {name: (output / "hidden_states" / name).stat().st_mtime_ns for name in states}
     main(flags(output, *STATES))
     assert read_states(output) == read_states(folder)
-    kept = [name for name, time in before.items() if (output / "hidden_states" / name).stat().st_mtime_ns == time]
-    assert len(kept) >= 15  # all but those of the shard that was being written
+    unchanged = [name for name, time in before.items() if (output / "hidden_states" / name).stat().st_mtime_ns == time]
+    assert len(unchanged) >= 15  # all but those of the shard that was being written
     assert not list((output / "hidden_states").glob(".*"))
 
 

@@ -68,9 +68,10 @@ def test_two_ranks_write_what_one_does(
     monkeypatch.setattr(StateIndex, "missing", lambda index, _: list(range(len(index.shards))))
     for rank in range(2):
         accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2)
-        accelerator.device, accelerator.print = torch.device("cpu"), print
+        accelerator.device = torch.device("cpu")
+        accelerator.print = print
         accelerator.wait_for_everyone = lambda: None
-        monkeypatch.setattr(capture_states, "Accelerator", lambda one=accelerator, **_: one)
+        monkeypatch.setattr(capture_states, "Accelerator", lambda result=accelerator, **_: result)
         main(flags(tmp_path))
         assert sorted(shards(tmp_path)) == sorted(shards(captured))[:: 2 - rank]
     assert shards(tmp_path) == shards(captured)
@@ -133,15 +134,15 @@ def test_a_damaged_shard_is_named_and_made_anew_alone(
     assert f"{shard_path(tmp_path, 4)} is missing" in message
     assert message.count("rebuild it") == 2
     command = message.split("rebuild it: ")[1].split("\n")[0]
-    others = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     words = shlex.split(command)[2:]
     assert words[-3:] == ["--shards", "2", "--yes"]
     words[words.index("--output") + 1] = str(tmp_path)  # the folder was copied
     words[-2] = "[4, 2]"
     main(words)
     assert shards(tmp_path) == shards(captured)
-    del others[shard_path(tmp_path, 2)]
-    assert others == {path: path.stat().st_mtime_ns for path in others}
+    del times[shard_path(tmp_path, 2)]
+    assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
 def test_a_complete_capture_is_left_alone(

@@ -28,7 +28,8 @@ from slipstream.tests.train.runs import refusal
 def check_states(folder: Path, data: Path, target: Path) -> int:
     """Every document's states are those of transformers for that document alone. Returns their number."""
     store = StateStore(folder)
-    form, model = store.index.form, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    form = store.index.form
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     outputs: dict[int, torch.Tensor] = {}
     for layer, module in enumerate(model.model.layers):
         module.register_forward_hook(lambda _m, _i, output, layer=layer: outputs.update({layer: output}))
@@ -39,7 +40,8 @@ def check_states(folder: Path, data: Path, target: Path) -> int:
             mask = torch.tensor([False, *row["loss_mask"][1 : len(tokens)]])
             place = store.find(split, number)
             assert place is not None
-            stored, count = store.read(*place), max([0, *mask.nonzero().flatten().tolist()])
+            stored = store.read(*place)
+            count = max([0, *mask.nonzero().flatten().tolist()])
             with torch.no_grad():
                 outputs[form.num_layers] = model.model(tokens[None]).last_hidden_state
             expected = torch.stack([outputs[layer][0, :count] for layer in form.layers], dim=1)
@@ -145,9 +147,9 @@ def test_the_depth_that_a_block_draft_is_taken_to_have_is_said(
     assert ("those of DFLASH drafts of 5 layers, the default of draft.num_layers" in capsys.readouterr().out) == is_said
 
 
-@pytest.mark.parametrize(("answer", "written"), [("y", True), ("", False), ("n", False)])
+@pytest.mark.parametrize(("answer", "is_written"), [("y", True), ("", False), ("n", False)])
 def test_the_question(
-    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, answer: str, written: bool
+    tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, answer: str, is_written: bool
 ) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: answer)
@@ -155,8 +157,8 @@ def test_the_question(
     try:
         main(words)
     except SystemExit:
-        assert not written
-    assert (tmp_path / "new").exists() == written
+        assert not is_written
+    assert (tmp_path / "new").exists() == is_written
 
 
 def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
@@ -199,14 +201,16 @@ def test_a_second_capture_into_the_folder_is_refused(
     layout: str, tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even one with the same options, while the first one writes."""
-    output, capture_shards, messages = tmp_path / "output", capture_states.capture_shards, list[str]()
+    output = tmp_path / "output"
+    capture_shards = capture_states.capture_shards
+    messages = list[str]()
     words = flags(output, layout=layout)
 
-    def capture_twice(*arguments: Any, **named: Any) -> None:
+    def capture_twice(*arguments: Any, **options: Any) -> None:
         if not messages:
             messages.append("begun")
             messages[0] = refusal(words, main)
-        capture_shards(*arguments, **named)
+        capture_shards(*arguments, **options)
 
     monkeypatch.setattr(capture_states, "capture_shards", capture_twice)
     main(words)
@@ -238,7 +242,8 @@ def test_another_tokenizer_or_target_is_refused(
 def test_data_with_nothing_to_capture_are_refused(
     flags: Flags, capture_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, first = tmp_path / "features", np.arange(9) == 0  # nothing predicts the first token
+    output = tmp_path / "features"
+    first = np.arange(9) == 0  # nothing predicts the first token
     described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}
     rows = [(np.arange(number, number + 9, dtype=np.int32), first) for number in range(4)]
     write_dataset([[row] for row in rows], tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described)

@@ -80,10 +80,10 @@ def test_forms_of_calls_are_one(message: dict[str, Any]) -> None:
 
 
 def test_other_names_of_roles() -> None:
-    said = {"Human": "user", "USER": "user", " Assistant": "assistant", "gpt": "assistant", "observation": "tool"}
-    turns = [{"from": role, "value": "x"} for role in [*said, "developer", "Function", "System"]]
+    role_names = {"Human": "user", "USER": "user", " Assistant": "assistant", "gpt": "assistant", "observation": "tool"}
+    turns = [{"from": role, "value": "x"} for role in [*role_names, "developer", "Function", "System"]]
     roles = [message["role"] for message in example({"conversations": turns}).messages]
-    assert roles == [*said.values(), "system", "tool", "system"]
+    assert roles == [*role_names.values(), "system", "tool", "system"]
 
 
 def test_messages_may_be_json_text() -> None:

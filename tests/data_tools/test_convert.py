@@ -41,7 +41,7 @@ def runs(
 
 
 def save(runs: Runs, **fields: Any) -> Path:
-    save_random_dflash(runs.target, runs.root / "draft", **runs.own_fields() | {"aux_layers": (0, 1)} | fields)
+    save_random_dflash(runs.target, runs.root / "draft", **runs.target_fields() | {"aux_layers": (0, 1)} | fields)
     return runs.root / "draft"
 
 
@@ -54,7 +54,8 @@ def test_a_round_trip_through_every_layout_is_bit_identical(variant: str, runs: 
 def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Runs) -> None:
     draft = save(runs, draft_vocab_size=50)
     folder, _ = runs.convert(draft, "speculators")
-    tensors, target = load_file(folder / "model.safetensors"), load_file(runs.target / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    target = load_file(runs.target / "model.safetensors")
     embedding = target["model.embed_tokens.weight"].bfloat16()
     head = target.get("lm_head.weight", target["model.embed_tokens.weight"]).bfloat16()
     assert torch.equal(tensors["embed_tokens.weight"], embedding)
@@ -83,9 +84,9 @@ def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> No
     folder, printed = runs.convert(draft, "sglang", "--target", str(runs.target))
     num = len(tensors)
     assert f"  tensors  {num}: {num - 2} of the {num} that were read, 2 under new names\n" in printed
-    written = load_file(folder / "model.safetensors")
-    assert written.keys() == tensors.keys()
-    assert {tensor.dtype for tensor in written.values()} == {torch.float32}, "as in the file"
+    output = load_file(folder / "model.safetensors")
+    assert output.keys() == tensors.keys()
+    assert {tensor.dtype for tensor in output.values()} == {torch.float32}, "as in the file"
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
 
 
@@ -124,20 +125,21 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
 
 
 def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
-    draft, output = save(runs), tmp_path / "kept"
+    draft = save(runs)
+    output = tmp_path / "kept"
     arguments = ["--input", str(draft), "--output", str(output)]
     main(arguments)
     assert sorted(path.name for path in output.iterdir()) == ["config.json", "model.safetensors", "run.json"]
     main([*arguments, "--overwrite"])
     assert json.loads((output / "run.json").read_text())["target_path"] == str(runs.target)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "notes").touch()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes").touch()
     for words, message in (
         (arguments, f"output {output} exists; name another folder or add --overwrite"),
         ([*arguments, f"--input={output}", "--overwrite"], f"output {output} is input {output}"),
         ([*arguments, f"--target={runs.target}", f"--output={runs.target}/new"], f"new lies in target {runs.target}"),
-        ([*arguments, f"--output={mine}", "--overwrite"], "mine is not a draft checkpoint"),
+        ([*arguments, f"--output={foreign}", "--overwrite"], "foreign is not a draft checkpoint"),
     ):
         with pytest.raises(SystemExit):
             main(words)
@@ -195,7 +197,7 @@ def deep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
 
 
 def save_eagle_draft(llama: Runs, **fields: Any) -> Path:
-    save_random_eagle(llama.target, llama.root / "draft", **llama.own_fields() | fields)
+    save_random_eagle(llama.target, llama.root / "draft", **llama.target_fields() | fields)
     return llama.root / "draft"
 
 
@@ -236,7 +238,8 @@ def test_ids_stand_in_each_readers_convention_or_are_left_out(
 def test_the_layout_of_speculators(llama: Runs) -> None:
     draft = save_eagle3_draft(llama, (0, 1, 2))
     folder, printed = llama.convert(draft, "speculators")
-    tensors, before = load_file(folder / "model.safetensors"), load_file(draft / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    before = load_file(draft / "model.safetensors")
     embedding = load_file(llama.target / "model.safetensors")["model.embed_tokens.weight"]
     assert tensors.keys() == {key.replace("midlayer", "layers.0") for key in before} | {"embed_tokens.weight"}
     assert torch.equal(tensors["embed_tokens.weight"], embedding.bfloat16())
@@ -250,8 +253,8 @@ def test_the_layout_of_speculators(llama: Runs) -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     assert find_drafter(str(folder)) is find_drafter(str(draft)), "it can be served as it is"
-    kept = len(tensors.keys() & before.keys())
-    assert f"tensors  {len(tensors)}: {kept} of the {len(before)} that were read" in printed
+    num_equal = len(tensors.keys() & before.keys())
+    assert f"tensors  {len(tensors)}: {num_equal} of the {len(before)} that were read" in printed
 
 
 def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama: Runs) -> None:
@@ -282,21 +285,29 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
     embedding = load_file(llama.target / "model.safetensors")["model.embed_tokens.weight"]
     torch.save(tensors | {"embed_tokens.weight": embedding}, draft / "pytorch_model.bin")
     file.unlink()
-    absent = ("drafter", "target", "target_fingerprint", "target_num_layers", "torch_dtype", "tokenizer_hash")
+    absent = [
+        "drafter",
+        "target",
+        "target_fingerprint",
+        "target_num_layers",
+        "torch_dtype",
+        "tokenizer_hash",
+        "eagle_config",
+        AUX_LAYERS,
+    ]
     change_json(
         draft / "config.json",
-        **dict.fromkeys((*absent, "eagle_config", AUX_LAYERS)),
+        **dict.fromkeys(absent),
         architectures=["LlamaForCausalLM"],
     )
     assert "the draft names no target; add --target" in llama.refused(draft, "sglang")
     assert f"draft config lacks {AUX_LAYERS}" in llama.refused(draft, "sglang", "--target", str(llama.target))
-    named = "--target", str(llama.target), "--aux-layers", "[1, 2, 3]"
-    folder, _ = llama.convert(draft, "sglang", *named)
-    written = load_file(folder / "model.safetensors")
+    folder, _ = llama.convert(draft, "sglang", "--target", str(llama.target), "--aux-layers", "[1, 2, 3]")
+    output = load_file(folder / "model.safetensors")
     assert torch.equal(
-        fused(written)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
+        fused(output)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
     )
-    assert {x.dtype for x in written.values() if x.is_floating_point()} == {torch.float32}, "as in the file"
+    assert {x.dtype for x in output.values() if x.is_floating_point()} == {torch.float32}, "as in the file"
     assert values_of(folder)["eagle_config"][AUX_LAYERS] == [1, 2, 3]
 
 
@@ -340,12 +351,12 @@ def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any
 def test_an_embedding_of_its_own_is_kept_in_every_layout(llama: Runs) -> None:
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
     tensors = load_file(folder / "model.safetensors")
-    own = tensors["embed_tokens.weight"] + 1
-    save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
+    trained = tensors["embed_tokens.weight"] + 1
+    save_file(tensors | {"embed_tokens.weight": trained}, folder / "model.safetensors")
     change_json(folder / "config.json", embed_requires_grad=True)
     for layout in ("sglang", "speculators"):
         folder, _ = llama.convert(folder, layout)
-        assert torch.equal(load_file(folder / "model.safetensors")["embed_tokens.weight"], own)
+        assert torch.equal(load_file(folder / "model.safetensors")["embed_tokens.weight"], trained)
 
 
 @pytest.mark.parametrize("fields", [{}, {"fc_bias": False}, {"qkv_bias": True}, {"draft_vocab_size": 40}])
@@ -364,8 +375,8 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) 
     assert_equal_checkpoints(draft, folder)
     assert "note:" not in printed
     torch.save(tensors | {"embed_tokens.weight": embedding + 1}, foreign / "pytorch_model.bin")
-    written = load_file(llama.convert(foreign, "sglang")[0] / "model.safetensors")
-    assert torch.equal(written["embed_tokens.weight"], embedding + 1)
+    output = load_file(llama.convert(foreign, "sglang")[0] / "model.safetensors")
+    assert torch.equal(output["embed_tokens.weight"], embedding + 1)
     torch.save(tensors | {"lm_head.weight": embedding + 1}, foreign / "pytorch_model.bin")
     assert "lm_head.weight is not the target's" in llama.refused(foreign, "sglang")
 
@@ -380,7 +391,8 @@ def test_a_targets_tensors_are_found_by_each_naming(prefix: str, tied: bool, tmp
     """As transformers writes a text model, and multimodal ones on the hub and of today."""
     values = base_values("gemma3" if prefix == "model." else WRAPPER) | {"tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    embedding, head = torch.randn(120, 32), torch.randn(120, 32)
+    embedding = torch.randn(120, 32)
+    head = torch.randn(120, 32)
     outer = "language_model." if prefix == "language_model.model." else ""
     tensors = {f"{prefix}embed_tokens.weight": embedding} | ({} if tied else {f"{outer}lm_head.weight": head})
     save_file(tensors, tmp_path / "model.safetensors")

@@ -81,7 +81,7 @@ def save(runs: Runs, heads: str, **fields: Any) -> Path:
     target = load_config(runs.target)
     torch.manual_seed(5)
     sizes = {"num_layers": 2, "block_size": 4, "mask_token_id": 7, "aux_layers": (0, 2)}
-    module = DFlash(DFlashConfig.from_target(target, **sizes, **runs.own_fields() | HEADS[heads] | fields))
+    module = DFlash(DFlashConfig.from_target(target, **sizes, **runs.target_fields() | HEADS[heads] | fields))
     for parameter in module.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     if module.config.draft_vocab_size is not None:
@@ -99,16 +99,18 @@ def load(runs: Runs, folder: Path) -> DFlash:
 @pytest.mark.parametrize("peer", PEERS)
 def test_files_of_others_are_read_as_what_they_are(peer: str, runs: Runs) -> None:
     heads, write = PEERS[peer]
-    draft, theirs = save(runs, heads), runs.root / "theirs"
-    write(draft, runs.target, theirs)
-    own, read = load(runs, draft), load(runs, theirs)
-    named = {"target": own.config.target, "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
-    fields = read.config.to_json() | named
-    assert fields == own.config.to_json()
-    state = own.state_dict()
+    draft = save(runs, heads)
+    foreign = runs.root / "foreign"
+    write(draft, runs.target, foreign)
+    ours = load(runs, draft)
+    read = load(runs, foreign)
+    identity = {"target": ours.config.target, "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
+    fields = read.config.to_json() | identity
+    assert fields == ours.config.to_json()
+    state = ours.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in read.state_dict().items())
-    folder, printed = runs.convert(theirs, "slipstream", "--target", str(runs.target))
-    assert ("every slot predicts" in printed) == own.config.sample_from_anchor
+    folder, printed = runs.convert(foreign, "slipstream", "--target", str(runs.target))
+    assert ("every slot predicts" in printed) == ours.config.sample_from_anchor
     before, after = (load_file(path / "model.safetensors") for path in (draft, folder))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -117,25 +119,26 @@ def test_files_of_others_are_read_as_what_they_are(peer: str, runs: Runs) -> Non
 @pytest.mark.parametrize(("heads", "layout"), [(heads, layout) for heads in LAYOUTS for layout in LAYOUTS[heads]])
 def test_a_round_trip_is_bit_identical(heads: str, layout: str, runs: Runs) -> None:
     draft = save(runs, heads)
-    there, _ = runs.convert(draft, layout)
-    back, _ = runs.convert(there, "slipstream")
+    exported, _ = runs.convert(draft, layout)
+    back, _ = runs.convert(exported, "slipstream")
     assert_equal_checkpoints(draft, back)
 
 
 @pytest.mark.parametrize(("layout", "peer"), [(layout, peer) for layout in WRITTEN for peer in WRITTEN[layout]])
 def test_tensors_are_written_as_the_peers_own(layout: str, peer: str, runs: Runs) -> None:
     heads, write = PEERS[peer]
-    draft, theirs = save(runs, heads), runs.root / "theirs"
-    write(draft, runs.target, theirs)
+    draft = save(runs, heads)
+    foreign = runs.root / "foreign"
+    write(draft, runs.target, foreign)
     ours, _ = runs.convert(draft, layout)
-    expected, written = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[key], expected[key]) for key in expected)
-    values, others = (json.loads((folder / "config.json").read_text()) for folder in (ours, theirs))
-    assert values["architectures"] == others["architectures"]
+    expected, tensors = (load_file(folder / "model.safetensors") for folder in (foreign, ours))
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+    values, expected_values = (json.loads((folder / "config.json").read_text()) for folder in (ours, foreign))
+    assert values["architectures"] == expected_values["architectures"]
     flat = values | (values.get("dflash_config") or {})
-    theirs_alone = (others.keys() | (others.get("dflash_config") or {}).keys()) - flat.keys()
-    assert theirs_alone <= NOT_NEEDED
+    foreign_alone = (expected_values.keys() | (expected_values.get("dflash_config") or {}).keys()) - flat.keys()
+    assert foreign_alone <= NOT_NEEDED
 
 
 @pytest.mark.parametrize("heads", LAYOUTS)
@@ -158,28 +161,30 @@ def test_a_reduced_vocabulary_keeps_its_head_in_speculators(runs: Runs) -> None:
 
 
 def test_what_is_missing_or_changed_is_named(runs: Runs) -> None:
-    draft, theirs = save(runs, "dspark"), runs.root / "theirs"
-    peer_drafts.save_as_deepspec(draft, runs.target, theirs)
-    file = theirs / "model.safetensors"
+    draft = save(runs, "dspark")
+    foreign = runs.root / "foreign"
+    peer_drafts.save_as_deepspec(draft, runs.target, foreign)
+    file = foreign / "model.safetensors"
     tensors = load_file(file)
-    named = "slipstream", "--target", str(runs.target)
+    flags = ["slipstream", "--target", str(runs.target)]
     save_file({key: x for key, x in tensors.items() if "confidence" not in key}, file)
-    assert "missing confidence_head.proj.bias; missing confidence_head.proj.weight" in runs.refused(theirs, *named)
+    assert "missing confidence_head.proj.bias; missing confidence_head.proj.weight" in runs.refused(foreign, *flags)
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, file)
-    assert "lm_head.weight is not the target's" in runs.refused(theirs, *named)
+    assert "lm_head.weight is not the target's" in runs.refused(foreign, *flags)
     save_file(tensors | {"markov_head.joint_proj.weight": torch.zeros(24, 80)}, file)
-    assert "unexpected markov_head.joint_proj.weight" in runs.refused(theirs, *named)
-    change_json(theirs / "config.json", markov_head_type="rnn")
-    assert "recurrent Markov head (markov_head_type 'rnn') is not supported" in runs.refused(theirs, *named)
+    assert "unexpected markov_head.joint_proj.weight" in runs.refused(foreign, *flags)
+    change_json(foreign / "config.json", markov_head_type="rnn")
+    assert "recurrent Markov head (markov_head_type 'rnn') is not supported" in runs.refused(foreign, *flags)
 
 
 def test_the_convention_of_an_unclear_file_is_the_users_to_name(runs: Runs) -> None:
-    draft, theirs = save(runs, "dspark"), runs.root / "theirs"
-    peer_drafts.save_as_deepspec(draft, runs.target, theirs)
-    change_json(theirs / "config.json", architectures=["DFlashDraftModel"])
-    named = "slipstream", "--target", str(runs.target)
-    assert "DFlashDraftModel with a Markov head are trained either way" in runs.refused(theirs, *named)
-    folder, printed = runs.convert(theirs, *named, "--sample-from-anchor", "false")
+    draft = save(runs, "dspark")
+    foreign = runs.root / "foreign"
+    peer_drafts.save_as_deepspec(draft, runs.target, foreign)
+    change_json(foreign / "config.json", architectures=["DFlashDraftModel"])
+    flags = ["slipstream", "--target", str(runs.target)]
+    assert "DFlashDraftModel with a Markov head are trained either way" in runs.refused(foreign, *flags)
+    folder, printed = runs.convert(foreign, *flags, "--sample-from-anchor", "false")
     assert "slots 1, 2, ... predict their own token: as the option sample_from_anchor says" in printed
     assert json.loads((folder / "config.json").read_text())["sample_from_anchor"] is False
     assert "does not predict at the anchor" in runs.refused(folder, "deepspec")

@@ -18,7 +18,9 @@ from slipstream.train.batches import collate
 from slipstream.train.blocks import SDPABlockAttention, find_blocks
 
 pytest.importorskip("speculators.models.dflash2", reason="the package speculators is not installed")
-LENGTH, ANCHORS, CANDIDATES = 24, [5, 11, 16], 4
+LENGTH = 24
+ANCHORS = [5, 11, 16]
+CANDIDATES = 4
 # It counts a window from the anchor, as no server does; so here windows are wider than the text.
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash2": ("dflash2", {"sliding_window": 40}),
@@ -55,23 +57,23 @@ def test_states_and_scores_equal_those_of_the_library(
         fields |= {"sliding_window": None, "sliding_window_non_causal": False}
     draft = load(runs, save(runs, heads, **fields)).float()
     kind = "dflash2" if heads == "dflash2" else "dspark"
-    theirs = load_theirs(runs.convert(runs.root / "draft", "speculators")[0], kind)
+    model = load_theirs(runs.convert(runs.root / "draft", "speculators")[0], kind)
     target = AutoModelForCausalLM.from_pretrained(runs.target, dtype=torch.float32)
     tokens = torch.randint(0, 120, (1, LENGTH), generator=torch.Generator().manual_seed(3))
     states = target.model(tokens, output_hidden_states=True).hidden_states
     aux_states = torch.cat([states[layer + 1] for layer in draft.config.aux_layers], dim=-1)  # (1, S, K * H)
     anchored = torch.zeros(1, LENGTH).index_fill(1, torch.tensor(ANCHORS), 1)
-    hidden, logits, *_ = theirs._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         aux_states, tokens, anchored, states[-1], torch.zeros_like(tokens), max_anchors=len(ANCHORS)
     )
-    own = our_states(draft, target, tokens[0].tolist(), aux_states[0])
+    ours = our_states(draft, target, tokens[0].tolist(), aux_states[0])
     size = draft.config.block_size
     first = 0 if draft.config.sample_from_anchor else 1
     hidden, logits = (x.view(len(ANCHORS), size, -1)[:, first:] for x in (hidden, logits))
-    torch.testing.assert_close(own[:, first:], hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours[:, first:], hidden, rtol=1e-4, atol=1e-4)
     anchors = tokens[0, ANCHORS]
-    lattice = draft.lattice(own[:, first:], anchors, target.lm_head(own[:, first:]), num_candidates=CANDIDATES)
-    assert_equal_scores(lattice, theirs, hidden, logits, anchors)
+    lattice = draft.lattice(ours[:, first:], anchors, target.lm_head(ours[:, first:]), num_candidates=CANDIDATES)
+    assert_equal_scores(lattice, model, hidden, logits, anchors)
 
 
 def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -> Tensor:
@@ -82,27 +84,26 @@ def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -
     blocks = find_blocks(batch, torch.tensor(ANCHORS), draft.config.block_size)
     draft.write_context(draft.fuse(aux_states), attention)
     attention.ask(blocks)
-    asked = draft.block_tokens(torch.tensor(tokens)[blocks.anchors], blocks.size)
-    embeds = target.get_input_embeddings()(asked).flatten(0, 1)
-    return draft(embeds, attention).view(*asked.shape, -1)
+    inputs = draft.block_tokens(torch.tensor(tokens)[blocks.anchors], blocks.size)
+    embeds = target.get_input_embeddings()(inputs).flatten(0, 1)
+    return draft(embeds, attention).view(*inputs.shape, -1)
 
 
-def assert_equal_scores(lattice: Lattice, theirs: Any, hidden: Tensor, logits: Tensor, anchors: Tensor) -> None:
+def assert_equal_scores(lattice: Lattice, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor) -> None:
     """By the library's own functions, predecessor by predecessor."""
 
     def scores(slot: int, previous: Tensor) -> Tensor:
         """previous (N,) target ids -> (N, k) of the slot's candidates."""
         candidates = lattice.candidates[:, slot]
-        if hasattr(theirs, "candidate_selector"):
-            given = logits[:, slot], hidden[:, slot], previous, candidates
-            return theirs.candidate_selector.score_candidates(*given)
+        if hasattr(model, "candidate_selector"):
+            return model.candidate_selector.score_candidates(logits[:, slot], hidden[:, slot], previous, candidates)
         block = {"prev_token_ids": previous[:, None], "hidden_states": hidden[:, slot : slot + 1]}
-        return (logits[:, slot] + theirs.markov_head.block_bias(**block)[:, 0]).gather(1, candidates)
+        return (logits[:, slot] + model.markov_head.block_bias(**block)[:, 0]).gather(1, candidates)
 
     best = logits.topk(CANDIDATES, dim=-1).indices
     assert torch.equal(lattice.candidates, best)
     torch.testing.assert_close(lattice.start, scores(0, anchors), rtol=1e-4, atol=1e-4)
     for slot in range(1, best.shape[1]):
         for i in range(CANDIDATES):
-            found = lattice.edges[:, slot - 1, i]
-            torch.testing.assert_close(found, scores(slot, best[:, slot - 1, i]), rtol=1e-4, atol=1e-4)
+            edges = lattice.edges[:, slot - 1, i]
+            torch.testing.assert_close(edges, scores(slot, best[:, slot - 1, i]), rtol=1e-4, atol=1e-4)

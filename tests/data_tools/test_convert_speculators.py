@@ -24,7 +24,8 @@ from slipstream.train.ttt import TTTAttention, find_rows
 
 REASON = "the package speculators is not installed, whose network is the oracle here"
 speculators = pytest.importorskip("speculators.models.eagle3", reason=REASON)
-STEPS, LENGTH = 3, 24
+STEPS = 3
+LENGTH = 24
 CPU = torch.device("cpu")
 
 
@@ -83,11 +84,11 @@ def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
     verifier.model(torch.tensor([tokens]))
     hook.remove()
     aux_states = torch.cat([inputs[layer] for layer in layers], dim=-1)
-    found: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
     ids = torch.tensor([tokens[1 : LENGTH + 1]])  # their rows hold the token after the state's
     model(aux_states[:, :LENGTH], ids, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS)
-    return found
+    return logits
 
 
 @torch.no_grad()
@@ -103,19 +104,21 @@ def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
     attention = TTTAttention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
     if draft.config.num_layers == 1:
         draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
-    state, found, text = draft.fuse(aux_states), [], torch.tensor(tokens)
+    state = draft.fuse(aux_states)
+    logits = []
+    text = torch.tensor(tokens)
     for step in range(STEPS):
         state = draft(frozen.embed(text[torch.arange(LENGTH) + 1 + step]), state, attention)
-        found.append(draft.logits(state))
+        logits.append(draft.logits(state))
         attention.next_step()
-    return found
+    return logits
 
 
-def assert_equal_logits(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """At the rows whose tokens both have: theirs are padded at the end."""
-    assert len(ours) == len(theirs) == STEPS
+def assert_equal_logits(logits: list[Tensor], expected: list[Tensor]) -> None:
+    """Compares the rows whose tokens both have: the expected ones are padded at the end."""
+    assert len(logits) == len(expected) == STEPS
     for step in range(STEPS):
-        torch.testing.assert_close(ours[step][: LENGTH - step], theirs[step][: LENGTH - step], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[step][: LENGTH - step], expected[step][: LENGTH - step], rtol=1e-4, atol=1e-4)
 
 
 def test_a_draft_written_for_speculators_computes_the_same_there(runs: Runs, tokens: list[int]) -> None:

@@ -97,7 +97,8 @@ def test_row_seeds_fit_31_bits_and_differ() -> None:
 
 def drive(template: str | None, questions: list[str], answers: list[Answer], keep_cut: bool = True) -> Any:
     """The prompts that a dialogue asks for and its result."""
-    wrapped, end_ids = None, set[int]()
+    wrapped = None
+    end_ids = set[int]()
     if template is not None:
         tokenizer = build_tokenizer(template)
         wrapped = ChatTemplate(tokenizer, date="2024-07-26", variables={})
@@ -155,11 +156,11 @@ def test_rows_without_exact_tokens_render_as_what_was_written() -> None:
     assert "input_ids" in drive(THINKING, ["Hello"], [thought])[1].row
     # The template writes less than came back, and the row is no proof of what the model would write.
     for text in ("<|head|>fine", "fine ", "hm fine"):
-        said = say("fine", text=text)
-        assert drive(CHATML, ["Hello"], [said])[1] == Result(id="x", dropped="answer_rewritten")
-        assert drive(None, ["Hello"], [said])[1].row is not None, "the endpoint renders"
-    said = say("fine", reasoning="hm", text="hm fine")
-    assert drive(CHATML, ["Hello"], [said])[1] == Result(id="x", dropped="reasoning_not_rendered")
+        answer = say("fine", text=text)
+        assert drive(CHATML, ["Hello"], [answer])[1] == Result(id="x", dropped="answer_rewritten")
+        assert drive(None, ["Hello"], [answer])[1].row is not None, "the endpoint renders"
+    answer = say("fine", reasoning="hm", text="hm fine")
+    assert drive(CHATML, ["Hello"], [answer])[1] == Result(id="x", dropped="reasoning_not_rendered")
     assert drive(CHATML, ["Hello"], [say("<|head|>fine", text="fine")])[1].row, "special tokens may not come back"
 
 
@@ -174,9 +175,9 @@ def test_a_cut_answer_ends_its_dialogue() -> None:
     assert result.row == {"id": "x", "messages": chat("Hello", "fi"), "finish_reason": "length"}
     prompts, result = drive(CHATML, ["Hello", "What?", "Are you?"], [say("fine", ids=True), cut])
     assert result.row == {"id": "x", "messages": chat("Hello", "fine", "What?", "fi"), "finish_reason": "length"}
-    said = say("fi", finish_reason="length", ids=True)
-    (prompt,), result = drive(CHATML, ["Hello", "What?"], [said])
-    assert result.row["input_ids"] == [*prompt.token_ids, *said.token_ids], "the only answer, whose tokens are known"
+    answer = say("fi", finish_reason="length", ids=True)
+    (prompt,), result = drive(CHATML, ["Hello", "What?"], [answer])
+    assert result.row["input_ids"] == [*prompt.token_ids, *answer.token_ids], "the only answer, whose tokens are known"
     assert drive(CHATML, ["Hello", "What?"], [cut], keep_cut=False)[1] == Result(id="x", dropped="cut_by_max_tokens")
 
 

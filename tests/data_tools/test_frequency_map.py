@@ -41,8 +41,8 @@ def counter(prepared: Path, *splits: str) -> Counter[int]:
 
 def chosen(counts: Counter[int], size: int) -> list[int]:
     """END, then the most frequent: special tokens that answers do not have take no place."""
-    others = sorted(set(range(512)) - {END}, key=lambda token: (-counts[token], token))
-    return sorted([END, *others[: size - 1]])
+    tokens = sorted(set(range(512)) - {END}, key=lambda token: (-counts[token], token))
+    return sorted([END, *tokens[: size - 1]])
 
 
 def run(folder: Path, *arguments: object) -> TokenMap:
@@ -98,14 +98,15 @@ def test_served_answers_count_as_the_conversations_they_come_from(tmp_path: Path
 
 
 def test_the_plot_and_the_loss_at_given_rates(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--accept-rates", "0.5", "0.25", "--plot", tmp_path / "plots" / "map.png")
-    share = run(tmp_path, "--data", data / "prepared", "--size", 40, *rates).coverage
+    plot = tmp_path / "plots" / "map.png"
+    rates = ["--accept-rates", "0.5", "0.25"]
+    share = run(tmp_path, "--data", data / "prepared", "--size", 40, *rates, "--plot", plot).coverage
     length = 1 + 0.5 * share + 0.25 * share**2
     output = capsys.readouterr().out
     assert f"  {length:5.2f}  {length / 1.75:6.1%}  <- this map" in output
     assert "   1.75  100.0%" in output
     assert "at accept rates a_k of 0.5 0.25 with the whole vocabulary" in output
-    assert (tmp_path / "plots" / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -> None:
@@ -162,8 +163,8 @@ def test_other_tokenizers_are_refused(
     tmp_path: Path, data: Path, target: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tokens(tmp_path / "foreign", [10, 11])
-    both = error(capsys, tmp_path, "--data", data / "prepared", tmp_path / "foreign")
-    assert "different tokenizers" in both
+    message = error(capsys, tmp_path, "--data", data / "prepared", tmp_path / "foreign")
+    assert "different tokenizers" in message
     assert "with another tokenizer" in error(capsys, tmp_path, "--data", tmp_path / "foreign", "--target", target)
     # The same tokenizer in a model with more ids: the map follows the model.
     larger = run(tmp_path, "--data", data / "prepared", "--target", make_folder(CHATML, 640))
@@ -197,11 +198,12 @@ def test_impossible_runs_get_one_sentence(
 def test_only_files_of_the_same_kind_are_replaced(
     option: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, words = tmp_path / "file", ["--data", str(data / "prepared"), "--size", "40"]
+    path = tmp_path / "file"
+    words = ["--data", str(data / "prepared"), "--size", "40"]
     words += [option, str(path)] if option == "--output" else [option, str(path), "--output", str(tmp_path / "map")]
     frequency_map.main(words)
     frequency_map.main([*words, "--overwrite"])
-    written = path.read_bytes()
+    content = path.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
     def refused(*more: str) -> str:
@@ -210,9 +212,9 @@ def test_only_files_of_the_same_kind_are_replaced(
         return capsys.readouterr().err
 
     monkeypatch.setattr(frequency_map, "count", None)  # all is refused before anything is counted
-    others = [] if option == "--output" else ["--output", str(tmp_path / "another")]
-    assert f"{path} exists; name another file or add --overwrite" in refused(*others)
-    assert path.read_bytes() == written
+    output = [] if option == "--output" else ["--output", str(tmp_path / "another")]
+    assert f"{path} exists; name another file or add --overwrite" in refused(*output)
+    assert path.read_bytes() == content
     for foreign in (b"mine", b"\x89PNG mine", data.joinpath("prepared", "report.json").read_bytes()):
         path.write_bytes(foreign)
         assert f"{path} is not a" in refused("--overwrite")

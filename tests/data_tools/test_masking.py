@@ -166,19 +166,19 @@ def test_a_cut_answer_has_no_end_token(template: str, turns: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "written"),
+    ("message", "answer"),
     [
         ({"content": "fine", "reasoning_content": "hm"}, "<think>hm</think>fine"),
         ({"content": "", "reasoning_content": "hm"}, "<think>hm"),
         ({"content": " fine ", "reasoning_content": "hm"}, "<think>hm</think> fine "),
     ],
 )
-def test_a_cut_answer_ends_where_it_was_cut(message: dict[str, str], written: str) -> None:
+def test_a_cut_answer_ends_where_it_was_cut(message: dict[str, str], answer: str) -> None:
     """A template closes the thinking that max_tokens ended."""
     thinking = CHATML.replace("m['content']", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content "
                                               "else '') + m.content")  # fmt: skip
     messages = [*chat("Hello"), {"role": "assistant", **message}]
-    pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", False), (written, True)]
+    pieces = [("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", False), (answer, True)]
     assert mask(thinking, messages, is_cut=True) == join(build_tokenizer(thinking), pieces)
     trimmed = thinking.replace("m.reasoning_content +", "m.reasoning_content[:1] +")
     with pytest.raises(RowDropped, match="reasoning_not_rendered"):

@@ -74,10 +74,10 @@ def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeyp
         monkeypatch.setattr(tokenization, "ProcessPoolExecutor", lambda number, **_: ThreadPoolExecutor(number))
     rows = [{"messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(100)]
     rows[70] = {"messages": chat("no answer")}
-    one, two = (prepare(tmp_path, target, rows, "--num-proc", number) for number in "12")
-    assert list(one[0]["train"]["input_ids"]) == list(two[0]["train"]["input_ids"])
-    assert {**one[1], "options": None} == {**two[1], "options": None}
-    assert one[1]["rows_kept"] == 99
+    serial, parallel = (prepare(tmp_path, target, rows, "--num-proc", number) for number in "12")
+    assert list(serial[0]["train"]["input_ids"]) == list(parallel[0]["train"]["input_ids"])
+    assert {**serial[1], "options": None} == {**parallel[1], "options": None}
+    assert serial[1]["rows_kept"] == 99
 
 
 def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
@@ -120,7 +120,7 @@ def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path: Path,
     ids, mask = expected(target, 1)
     length = mask.index(True) + 2
     longer = {"messages": chat("What is 1? " * 9, "It is 1.")}
-    options = ("--max-length", str(length), "--min-supervised", "2", "--heldout", "0")
+    options = ["--max-length", str(length), "--min-supervised", "2", "--heldout", "0"]
     dataset, report = prepare(tmp_path, target, [ROWS[1], longer], *options)
     assert as_set(dataset, "train") == {(tuple(ids[:length]), tuple(mask[:length]))}
     assert (report["rows_truncated"], report["rows_dropped"]) == (1, {"too_few_supervised_tokens": 1})
@@ -155,7 +155,8 @@ def test_target_without_template_takes_plain_completions(tmp_path: Path, make_fo
 
 def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_folder: Callable[..., Path]) -> None:
     ids, mask = expected(target, 1)
-    ids, mask = ids[:-1], mask[:-1]
+    ids = ids[:-1]
+    mask = mask[:-1]
     columns = {"prompt": "What is 1?", "completion": "It is 1."}
     for row in (ROWS[1], columns):
         dataset, _ = prepare(tmp_path, target, [{**row, "finish_reason": "length"}], "--heldout", "0")
@@ -195,7 +196,8 @@ def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_fold
         texts = [tokenizer.decode(row["input_ids"]) for row in dataset[split]]
         questions = [text.split("Hello ")[1].split("<|im_end|>")[0] for text in texts]
         assert questions[::2] == questions[1::2]
-    first, second = dataset["heldout"][0], dataset["heldout"][1]
+    first = dataset["heldout"][0]
+    second = dataset["heldout"][1]
     supervised = [
         tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
         for row in (first, second)
@@ -214,7 +216,7 @@ def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: 
 
 def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     (tmp_path / "mine.jinja").write_text("{{ greeting }}" + CHATML)
-    options = ("--chat-template", str(tmp_path / "mine.jinja"), "--template.greeting", "<s>", "--heldout", "0")
+    options = ["--chat-template", str(tmp_path / "mine.jinja"), "--template.greeting", "<s>", "--heldout", "0"]
     target = make_folder(None)
     dataset, _ = prepare(tmp_path, target, ROWS[3:4], *options)
     ids, mask = expected(target, 3)
@@ -285,7 +287,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, target: Path, c
 
 def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(tmp_path, target, ROWS)
-    out, rows = tmp_path / "out", str(tmp_path / "rows.jsonl")
+    out = tmp_path / "out"
+    rows = str(tmp_path / "rows.jsonl")
     for output, option, message in (
         (out, "--no-overwrite", "exists; name another folder or add --overwrite"),
         (tmp_path / "out" / "train", "--overwrite", "train is not a prepared dataset"),

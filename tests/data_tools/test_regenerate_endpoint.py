@@ -79,20 +79,20 @@ def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.Ca
     questions = ["fine", "flaky", "refused", "broken", "odd", "aborted", "filtered", "long", "thinks", "calls"]
     rows = [{"id": question, "messages": chat(question)} for question in questions]
     with FakeEndpoint(streams=streams) as endpoint:
-        options = ("--endpoint", endpoint.url, "--retries", 4, "--retry-pause", 0.01)
+        options = ["--endpoint", endpoint.url, "--retries", 4, "--retry-pause", 0.01]
         message = error(capsys, tmp_path, *options, rows=rows)
         assert "3 rows failed" in message
         assert "the same command tries them again" in message
-        made = {row["id"]: (row["finish_reason"], row["messages"][-1]) for row in lines(tmp_path)}
-        assert list(made) == ["fine", "flaky", "long", "thinks", "calls"]
-        assert made["thinks"] == ("length", {"role": "assistant", "content": "", "reasoning_content": "hm hm"})
-        reason, called = made["calls"]
+        answers = {row["id"]: (row["finish_reason"], row["messages"][-1]) for row in lines(tmp_path)}
+        assert list(answers) == ["fine", "flaky", "long", "thinks", "calls"]
+        assert answers["thinks"] == ("length", {"role": "assistant", "content": "", "reasoning_content": "hm hm"})
+        reason, called = answers["calls"]
         assert reason == "tool_calls"
         assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        assert made["flaky"] == ("stop", answered(rows[1])[-1])
-        found = report(tmp_path)
-        assert (found["rows_kept"], found["rows_failed"]) == (5, 3)
-        assert found["rows_dropped"] == {"refused_by_endpoint": 1, "no_answer": 1}
+        assert answers["flaky"] == ("stop", answered(rows[1])[-1])
+        counts = report(tmp_path)
+        assert (counts["rows_kept"], counts["rows_failed"]) == (5, 3)
+        assert counts["rows_dropped"] == {"refused_by_endpoint": 1, "no_answer": 1}
         expected = dict.fromkeys(questions, 1) | {"flaky": 5, "broken": 5}
         assert Counter(endpoint.questions) == expected
         error(capsys, tmp_path, *options, rows=rows)  # tries the failed rows again, and only those
@@ -102,15 +102,15 @@ def test_every_end_of_an_answer(tmp_path: Path, streams: bool, capsys: pytest.Ca
 
 def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys: Any) -> None:
     """Every fifth row; and more at the beginning than end a run."""
-    options = ("--retries", 0, "--concurrency", 1, "--max-failures", 4)
+    options = ["--retries", 0, "--concurrency", 1, "--max-failures", 4]
     sound = [f"fine {n}" for n in range(20)]
     fifths = [question for n in range(0, 20, 4) for question in [f"broken {n}", *sound[n : n + 4]]]
     for questions, runs in ((fifths, 1), ([*(f"broken {n}" for n in range(6)), *sound], 2)):
         rows = [{"id": question, "messages": chat(question)} for question in questions]
         with FakeEndpoint() as endpoint:
             for number in range(runs):
-                words = (*options, "--endpoint", endpoint.url, *(() if number else ("--overwrite",)))
-                error(capsys, tmp_path, *words, rows=rows)
+                overwrite = [] if number else ["--overwrite"]
+                error(capsys, tmp_path, *options, "--endpoint", endpoint.url, *overwrite, rows=rows)
             assert {row["id"] for row in lines(tmp_path)} == set(sound)
             assert Counter(endpoint.questions) >= Counter(sound)
             assert Counter(endpoint.questions)["fine 0"] == 1
@@ -118,19 +118,19 @@ def test_rows_that_always_fail_do_not_hold_up_the_others(tmp_path: Path, capsys:
 
 
 def test_a_refusal_of_every_row_drops_none(tmp_path: Path, capsys: Any) -> None:
-    for status, most in ((404, 1), (401, 1), (400, 5), (503, 5)):
+    for status, num_requests in ((404, 1), (401, 1), (400, 5), (503, 5)):
         with FakeEndpoint(status=status) as endpoint:
-            options = ("--endpoint", endpoint.url, "--max-failures", 5, "--concurrency", 1, "--retries", 0)
+            options = ["--endpoint", endpoint.url, "--max-failures", 5, "--concurrency", 1, "--retries", 0]
             message = error(capsys, tmp_path, *options)
             assert f"answered {status}" in message
-            assert len(endpoint.bodies) == most
+            assert len(endpoint.bodies) == num_requests
     with FakeEndpoint() as endpoint:
         assert [row["messages"] for row in run(tmp_path, "--endpoint", endpoint.url)] == EXPECTED
 
 
 def test_a_silent_endpoint_is_not_asked_again_at_once(tmp_path: Path, endpoint: FakeEndpoint, capsys: Any) -> None:
     rows = [{"id": "a", "messages": chat("silent")}]
-    options = ("--endpoint", endpoint.url, "--timeout", 0.5, "--concurrency", 1)
+    options = ["--endpoint", endpoint.url, "--timeout", 0.5, "--concurrency", 1]
     assert "sent nothing for 0.5 seconds; raise --timeout" in error(capsys, tmp_path, *options, rows=rows)
     assert endpoint.questions == ["silent"]
     error(capsys, tmp_path, *options, rows=rows)
@@ -165,10 +165,9 @@ THOUGHT = (
 
 
 def prepared_answers(folder: Path, target: Path) -> list[str]:
-    """What `prepare` supervises in the rows that were written, a text for each document."""
+    """The text that `prepare` supervises in each document of the output."""
     out = folder / "prepared"
-    words = ("--target", str(target), "--output", str(out), "--heldout", "0")
-    prepare.main(["--data", str(folder / "out.jsonl"), *words])
+    prepare.main(["--data", str(folder / "out.jsonl"), "--target", str(target), "--output", str(out), "--heldout", "0"])
     tokenizer = AutoTokenizer.from_pretrained(target)
     return [
         tokenizer.decode([token for token, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts])
@@ -177,28 +176,28 @@ def prepared_answers(folder: Path, target: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("unknown", "kept"),
+    ("unknown", "fidelity"),
     [((), "exact"), (("return_token_ids",), "text"), (("return_token_ids", "skip_special_tokens"), "none")],
 )
 @pytest.mark.parametrize("turns", [1, 2])
 def test_special_tokens_of_a_format_are_not_lost(
-    tmp_path: Path, unknown: tuple[str, ...], kept: str, turns: int
+    tmp_path: Path, unknown: tuple[str, ...], fidelity: str, turns: int
 ) -> None:
     tokenizer = build_tokenizer(HARMONY_TEMPLATE, "<|eot|>")
     tokenizer.add_special_tokens({"additional_special_tokens": HARMONY})
     tokenizer.eos_token = "<|return|>"
     tokenizer.save_pretrained(tmp_path / "target")
     rows = [{"messages": [message for number in range(turns) for message in chat(f"What is {number}?", "")]}]
-    with FakeEndpoint(tokenizer=tokenizer, written=lambda _: THOUGHT, unknown=unknown) as endpoint:
-        made = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=rows)
+    with FakeEndpoint(tokenizer=tokenizer, render=lambda _: THOUGHT, unknown=unknown) as endpoint:
+        answers = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=rows)
         assert len(endpoint.bodies) == turns + len(unknown)
-    if kept == "none":
-        assert (made, report(tmp_path)["rows_dropped"]) == ([], {"answer_rewritten": 1})
+    if fidelity == "none":
+        assert (answers, report(tmp_path)["rows_dropped"]) == ([], {"answer_rewritten": 1})
         return
-    [row] = made
-    said = {"role": "assistant", "content": "four", "reasoning_content": "Easy sum"}
-    assert row["messages"][1::2] == [said] * turns
-    assert ("input_ids" in row) == (kept == "exact" and turns == 1)
+    [row] = answers
+    message = {"role": "assistant", "content": "four", "reasoning_content": "Easy sum"}
+    assert row["messages"][1::2] == [message] * turns
+    assert ("input_ids" in row) == (fidelity == "exact" and turns == 1)
     assert prepared_answers(tmp_path, tmp_path / "target") == [f"{THOUGHT}<|return|>"] * turns
 
 
@@ -208,7 +207,7 @@ def test_thinking_is_removed_from_later_prompts_and_kept_in_answers(tmp_path: Pa
     tokenizer.save_pretrained(tmp_path / "target")
     thought = "<think>\nEasy sum\n</think>\n\nfour"
     rows = [{"messages": chat("What is 2 + 2?", "", "And 1 + 3?")}]
-    with FakeEndpoint(tokenizer=tokenizer, written=lambda _: thought, unknown=unknown) as endpoint:
+    with FakeEndpoint(tokenizer=tokenizer, render=lambda _: thought, unknown=unknown) as endpoint:
         [row] = run(tmp_path, "--endpoint", endpoint.url, "--target", tmp_path / "target", rows=rows)
         assert endpoint.questions[-1].count("Easy sum") == 0
     assert [message.get("reasoning_content") for message in row["messages"]] == [None, "Easy sum"] * 2
@@ -256,9 +255,9 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         endpoint.go_on.set()
-        begun = output.read_bytes()
-        assert 15 <= begun.count(b"\n") < 80
-        output.write_bytes(begun + begun.splitlines()[0][:30])  # and a row that was being written
+        prefix = output.read_bytes()
+        assert 15 <= prefix.count(b"\n") < 80
+        output.write_bytes(prefix + prefix.splitlines()[0][:30])  # and a row that was being written
         regenerate.main(words)
         survivors = output.read_bytes()
         regenerate.main([*words, "--overwrite"])

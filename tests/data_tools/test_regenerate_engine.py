@@ -19,22 +19,22 @@ from slipstream.tests.random_targets import SHAPE, save_random_target
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     """The engines that programs made, in place of the real one."""
-    made: list[FakeLLM] = []
+    engines: list[FakeLLM] = []
 
     def make(*arguments: Any, **options: Any) -> FakeLLM:
-        made.append(FakeLLM(*arguments, **options))
-        return made[-1]
+        engines.append(FakeLLM(*arguments, **options))
+        return engines[-1]
 
     monkeypatch.setattr(regenerate, "LLM", make)
-    return made
+    return engines
 
 
 def test_engine_answers_every_turn(
     tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = make_folder("{{ '<|im_start|>' + strftime_now('%d %b %Y') }}" + CHATML)
-    words = ("--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d")
-    rows = run(tmp_path, *words, "--date", "2023-03-05")
+    options = ["--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d"]
+    rows = run(tmp_path, *options, "--date", "2023-03-05")
     assert "frozen at 2023-03-05" in capsys.readouterr().out
     assert [row["id"] for row in rows] == [row["id"] for row in ROWS]
     assert [row["messages"] for row in rows] == EXPECTED
@@ -51,7 +51,8 @@ def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path
     rows = run(tmp_path, "--target", target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     for row, messages in zip(rows, EXPECTED, strict=True):
-        ids, mask = list[int](), list[int]()
+        ids = list[int]()
+        mask = list[int]()
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -75,10 +76,10 @@ def test_turns_that_come_due_when_no_dialogue_is_left(tmp_path: Path, target: Pa
 
 @pytest.mark.usefixtures("llms")
 def test_answers_depend_on_seed_and_id_alone(tmp_path: Path, target: Path) -> None:
-    whole = run(tmp_path, "--target", target, "--seed", 5)
-    assert [row["messages"] for row in whole] == [answered(row, 5) for row in ROWS]
+    rows = run(tmp_path, "--target", target, "--seed", 5)
+    assert [row["messages"] for row in rows] == [answered(row, 5) for row in ROWS]
     alone = run(tmp_path, "--target", target, "--seed", 5, "--overwrite", rows=ROWS[7:8])
-    assert alone == [whole[7]]
+    assert alone == [rows[7]]
 
 
 def test_the_context_bounds_answers_and_prompts(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
@@ -93,7 +94,7 @@ def test_cut_answers(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
     rows = run(tmp_path, "--target", target, "--max-tokens", 3, rows=ROWS[:2])
     assert [row["finish_reason"] for row in rows] == ["length", "length"]
     assert [sum(row["loss_mask"]) for row in rows] == [3, 3]
-    options = ("--target", target, "--max-tokens", 3, "--cut", "drop", "--overwrite")
+    options = ["--target", target, "--max-tokens", 3, "--cut", "drop", "--overwrite"]
     assert run(tmp_path, *options, rows=ROWS[:2]) == []
     assert report(tmp_path)["rows_dropped"] == {"cut_by_max_tokens": 2}
     run(tmp_path, *options[:-1], rows=ROWS[:2])
@@ -116,7 +117,7 @@ def test_rows_that_the_engine_ends_are_failures(
 def test_a_run_is_continued_where_it_was_interrupted(
     tmp_path: Path, target: Path, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    whole = run(tmp_path, "--target", target)
+    rows = run(tmp_path, "--target", target)
     stream = FakeLLM.stream
 
     def interrupted(self: FakeLLM, requests: Any) -> Iterator[Output]:
@@ -130,14 +131,14 @@ def test_a_run_is_continued_where_it_was_interrupted(
         run(tmp_path, "--target", target, "--overwrite")
     assert caught.value.code == 130
     monkeypatch.setattr(FakeLLM, "stream", stream)
-    begun = lines(tmp_path)
-    assert 0 < len(begun) < 30
+    prefix = lines(tmp_path)
+    assert 0 < len(prefix) < 30
     capsys.readouterr()
-    assert run(tmp_path, "--target", target) == whole
-    shown = capsys.readouterr().err
-    assert f"{len(begun)}/30" in shown, "rows of the earlier run count"
-    assert "30/30" in shown
-    assert len({request.id for request in llms[-1].requests}) == 30 - len(begun)
+    assert run(tmp_path, "--target", target) == rows
+    messages = capsys.readouterr().err
+    assert f"{len(prefix)}/30" in messages, "rows of the earlier run count"
+    assert "30/30" in messages
+    assert len({request.id for request in llms[-1].requests}) == 30 - len(prefix)
 
 
 @pytest.mark.usefixtures("llms")

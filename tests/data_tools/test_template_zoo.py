@@ -10,7 +10,8 @@ from slipstream.data_tools.masking import mask_conversation
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 
-BEGIN, FINISH = "{% generation %}", "{% endgeneration %}"
+BEGIN = "{% generation %}"
+FINISH = "{% endgeneration %}"
 PLAIN = chat("Hello", "It is 4.", "What?", "So it is.")
 THOUGHT = [
     PLAIN[0],

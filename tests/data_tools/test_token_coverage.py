@@ -9,7 +9,9 @@ from slipstream.data_tools.verb_options import check_accept_rates
 
 
 def test_the_expected_loss_is_that_of_a_draft_whose_tokens_fall_out_of_the_map_by_chance() -> None:
-    conditional, coverage, rounds = (0.8, 0.7, 0.6), 0.9, 40_000
+    conditional = (0.8, 0.7, 0.6)
+    coverage = 0.9
+    rounds = 40_000
     generator = random.Random(0)
     emitted = 0
     for _ in range(rounds):

@@ -24,7 +24,11 @@ from slipstream.tests.random_targets import SHAPE, save_random_target, target_st
 
 pytest.importorskip("speculators", reason="the package speculators is not installed")
 ROOT = Path(__file__).parents[2]
-LAYERS, ROWS, LENGTH, STEPS, LR = (0, 1, 2), 10, 32, 3, 1e-4
+LAYERS = (0, 1, 2)
+ROWS = 10
+LENGTH = 32
+STEPS = 3
+LR = 1e-4
 CPU_FLAGS = ("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", "0")
 CPU = torch.device("cpu")
 FLAGS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
@@ -70,7 +74,7 @@ def check_trained(network: Any, draft: Path, trained: Path, target: Path) -> Non
     loaded = [load_draft(network, folder, load_config(target), torch.float32, CPU) for folder in (draft, trained)]
     assert loaded[1].config.aux_layers == LAYERS
     assert loaded[1].config.draft_vocab_size == 50
-    before, after = (torch.cat([one.flatten() for one in module.parameters()]) for module in loaded)
+    before, after = (torch.cat([tensor.flatten() for tensor in module.parameters()]) for module in loaded)
     assert 0 < (after - before).norm() < 0.05 * before.norm()
 
 
@@ -83,7 +87,7 @@ def test_eagle3(runs: Runs) -> None:
 
 def test_dflash(runs: Runs) -> None:
     draft = runs.root / "draft"
-    fields = {"aux_layers": LAYERS, "draft_vocab_size": 50, **runs.own_fields()}
+    fields = {"aux_layers": LAYERS, "draft_vocab_size": 50, **runs.target_fields()}
     save_random_dflash(runs.target, draft, **fields)
     converted, _ = runs.convert(draft, "speculators")
     trained = train("dflash", converted, runs.target, runs.root)

@@ -85,22 +85,22 @@ def examine(subject: Subject, answers: Answers, path: Path = Path("draft")) -> D
 
 
 def check(subject: Subject, answers: Answers, stage: str, path: Path = Path("draft")) -> Diagnosis:
-    """That the first cause is of this stage, and mends the draft."""
-    found = examine(subject, answers, path)
-    cause = first_cause(found.findings)
+    """Asserts that the first cause is in this stage; returns the diagnosis."""
+    diagnosis = examine(subject, answers, path)
+    cause = first_cause(diagnosis.findings)
     assert cause is not None
     assert cause.stage == stage
-    return found
+    return diagnosis
 
 
 @pytest.mark.parametrize(("family", "fields"), [("eagle3", {}), ("eagle3", {"fc_norm": True}), ("dflash", {})])
 def test_nothing_is_wrong_with_healthy_drafts(
     family: str, fields: dict[str, Any], healthy: Callable[..., Subject], answers: Answers
 ) -> None:
-    found = examine(healthy(family, **fields), answers)
-    assert not found.findings
-    assert found.as_read is not None
-    assert found.as_read.accept_length > 1.1
+    diagnosis = examine(healthy(family, **fields), answers)
+    assert not diagnosis.findings
+    assert diagnosis.as_read is not None
+    assert diagnosis.as_read.accept_length > 1.1
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def bundled() -> Answers:
     conversations = read_conversations(config, TEXTS)
     renderer = Renderer(load_target_tokenizer(config), config.date, {})
     with open_engine(TARGET, draft, "eagle3", config.choices, DEPTH, ANSWER) as engine:
-        texts, _ = engine.answer([renderer.prompt(one) for one in conversations], conversations)
+        texts, _ = engine.answer([renderer.prompt(conversation) for conversation in conversations], conversations)
     target = load_target(TARGET, load_config(TARGET), torch.float32, CPU)
     return TARGET, target, batches_of(texts, 1 << 20), []
 
@@ -178,17 +178,17 @@ TRAINED: dict[str, tuple[str, str, Callable[[Subject], Subject]]] = {  # of a dr
 def test_causes_in_a_trained_draft(name: str, bundled: Answers) -> None:
     draft, stage, plant = TRAINED[name]
     before = accept_length(trained(draft), bundled)
-    found = check(plant(trained(draft)), bundled, stage)
-    assert found.mended is not None
-    assert found.mended.accept_length == pytest.approx(before, rel=0.03)
+    diagnosis = check(plant(trained(draft)), bundled, stage)
+    assert diagnosis.mended is not None
+    assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.03)
 
 
 @pytest.mark.slow
 def test_risks_of_a_trained_draft(bundled: Answers) -> None:
     subject = trained("eagle3-flags")
     assert not examine(subject, bundled).findings
-    found = examine(subject.with_values(max_position_embeddings=16), bundled)
-    assert [(finding.kind, finding.stage) for finding in found.findings] == [("risk", "positions")]
+    diagnosis = examine(subject.with_values(max_position_embeddings=16), bundled)
+    assert [(finding.kind, finding.stage) for finding in diagnosis.findings] == [("risk", "positions")]
 
 
 @pytest.mark.slow
@@ -219,14 +219,14 @@ def turned(subject: Subject) -> Subject:
 
 
 def check_norm_output(bad: Subject, good: Subject, answers: Answers) -> Diagnosis:
-    """That the state which `good` passes on is named as the only cause, and mends the draft."""
-    found = examine(bad, answers)
+    """Asserts that the only cause is the state that `good` passes on, and that its remedy mends the draft."""
+    diagnosis = examine(bad, answers)
     value = bool(good.files.values.get("norm_output"))
-    (cause,) = found.findings
+    (cause,) = diagnosis.findings
     assert (cause.kind, cause.stage, cause.name) == ("cause", "later steps", f"norm_output {str(value).lower()}")
     assert f"norm_output {str(value).lower()}" in cause.remedy
     assert cause.after == pytest.approx(accept_length(good, answers))
-    return found
+    return diagnosis
 
 
 PASSED_ON = (True, False)  # whether the draft was trained to read the state after its final norm
@@ -235,22 +235,22 @@ PASSED_ON = (True, False)  # whether the draft was trained to read the state aft
 @pytest.mark.parametrize("is_normed", PASSED_ON)
 def test_the_state_that_later_steps_read(is_normed: bool, healthy: Callable[..., Subject], answers: Answers) -> None:
     """A draft that reads its state after the final norm is said to read the one before, or the other way round."""
-    own = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
-    good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **own))
-    found = check_norm_output(good.with_values(norm_output=not is_normed), good, answers)
-    assert found.as_read is not None
-    assert found.as_read.accept_length < 0.95 * accept_length(good, answers)
+    fields = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
+    good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **fields))
+    diagnosis = check_norm_output(good.with_values(norm_output=not is_normed), good, answers)
+    assert diagnosis.as_read is not None
+    assert diagnosis.as_read.accept_length < 0.95 * accept_length(good, answers)
 
 
 @pytest.mark.parametrize("is_normed", PASSED_ON)
 def test_norm_output_as_specforge_meant_it(is_normed: bool, healthy: Callable[..., Subject], answers: Answers) -> None:
     """Its files of summer 2026 have the field, with the meaning of servers or its own, by which steps read the state
     before the norm whatever it says. They are refused, and the meaning that is accepted better is named."""
-    own = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
-    good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **own))
-    found = check_norm_output(good.with_values(drafter=None, norm_output=True), good, answers)
-    assert "SpecForge" in found.refusal
-    assert found.as_read is None
+    fields = {"norm_output": True, "norm_before_residual": True} if is_normed else {}
+    good = turned(healthy("eagle3", aux_layers=(1, 2, 4), draft_vocab_size=None, **fields))
+    diagnosis = check_norm_output(good.with_values(drafter=None, norm_output=True), good, answers)
+    assert "SpecForge" in diagnosis.refusal
+    assert diagnosis.as_read is None
 
 
 @pytest.mark.slow
@@ -265,8 +265,8 @@ def test_the_state_that_later_steps_of_a_trained_draft_read(draft: str, is_refus
     assert accept_length(bad, bundled) < 0.9 * accept_length(good, bundled)
     if is_refused:
         bad = good.with_values(drafter=None, norm_output=True)
-    found = check_norm_output(bad, good, bundled)
-    assert bool(found.refusal) == is_refused
+    diagnosis = check_norm_output(bad, good, bundled)
+    assert bool(diagnosis.refusal) == is_refused
 
 
 class GrowingStates(Replay):
@@ -286,8 +286,8 @@ def test_what_only_steps_beyond_the_training_gain_by_is_no_cause(
 ) -> None:
     replay = GrowingStates(answers[1], Path("draft"), answers[2], DEPTH)
     replay.early = early
-    found = diagnose(healthy("eagle3"), replay, Path("draft"))
-    assert [finding.name for finding in found.findings] == (["norm_before_residual true"] if early else [])
+    diagnosis = diagnose(healthy("eagle3"), replay, Path("draft"))
+    assert [finding.name for finding in diagnosis.findings] == (["norm_before_residual true"] if early else [])
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -323,15 +323,15 @@ def test_causes_in_eagle3_drafts(name: str, healthy: Callable[..., Subject], ans
     stage, plant = EAGLE3[name]
     good = healthy("eagle3", aux_layers=(1, 2, 4))
     before = accept_length(good, answers)
-    found = check(plant(good), answers, stage)
-    assert found.mended is not None
-    assert found.mended.accept_length == pytest.approx(before, rel=0.02)
+    diagnosis = check(plant(good), answers, stage)
+    assert diagnosis.mended is not None
+    assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.02)
 
 
 def test_a_norm_that_the_config_denies(healthy: Callable[..., Subject], answers: Answers) -> None:
     bad = healthy("eagle3", norm_before_fc=True).with_values(norm_before_fc=False)
-    found = check(bad, answers, "fc and norms")
-    assert "input_norm.weight" in found.refusal
+    diagnosis = check(bad, answers, "fc and norms")
+    assert "input_norm.weight" in diagnosis.refusal
 
 
 def test_another_trainers_file_without_ids_is_refused_and_they_are_found(
@@ -339,9 +339,9 @@ def test_another_trainers_file_without_ids_is_refused_and_they_are_found(
 ) -> None:
     good = healthy("eagle3", aux_layers=(0, 2, 3))
     bad = good.with_values(eagle_config=None, eagle_aux_hidden_state_layer_ids=None, drafter=None)
-    found = check(bad, answers, "target's states")
-    assert "aux_layers" in found.refusal
-    assert found.mended is not None
+    diagnosis = check(bad, answers, "target's states")
+    assert "aux_layers" in diagnosis.refusal
+    assert diagnosis.mended is not None
 
 
 def test_the_kind_of_draft_is_that_of_its_tensors(healthy: Callable[..., Subject], answers: Answers) -> None:
@@ -368,14 +368,14 @@ def test_block_drafts(healthy: Callable[..., Subject], answers: Answers) -> None
         "head and embedding": good.with_tensors(**tensors),
     }
     for stage, bad in planted.items():
-        found = check(bad, answers, stage)
-        assert found.mended is not None
-        assert found.mended.accept_length == pytest.approx(before, rel=0.05)
+        diagnosis = check(bad, answers, stage)
+        assert diagnosis.mended is not None
+        assert diagnosis.mended.accept_length == pytest.approx(before, rel=0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", ["sample_from_anchor", "shift_label", "nested", "option"])
-def test_an_anchor_that_is_said_to_draft(said: str, healthy: Callable[..., Subject], answers: Answers) -> None:
+@pytest.mark.parametrize("field", ["sample_from_anchor", "shift_label", "nested", "option"])
+def test_an_anchor_that_is_said_to_draft(field: str, healthy: Callable[..., Subject], answers: Answers) -> None:
     """Whichever field says so; the field that is wrong is named."""
     good = healthy("dflash").with_values(drafter=None, sample_from_anchor=None)
     inner = {**good.files.values["dflash_config"], "shift_label": True}
@@ -384,13 +384,15 @@ def test_an_anchor_that_is_said_to_draft(said: str, healthy: Callable[..., Subje
         "shift_label": good.with_values(shift_label=True),
         "nested": good.with_values(dflash_config=inner),
         "option": good.with_values(architectures=["MyDraft"]).with_choices(sample_from_anchor=True),
-    }[said]
+    }[field]
     cause = first_cause(check(bad, answers, "block convention").findings)
     assert cause is not None
     assert cause.name == "sample_from_anchor false"
-    named = {"nested": "shift_label true", "option": "the option sample_from_anchor is true"}.get(said, f"{said} true")
-    assert named in cause.cause
-    assert ("--drafter" in cause.remedy) == (said == "option")
+    culprit = {"nested": "shift_label true", "option": "the option sample_from_anchor is true"}.get(
+        field, f"{field} true"
+    )
+    assert culprit in cause.cause
+    assert ("--drafter" in cause.remedy) == (field == "option")
     assert cause.after == pytest.approx(accept_length(good, answers))
 
 
@@ -400,10 +402,10 @@ def test_a_confidence_head_of_another_number_of_slots(healthy: Callable[..., Sub
     inner = {"confidence_temperatures": [1.0] * 4}
     good = healthy("dflash", confidence_head=True, sample_from_anchor=True)
     good = good.with_values(dflash_config={**good.files.values["dflash_config"], **inner})
-    found = check(good.with_values(sample_from_anchor=False), answers, "block convention")
-    assert "confidence_temperatures" in found.refusal
-    assert found.mended is not None
-    assert found.mended.accept_length == pytest.approx(accept_length(good, answers))
+    diagnosis = check(good.with_values(sample_from_anchor=False), answers, "block convention")
+    assert "confidence_temperatures" in diagnosis.refusal
+    assert diagnosis.mended is not None
+    assert diagnosis.mended.accept_length == pytest.approx(accept_length(good, answers))
 
 
 def test_a_mask_embedding_of_its_own(healthy: Callable[..., Subject], answers: Answers, tmp_path: Path) -> None:

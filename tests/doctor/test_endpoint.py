@@ -1,4 +1,4 @@
-"""What servers make of the conversations: a server of known rounds, prompts and words, in the forms that are read."""
+"""Answers of a server, with known rounds, prompts and words, in each dialect that the doctor reads."""
 
 import pytest
 
@@ -13,25 +13,28 @@ MOST = 16
 
 def answered() -> list[Answered]:
     conversations = [Conversation(({"role": "user", "content": text},)) for text in TEXTS]
-    return [Answered([0] * length, [1, 2], one) for length, one in zip(LENGTHS, conversations, strict=True)]
+    return [
+        Answered([0] * length, [1, 2], conversation)
+        for length, conversation in zip(LENGTHS, conversations, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "vllm-detailed", "sglang", "plain"])
 def test_a_server_is_asked(dialect: str) -> None:
     lengths = [min(MOST, length_of(text)) for text in TEXTS]
     emitted = [count for length in lengths for count in rounds_of(length)]
-    own = [PacedServer().words(text, 0, length) for text, length in zip(TEXTS, lengths, strict=True)]
+    answers = [PacedServer().words(text, 0, length) for text, length in zip(TEXTS, lengths, strict=True)]
     with paced(dialect) as server:
-        ask_endpoint(server.url, answered()[:1], own[:1], MOST)  # its counters do not begin at 0
-        found = ask_endpoint(f"{server.url}/v1/", answered(), [*own[:-1], "something else"], MOST)
-    assert (found.url, found.server) == (server.url, "unknown" if dialect == "plain" else dialect.split("-")[0])
-    assert (found.asked, found.other_prompts, found.other_answers) == (4, 1, 1)
+        ask_endpoint(server.url, answered()[:1], answers[:1], MOST)  # its counters do not begin at 0
+        report = ask_endpoint(f"{server.url}/v1/", answered(), [*answers[:-1], "something else"], MOST)
+    assert (report.url, report.server) == (server.url, "unknown" if dialect == "plain" else dialect.split("-")[0])
+    assert (report.asked, report.other_prompts, report.other_answers) == (4, 1, 1)
     if dialect == "plain":
-        assert (found.accept_length, found.depth) == (None, None)
+        assert (report.accept_length, report.depth) == (None, None)
     else:
-        assert found.accept_length == pytest.approx(sum(emitted) / len(emitted))
-        assert found.depth == (2 if dialect != "sglang" else pytest.approx(2))
-    assert not found.is_tested
+        assert report.accept_length == pytest.approx(sum(emitted) / len(emitted))
+        assert report.depth == (2 if dialect != "sglang" else pytest.approx(2))
+    assert not report.is_tested
 
 
 def test_a_server_that_does_not_answer() -> None:

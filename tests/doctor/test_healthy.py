@@ -18,11 +18,11 @@ QUICK = ("dspark", "eagle3")
 
 def check(draft: str, **options: int) -> None:
     folder = ROOT / "tests" / "assets" / draft
-    found = examine(DoctorConfig(draft=str(folder), target=str(ROOT / "assets" / "tiny-target"), **options))
-    assert not [finding for finding in found.findings if finding.kind in ("cause", "risk")]
-    assert not found.is_wrong
-    assert found.diagnosis.as_read is not None
-    assert found.served == pytest.approx(found.diagnosis.as_read.accept_length, rel=0.03)
+    report = examine(DoctorConfig(draft=str(folder), target=str(ROOT / "assets" / "tiny-target"), **options))
+    assert not [finding for finding in report.findings if finding.kind in ("cause", "risk")]
+    assert not report.is_wrong
+    assert report.diagnosis.as_read is not None
+    assert report.served == pytest.approx(report.diagnosis.as_read.accept_length, rel=0.03)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_draft_that_was_hardly_trained_is_not_called_sound(run: dict[str, floa
 
 def test_there_are_three_healthy_drafts_of_each_kind() -> None:
     kinds = ("eagle3", "eagle", "dflash", "dspark")
-    found = Counter(next(kind for kind in kinds if draft.split("-")[0] == kind) for draft in DRAFTS)
-    assert found == dict.fromkeys(kinds, 3)
+    counts = Counter(next(kind for kind in kinds if draft.split("-")[0] == kind) for draft in DRAFTS)
+    assert counts == dict.fromkeys(kinds, 3)
     sizes = [path.stat().st_size for path in (ROOT / "tests" / "assets").rglob("*") if path.is_file()]
     assert sum(sizes) <= 6_000_000

@@ -51,13 +51,13 @@ def test_the_replay_accepts_what_the_engine_accepts(
     engine = build_engine(folder, draft, **options)
     answers = run(engine, requests)
     engine.close()
-    found = [answers[str(i)] for i in range(len(PROMPTS))]
+    outputs = [answers[str(i)] for i in range(len(PROMPTS))]
     answered = [
-        Answered(prompt, answer.tokens, Conversation(())) for prompt, answer in zip(PROMPTS, found, strict=True)
+        Answered(prompt, answer.tokens, Conversation(())) for prompt, answer in zip(PROMPTS, outputs, strict=True)
     ]
     score = replayed(folder, draft, family, answered)
-    assert [sum(one.answer == i for one in score.rounds) for i in range(len(found))] == [
-        answer.counts.rounds for answer in found
+    assert [sum(outcome.answer == i for outcome in score.rounds) for i in range(len(outputs))] == [
+        answer.counts.rounds for answer in outputs
     ]
     assert score.accept_length > 1.05  # else any replay would do
 

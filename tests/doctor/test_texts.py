@@ -41,9 +41,9 @@ def worded(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     words = {f"w{token}": token for token in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))  # noqa: S106  a word, not a password
     tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
     return folder
 
 
@@ -53,16 +53,16 @@ def prompts(*, thinking: bool) -> list[list[int]]:
     return [[*start, 4, *random_prompt(PROMPT, i), 5] for i in range(TEXTS)]
 
 
-def answers_of(target: Path, asked: list[list[int]]) -> list[list[int]]:
+def answers_of(target: Path, questions: list[list[int]]) -> list[list[int]]:
     engine = build_engine(target, max_running=TEXTS)
-    found = run(engine, [make_request(str(i), prompt, max_tokens=TOKENS) for i, prompt in enumerate(asked)])
+    results = run(engine, [make_request(str(i), prompt, max_tokens=TOKENS) for i, prompt in enumerate(questions)])
     engine.close()
-    return [found[str(i)].tokens for i in range(len(asked))]
+    return [results[str(i)].tokens for i in range(len(questions))]
 
 
-def fitted(target: Path, folder: Path, asked: list[list[int]], answers: list[list[int]]) -> Path:
+def fitted(target: Path, folder: Path, questions: list[list[int]], answers: list[list[int]]) -> Path:
     """A draft that knows these answers."""
-    texts = [(len(prompt), prompt + answer) for prompt, answer in zip(asked, answers, strict=True)]
+    texts = [(len(prompt), prompt + answer) for prompt, answer in zip(questions, answers, strict=True)]
     save_random_dflash(target, folder, texts, aux_layers=(0, 1, 2))
     return folder
 
@@ -87,37 +87,37 @@ def config_of(target: Path, draft: Path, data: Path) -> DoctorConfig:
 
 
 def test_thinking_that_only_the_training_had(worded: Path, tmp_path: Path) -> None:
-    asked = prompts(thinking=True)
-    draft = fitted(worded, tmp_path / "draft", asked, answers_of(worded, asked))
-    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
-    causes = [one for one in found.findings if one.kind == "cause"]
+    questions = prompts(thinking=True)
+    draft = fitted(worded, tmp_path / "draft", questions, answers_of(worded, questions))
+    report = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
+    causes = [finding for finding in report.findings if finding.kind == "cause"]
     assert causes[0].stage == "prompt text"
     assert "enable_thinking true" in causes[0].name
-    assert found.is_wrong
+    assert report.is_wrong
 
 
 @pytest.mark.slow
 def test_a_draft_of_these_prompts_is_healthy(worded: Path, tmp_path: Path) -> None:
-    asked = prompts(thinking=False)
-    draft = fitted(worded, tmp_path / "draft", asked, answers_of(worded, asked))
-    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
-    assert not [one for one in found.findings if one.stage == "prompt text"]
-    assert found.served == pytest.approx(found.diagnosis.as_read and found.diagnosis.as_read.accept_length, rel=1e-6)
+    questions = prompts(thinking=False)
+    draft = fitted(worded, tmp_path / "draft", questions, answers_of(worded, questions))
+    report = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl")))
+    assert not [finding for finding in report.findings if finding.stage == "prompt text"]
+    assert report.served == pytest.approx(report.diagnosis.as_read and report.diagnosis.as_read.accept_length, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_answers_that_the_target_did_not_write(worded: Path, tmp_path: Path) -> None:
     """The data's answers are those of a model that differs from the target in its last layer."""
-    asked = prompts(thinking=False)
+    questions = prompts(thinking=False)
     other = AutoModelForCausalLM.from_pretrained(worded)
     torch.manual_seed(0)
     weight = other.model.layers[-1].mlp.down_proj.weight
     weight.data += 2 * weight.std() * torch.randn_like(weight)
     other.save_pretrained(tmp_path / "other")
-    theirs = answers_of(tmp_path / "other", asked)
-    draft = fitted(tmp_path / "other", tmp_path / "draft", asked, theirs)
-    found = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl", theirs)))
-    assert "answers of another model" in [one.name for one in found.findings if one.kind == "cause"]
+    answers = answers_of(tmp_path / "other", questions)
+    draft = fitted(tmp_path / "other", tmp_path / "draft", questions, answers)
+    report = examine(config_of(worded, draft, write_data(tmp_path / "data.jsonl", answers)))
+    assert "answers of another model" in [finding.name for finding in report.findings if finding.kind == "cause"]
 
 
 def test_loops() -> None:
@@ -127,7 +127,7 @@ def test_loops() -> None:
     answered = [Answered([0], looping, conversation), Answered([0], other, conversation)]
     assert answered[0].repeats == pytest.approx(1 - 3 / 53)  # 53 pieces of 8 tokens, of which 3 differ
     assert answered[1].repeats == 0
-    assert [one.name for one in repetition(answered)] == ["answers that repeat themselves"]
+    assert [finding.name for finding in repetition(answered)] == ["answers that repeat themselves"]
     assert not [*repetition([answered[1]])]
 
 
@@ -139,9 +139,11 @@ def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
     texts = [" ".join(str(rng.randrange(10)) for _ in range(20)) for _ in range(6)]
     data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts))
     config = config_of(ROOT / "assets" / "tiny-target", ROOT / "tests" / "assets" / "eagle3-flags", data)
-    found = examine(replace(config, max_tokens=96))
-    assert [one.name for one in found.findings if one.kind == "cause"] == ["answers that repeat themselves"]
-    assert found.is_wrong
+    report = examine(replace(config, max_tokens=96))
+    assert [finding.name for finding in report.findings if finding.kind == "cause"] == [
+        "answers that repeat themselves"
+    ]
+    assert report.is_wrong
 
 
 RISK = Finding(
@@ -168,11 +170,11 @@ SERVER = Endpoint(
 )
 def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, stage: str) -> None:
     diagnosis = Diagnosis(findings=(RISK,), tried=(), as_read=SCORE, mended=SCORE)
-    found = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]
-    assert [(one.kind, one.stage) for one in found] == ([] if kind is None else [(kind, stage)])
+    findings = [*endpoint_findings(diagnosis, replace(SERVER, **changes))]  # type: ignore[arg-type]
+    assert [(finding.kind, finding.stage) for finding in findings] == ([] if kind is None else [(kind, stage)])
     if stage == "files":
-        assert RISK.name in found[0].cause
-        assert found[0].remedy == RISK.remedy
+        assert RISK.name in findings[0].cause
+        assert findings[0].remedy == RISK.remedy
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,10 @@ def test_where_a_servers_gap_is(changes: dict[str, float], kind: str | None, sta
 def test_whether_the_engine_here_accepts_as_much(served: float | None, refusal: str, name: str | None) -> None:
     diagnosis = Diagnosis(findings=(), tried=(), as_read=SCORE, mended=SCORE)
     assert SCORE.accept_length == 2.0
-    found = [*parity(diagnosis, served, refusal)]
-    assert [(one.kind, one.stage, one.name) for one in found] == ([] if name is None else [("note", "files", name)])
+    findings = [*parity(diagnosis, served, refusal)]
+    assert [(finding.kind, finding.stage, finding.name) for finding in findings] == (
+        [] if name is None else [("note", "files", name)]
+    )
     if refusal:
-        assert refusal in found[0].cause
+        assert refusal in findings[0].cause
     assert not [*parity(replace(diagnosis, as_read=None), served, refusal)]
