@@ -64,10 +64,10 @@ def killed(action: Callable[[Path], None], path: Path, number: int) -> bool:
 
 
 def content(path: Path) -> str | None:
-    """What `path` holds; None where there is nothing."""
+    """The text in `path`, a file or a folder of equal files; None if it does not exist."""
     if path.is_dir():
-        assert sorted(one.name for one in path.iterdir()) == ["a", "b"]
-        texts = {one.read_text() for one in path.iterdir()}
+        assert sorted(file.name for file in path.iterdir()) == ["a", "b"]
+        texts = {file.read_text() for file in path.iterdir()}
         assert len(texts) == 1
         return texts.pop()
     return path.read_text() if path.exists() else None
@@ -76,7 +76,7 @@ def content(path: Path) -> str | None:
 def check_kills(action: Callable[[Path], None], before: str | None, after: str | None, folder: Path) -> None:
     """`before` or `after` is there, once recovered, also if recovering is killed; and nothing beside it."""
     number = 0
-    seen = set()
+    contents = set()
     is_done = False
     while not is_done:
         path = folder / str(number) / "name"
@@ -88,15 +88,17 @@ def check_kills(action: Callable[[Path], None], before: str | None, after: str |
             assert content(path) in (before, after)
         killed(recover, path, number % 17)
         recover(path)
-        seen.add(content(path))
-        assert [one.name for one in path.parent.iterdir()] == ([] if content(path) is None else ["name"])
+        contents.add(content(path))
+        assert [entry.name for entry in path.parent.iterdir()] == ([] if content(path) is None else ["name"])
         number += 1
     assert number > 8
     assert content(path) == after
-    assert seen == {before, after}
+    assert contents == {before, after}
 
 
 if __name__ == "__main__":
-    ACTIONS = {one.__name__: one for one in (write_folder, write_folder_without_exchange, write_file, remove_folder)}
+    ACTIONS = {
+        action.__name__: action for action in (write_folder, write_folder_without_exchange, write_file, remove_folder)
+    }
     name, *contents, folder = sys.argv[1:]
-    check_kills(ACTIONS[name], *(one or None for one in contents), Path(folder))
+    check_kills(ACTIONS[name], *(text or None for text in contents), Path(folder))

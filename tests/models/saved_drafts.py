@@ -24,7 +24,7 @@ ORIGIN = {"target": "owner/model", "target_revision": "main", "target_fingerprin
 
 
 class SavedDraft:
-    """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
+    """A draft in a folder, for a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
 
     def __init__(self, module: Any, target: TargetSpec, folder: Path) -> None:
         self.module = module.bfloat16()
@@ -73,9 +73,9 @@ class SavedDraft:
 def fused(tensors: Tensors) -> Tensors:
     """q, k and v, gate and up in one tensor each, as in some trainers' files."""
     joined = dict(tensors)
-    for name, first, *others in (("qkv_proj", "q_proj", "k_proj", "v_proj"), ("gate_up_proj", "gate_proj", "up_proj")):
+    for name, first, *rest in (("qkv_proj", "q_proj", "k_proj", "v_proj"), ("gate_up_proj", "gate_proj", "up_proj")):
         for key in [key for key in tensors if f".{first}." in key]:
-            parts = [joined.pop(key.replace(first, part)) for part in (first, *others)]
+            parts = [joined.pop(key.replace(first, part)) for part in (first, *rest)]
             joined[key.replace(first, name)] = torch.cat(parts)
     return joined
 
@@ -100,8 +100,8 @@ class CausalAttention(Attention):
         k = k.repeat_interleave(group, dim=-2)
         v = v.repeat_interleave(group, dim=-2)
         scores = torch.einsum("...ihd,...jhd->...hij", q, k) / q.shape[-1] ** 0.5
-        ones = torch.ones(q.shape[-3], q.shape[-3]).bool()
+        pairs = torch.ones(q.shape[-3], q.shape[-3]).bool()
         window = layer.spec.window
-        hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
+        hidden = pairs.triu(1) if window is None else pairs.triu(1) | pairs.tril(-window)
         scores = scores.masked_fill(hidden, -torch.inf)
         return torch.einsum("...hij,...jhd->...ihd", scores.softmax(-1), v)

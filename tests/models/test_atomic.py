@@ -63,8 +63,8 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     rename = os.rename
 
     def checked(source: Path, target: Path) -> None:
-        whole = [source, *source.rglob("*")]
-        assert {path.stat().st_ino for path in whole} <= synced
+        paths = [source, *source.rglob("*")]
+        assert {path.stat().st_ino for path in paths} <= synced
         rename(source, target)
 
     def note(descriptor: int) -> None:
@@ -172,13 +172,13 @@ def test_what_lies_in_the_way_is_named_and_left_alone(
     action: Callable[[Path], None], is_folder: bool, tmp_path: Path
 ) -> None:
     staging = tmp_path / ".name.tmp"
-    mine = staging / "mine" if is_folder else staging
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("years")
-    with pytest.raises(ValueError, match=rf"{mine}.* is in the way of .*name, .*; move it away"):
+    foreign = staging / "mine" if is_folder else staging
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("years")
+    with pytest.raises(ValueError, match=rf"{foreign}.* is in the way of .*name, .*; move it away"):
         action(tmp_path / "name")
-    assert mine.read_text() == "years"
-    assert list(tmp_path.rglob("*")) == ([staging, mine] if is_folder else [staging])
+    assert foreign.read_text() == "years"
+    assert list(tmp_path.rglob("*")) == ([staging, foreign] if is_folder else [staging])
 
 
 def test_names_of_the_other_kind_are_refused(tmp_path: Path) -> None:
@@ -258,14 +258,14 @@ def test_a_file_of_a_user_is_no_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [atomic_file, atomic_folder])
 @pytest.mark.parametrize(
-    ("code", "file", "told"),
+    ("code", "file", "named_file"),
     [(errno.ENOSPC, None, "new"), (errno.ENOSPC, "other", "other"), (errno.EIO, None, None)],
 )
 def test_a_full_disk_is_told_with_the_name_of_what_is_written(
-    tmp_path: Path, write: Callable[[Path], Any], code: int, file: str | None, told: str | None
+    tmp_path: Path, write: Callable[[Path], Any], code: int, file: str | None, named_file: str | None
 ) -> None:
     """Writing names no file. Other errors pass."""
     with pytest.raises(OSError, match=str(code)) as caught, write(tmp_path / "new"):
         raise OSError(code, "fault", file)
-    assert caught.value.filename == (str(tmp_path / "new") if told == "new" else told)
+    assert caught.value.filename == (str(tmp_path / "new") if named_file == "new" else named_file)
     assert not list(tmp_path.iterdir())

@@ -39,8 +39,8 @@ def make_draft(make_target: Callable[[str], Path]) -> Callable[..., DFlash]:
 
     def make(**fields: Any) -> DFlash:
         torch.manual_seed(4)
-        own: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
-        module = DFlash(DFlashConfig.from_target(target, **own | ORIGIN | fields))
+        sizes: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
+        module = DFlash(DFlashConfig.from_target(target, **sizes | ORIGIN | fields))
         for parameter in module.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         if module.config.draft_vocab_size is not None:
@@ -122,18 +122,18 @@ def test_convolution_equals_the_loop() -> None:
     for parameter in module.parameters():
         parameter += torch.randn_like(parameter)
     delta = (x @ module.kernel_projection.weight.T).view(9, 2, 2, 3)
-    for side, found in enumerate((module.prepare(x, S)[0], module.finish(x, module.prepare(x, S)[1], S))):
+    for side, output in enumerate((module.prepare(x, S)[0], module.finish(x, module.prepare(x, S)[1], S))):
         for row in range(9):
             for channel in range(12):
                 taps = [module.base_kernel[side, t, channel] + delta[row, side, t, channel // 4] for t in range(2)]
                 before = x[row - 1, channel] if row % S else 0.0
                 expected = taps[0] * x[row, channel] + taps[1] * before
-                assert float(found[row, channel]) == pytest.approx(float(expected))
+                assert float(output[row, channel]) == pytest.approx(float(expected))
 
 
 def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits: Tensor) -> list[float]:
     """Scores of the draft ids `rows` at one slot after the target id `before`, by the formulas."""
-    found = []
+    scores = []
     for row in rows:
         score = logits[row]
         if draft.selector is not None:
@@ -145,8 +145,8 @@ def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits:
                 gate = draft.markov.gate_proj
                 embedded = embedded * torch.sigmoid(gate.weight @ torch.cat((h, embedded)) + gate.bias)
             score = score + draft.markov.markov_w2.weight[row] @ embedded
-        found.append(float(score))
-    return found
+        scores.append(float(score))
+    return scores
 
 
 @pytest.mark.parametrize("name", ["selector", "vanilla", "gated", "scaled"])
@@ -162,27 +162,27 @@ def test_lattices_and_their_chains_equal_the_loops(name: str, make_draft: Callab
     positions = torch.tensor([10, 20, 30])
     noise = torch.stack([gumbel(keys, positions + s, ids) for s in range(4)], dim=1) * temperature[:, None, None]
     lattice = draft.lattice(hidden, anchors, logits, num_candidates=5, noise=noise)
-    drawn = lattice.tokens(walk(lattice))
+    tokens = lattice.tokens(walk(lattice))
     greedy = draft.lattice(hidden, anchors, logits, num_candidates=5)
-    assert torch.equal(drawn[0], greedy.tokens(walk(greedy))[0])
+    assert torch.equal(tokens[0], greedy.tokens(walk(greedy))[0])
     for b in range(3):
         before = int(anchors[b])
         place = 0
         chain = []
         for s in range(4):
-            own = logits[b, s]
+            slot_logits = logits[b, s]
             if name == "scaled":
-                own = 20 * torch.tanh(own * 0.5 / 20)
-            own = own + temperature[b] * gumbel(keys[b : b + 1], positions[b : b + 1] + s, ids)[0]
-            rows = own.argsort(descending=True)[:5].tolist()
+                slot_logits = 20 * torch.tanh(slot_logits * 0.5 / 20)
+            slot_logits = slot_logits + temperature[b] * gumbel(keys[b : b + 1], positions[b : b + 1] + s, ids)[0]
+            rows = slot_logits.argsort(descending=True)[:5].tolist()
             assert lattice.candidates[b, s].tolist() == ids[rows].tolist()
-            scores = torch.tensor(naive_scores(draft, hidden[b, s], before, rows, own))
-            found = lattice.start[b] if s == 0 else lattice.edges[b, s - 1, place]
-            torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
+            scores = torch.tensor(naive_scores(draft, hidden[b, s], before, rows, slot_logits))
+            edge_scores = lattice.start[b] if s == 0 else lattice.edges[b, s - 1, place]
+            torch.testing.assert_close(edge_scores, scores, rtol=1e-4, atol=1e-4)
             place = int(scores.argmax())
             before = int(ids[rows[place]])
             chain.append(before)
-        assert drawn[b].tolist() == chain
+        assert tokens[b].tolist() == chain
 
 
 def test_a_walk_is_greedy_from_left_to_right() -> None:

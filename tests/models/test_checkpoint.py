@@ -166,11 +166,11 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
     files, expected = REPOSITORIES[kind]
     files = SMALL | CLUTTER | files
     commit = tmp_path / "c0ffee"
-    asked = []
+    downloads = []
     fill(tmp_path / "hub", files)
 
     def fetch(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any = None) -> str:
-        asked.append((name, revision))
+        downloads.append((name, revision))
         for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (commit / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(tmp_path / "hub" / file, commit / file)
@@ -178,12 +178,12 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
 
     monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
     assert resolve("owner/model", "v1", weights=weights, trust_remote_code=trust_remote_code) == commit
-    assert asked[0] == ("owner/model", "v1")
-    assert set(asked[1:]) <= {("owner/model", "c0ffee")}
-    found = {path.relative_to(commit).as_posix() for path in commit.rglob("*") if path.is_file()}
+    assert downloads[0] == ("owner/model", "v1")
+    assert set(downloads[1:]) <= {("owner/model", "c0ffee")}
+    fetched_files = {path.relative_to(commit).as_posix() for path in commit.rglob("*") if path.is_file()}
     python = {"modeling.py"} if trust_remote_code else set()
     small = SMALL | (files & {INDEX})
-    assert found == small | python | (expected if weights else set())
+    assert fetched_files == small | python | (expected if weights else set())
     if weights:
         assert read_tensors(commit).keys() == expected
 

@@ -67,8 +67,8 @@ def observe(layer: nn.Module) -> None:
     outputs, inputs = layer.weight.shape
     rows, columns = layer.weight_scale.shape if layer.weight_scale.dim() == 2 else (1, 1)
     blocks = layer.weight.reshape(rows, outputs // rows, columns, inputs // columns)
-    found = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), layer.quantization_scheme.weights)
-    for parameter, values in zip((layer.weight_scale, layer.weight_zero_point), found, strict=True):
+    qparams = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), layer.quantization_scheme.weights)
+    for parameter, values in zip((layer.weight_scale, layer.weight_zero_point), qparams, strict=True):
         parameter.copy_(values.reshape(parameter.shape))
     if hasattr(layer, "input_scale"):
         layer.input_scale.fill_(0.02)
@@ -109,14 +109,14 @@ def test_a_dense_model(preset: str, plain: dict[str, Path], tmp_path: Path) -> N
     torch.testing.assert_close(dequantized_weights(target), weights, rtol=0, atol=0)
     read = read_by_transformers(tmp_path / "found")
     torch.testing.assert_close({name: read.get_parameter(name) for name in weights}, weights, rtol=0, atol=0)
-    found = logits(target)
+    output = logits(target)
     expected = model(TOKENS[None]).logits[0]
     effect = (expected - logits(load(plain["dense"]))).square().mean()
     assert effect > 1e-2, "quantisation makes a difference"
     if preset.startswith("W4A16"):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
-        assert (found - expected).square().mean() < 0.1 * effect
+        assert (output - expected).square().mean() < 0.1 * effect
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -143,14 +143,14 @@ def test_layers_equal_those_of_plain_formulas(name: str) -> None:
     layout = LAYOUTS[name]
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
     expected, value = layout.quantize(weight)
-    given = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
+    tensors = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
     if "weight_zero_point" in expected:
         zeros = expected["weight_zero_point"].t()[..., None] >> torch.arange(0, 32, 4) & 15
-        given["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
+        tensors["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
     scheme = QuantizationScheme(**layout.config["config_groups"]["group_0"])
     kind = "pack-quantized" if name.startswith("packed") else "float-quantized"
-    found = BaseCompressor.get_value_from_registry(kind).compress(given, scheme)
-    assert found.keys() == expected.keys()
+    compressed = BaseCompressor.get_value_from_registry(kind).compress(tensors, scheme)
+    assert compressed.keys() == expected.keys()
     for key in expected:
-        assert torch.equal(found[key].float(), expected[key].float()), key
-        assert found[key].dtype == expected[key].dtype or key == "weight_scale"
+        assert torch.equal(compressed[key].float(), expected[key].float()), key
+        assert compressed[key].dtype == expected[key].dtype or key == "weight_scale"

@@ -26,14 +26,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("served", FLOATS)
-@pytest.mark.parametrize("kept", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("rounded", FLOATS)
-def test_a_copy_may_have_been_rounded(rounded: torch.dtype, kept: torch.dtype, served: torch.dtype) -> None:
+def test_a_copy_may_have_been_rounded(rounded: torch.dtype, stored: torch.dtype, served: torch.dtype) -> None:
     """A target in one dtype, served in another; a draft's file in a third. One changed value is no rounding."""
-    target = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(kept)
+    target = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(stored)
     copy = target.to(rounded, copy=True)
     exact = torch.float16 not in {rounded, served} or torch.bfloat16 not in {rounded, served}
-    if exact or kept != torch.float32:
+    if exact or stored != torch.float32:
         assert is_copy(copy, target.to(served))
     copy[19, 3] += 0.1
     assert not is_copy(copy, target.to(served))
@@ -42,9 +42,9 @@ def test_a_copy_may_have_been_rounded(rounded: torch.dtype, kept: torch.dtype, s
 @pytest.mark.parametrize("mask", [torch.bool, torch.uint8])
 def test_a_head_is_compared_at_the_drafts_tokens(mask: torch.dtype) -> None:
     head = torch.randn(40, 8)
-    chosen = torch.arange(40) % 2 == 0
-    for rows, key, expected in ((head[chosen], "lm_head.weight", True), (head[:20], "lm_head.weight", False)):
-        tensors: dict[str, Tensor] = {"t2d": chosen.to(mask), key: rows}
+    vocabulary = torch.arange(40) % 2 == 0
+    for rows, key, expected in ((head[vocabulary], "lm_head.weight", True), (head[:20], "lm_head.weight", False)):
+        tensors: dict[str, Tensor] = {"t2d": vocabulary.to(mask), key: rows}
         assert drop_copy(tensors, key, {key: head}) is not expected
         assert (key in tensors) is not expected
 
@@ -92,8 +92,10 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
     stem = name.removesuffix("weight")
     tensors[stem + ending] = tensors.pop(name).to(dtype)
     save_file(tensors | {stem + key: tensor for key, tensor in beside.items()}, file)
-    written = str(dtype).removeprefix("torch.")
-    message = rf"draft is quantised \(\S*down_proj.{ending} is {written}\), but drafts are loaded in 16 bits .* dequan"
+    dtype_name = str(dtype).removeprefix("torch.")
+    message = (
+        rf"draft is quantised \(\S*down_proj.{ending} is {dtype_name}\), but drafts are loaded in 16 bits .* dequan"
+    )
     with pytest.raises(ValueError, match=message):
         load_draft(DRAFTS[kind][1], file.parent, load_config(target), torch.float32, CPU)
 
@@ -101,8 +103,8 @@ def test_a_quantised_draft_is_refused_with_the_remedy(
 @pytest.mark.parametrize(
     ("kind", "weight", "message"),
     [
-        *((kind, lambda own: own.index_fill(0, torch.tensor(3), torch.nan), NO_NUMBER) for kind in DRAFTS),
-        ("eagle", lambda own: own.index_fill(1, torch.tensor(5), -torch.inf), NO_NUMBER),
+        *((kind, lambda matrix: matrix.index_fill(0, torch.tensor(3), torch.nan), NO_NUMBER) for kind in DRAFTS),
+        ("eagle", lambda matrix: matrix.index_fill(1, torch.tensor(5), -torch.inf), NO_NUMBER),
         *((kind, lambda _: torch.zeros(32, 100), OTHER_WIDTH) for kind in ("eagle3", "dflash")),
     ],
 )

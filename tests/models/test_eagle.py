@@ -82,12 +82,12 @@ OURS = ("drafter", "target", "target_revision", "target_fingerprint", "tokenizer
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("named", [True, False])
-def test_the_authors_files_load(bias: bool, named: bool, make_draft: Callable[..., SavedDraft]) -> None:
+@pytest.mark.parametrize("has_bias_field", [True, False])
+def test_the_authors_files_load(bias: bool, has_bias_field: bool, make_draft: Callable[..., SavedDraft]) -> None:
     """A pickle with the target's embedding in it; the field `bias` may be missing."""
     draft = make_draft(fc_bias=bias)
-    own = dict.fromkeys((*OURS, "head_dim", "rope_scaling", *(() if named else ("bias",))))
-    draft.change(values=PUBLISHED | own)
+    removed = dict.fromkeys((*OURS, "head_dim", "rope_scaling", *(() if has_bias_field else ("bias",))))
+    draft.change(values=PUBLISHED | removed)
     tensors = load_file(draft.folder / "model.safetensors") | {"embed_tokens.weight": torch.zeros(120, 32)}
     (draft.folder / "model.safetensors").unlink()
     torch.save(tensors, draft.folder / "pytorch_model.bin")

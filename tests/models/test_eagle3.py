@@ -73,12 +73,12 @@ def test_write_context_stores_what_the_forward_pass_stores(
     module = random_module(make_target("llama"), **fields)
     embeds = torch.randn(LENGTH, 32)
     hidden = torch.randn(LENGTH, 32)
-    written = attention_of(module.config)
+    stored = attention_of(module.config)
     attended = attention_of(module.config)
-    module.write_context(embeds, hidden, written)
+    module.write_context(embeds, hidden, stored)
     module(embeds, hidden, attended)
-    torch.testing.assert_close(written.k, attended.k)
-    torch.testing.assert_close(written.v, attended.v)
+    torch.testing.assert_close(stored.k, attended.k)
+    torch.testing.assert_close(stored.v, attended.v)
 
 
 def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
@@ -291,7 +291,7 @@ def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sinks", "expected"),
+    ("ids", "sinks", "expected"),
     [
         ((0, 5, 9), False, (0, 5, 9)),
         ((1, 5, 8), False, (1, 5, 8)),  # SpecForge's
@@ -302,13 +302,13 @@ def test_a_norm_in_the_file_shows_its_flag(draft: SavedDraft) -> None:
     ],
 )
 def test_ids_in_eagle_config_count_outputs_or_inputs(
-    given: tuple[int, ...], sinks: bool, expected: tuple[int, ...] | None, draft: SavedDraft
+    ids: tuple[int, ...], sinks: bool, expected: tuple[int, ...] | None, draft: SavedDraft
 ) -> None:
     (layer,) = draft.target.layers[:1]
     layer = replace(layer, attention=replace(layer.attention, sinks=sinks))
     draft.target = replace(draft.target, layers=(layer,) * 12)
     draft.change(
-        values={"drafter": None, "target_num_layers": None, AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: given}}
+        values={"drafter": None, "target_num_layers": None, AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: ids}}
     )
     if expected is not None:
         assert draft.load().config.aux_layers == expected
@@ -526,11 +526,11 @@ def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_a_d2t_of_whole_numbers_is_read(dtype: torch.dtype, draft: SavedDraft) -> None:
     draft.change(lambda tensors: tensors | {"d2t": tensors["d2t"].to(dtype), "t2d": tensors["t2d"].float()})
-    found = draft.load().target_ids
+    ids = draft.load().target_ids
     expected = draft.module.target_ids
-    assert found is not None
+    assert ids is not None
     assert expected is not None
-    assert torch.equal(found, expected)
+    assert torch.equal(ids, expected)
 
 
 def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(
@@ -544,7 +544,7 @@ def test_a_d2t_of_zeros_is_said_where_nothing_contradicts_it(
 def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(
     draft: SavedDraft, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of ids that are all below the vocabulary's middle. Differences stay the same from a token to its neighbour."""
+    """Ids are all below the vocabulary's middle. Differences stay the same from a token to its neighbour."""
     for d2t, warns in ((torch.arange(1, 51), True), (torch.arange(50) // 2, False)):
         caplog.clear()
         draft.change(lambda tensors, d2t=d2t: without("t2d")(tensors | {"d2t": d2t}))
@@ -555,8 +555,8 @@ def test_a_d2t_that_may_hold_ids_is_said_where_nothing_contradicts_it(
 def test_an_embedding_of_zeros_is_a_placeholder(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
     shared = {"embed_tokens.weight": torch.randn(120, 32)}
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(120, 32)})
-    files = draft.folder, draft.target, torch.float32, torch.device("cpu")
-    assert load_draft(Eagle3, *files, shared).embed_tokens is None
+    module = load_draft(Eagle3, draft.folder, draft.target, torch.float32, torch.device("cpu"), shared)
+    assert module.embed_tokens is None
     assert "embed_tokens.weight is all zeros, a placeholder; the draft reads the target's" in caplog.text
 
 

@@ -78,11 +78,17 @@ def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
     padding = torch.zeros(3, dtype=torch.int64)
     tokens = torch.stack((torch.cat((first, second, padding)), torch.cat((third, padding, padding))[:15]))
     positions = torch.zeros(2, 15, dtype=torch.int64)
-    positions[0, :7], positions[0, 7:12], positions[1, :10] = torch.arange(7), torch.arange(5), torch.arange(10)
+    positions[0, :7] = torch.arange(7)
+    positions[0, 7:12] = torch.arange(5)
+    positions[1, :10] = torch.arange(10)
     aux_states, _ = TransformersTarget(model, (1, 4)).aux_states(tokens, positions)
-    for document, found in ((first, aux_states[0, :7]), (second, aux_states[0, 7:12]), (third, aux_states[1, :10])):
+    for document, document_states in (
+        (first, aux_states[0, :7]),
+        (second, aux_states[0, 7:12]),
+        (third, aux_states[1, :10]),
+    ):
         states = hidden_states(model, document[None])
-        torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
+        torch.testing.assert_close(document_states, torch.cat((states[1], states[3]), dim=-1)[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3-tied", "mistral", *NEWER])
@@ -91,35 +97,43 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
     torch.manual_seed(0)
     model = random_model(family).eval()
     model.save_pretrained(tmp_path)
-    found = load_frozen_target(tmp_path, (2, 4, 0, 2), torch.device("cpu"))
-    assert isinstance(found, DecoderTarget)
+    target = load_frozen_target(tmp_path, (2, 4, 0, 2), torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
     expected = TransformersTarget(model, (2, 4, 0, 2))
     tokens = torch.randint(0, 50, (2, 15))
     positions = torch.zeros(2, 15, dtype=torch.int64)
-    positions[0, :7], positions[0, 7:12], positions[1, :15] = torch.arange(7), torch.arange(5), torch.arange(15)
+    positions[0, :7] = torch.arange(7)
+    positions[0, 7:12] = torch.arange(5)
+    positions[1, :15] = torch.arange(15)
     for _ in range(2):  # longer rows need larger tables
-        for one, other in zip(found.aux_states(tokens, positions), expected.aux_states(tokens, positions), strict=True):
-            torch.testing.assert_close(one, other)
+        for values, reference in zip(
+            target.aux_states(tokens, positions), expected.aux_states(tokens, positions), strict=True
+        ):
+            torch.testing.assert_close(values, reference)
         tokens = torch.cat((tokens, tokens), 1)
         positions = torch.cat((positions, positions), 1)
-    for one, other in zip(
-        found.logits(found.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
+    for values, reference in zip(
+        target.logits(target.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
         expected.logits(expected.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(values, reference)
     with torch.no_grad():
         logits = model(input_ids=tokens[:1, :7]).logits[0]
-    torch.testing.assert_close(found.logits(found.aux_states(tokens[:1, :7], positions[:1, :7])[1][0], ALL)[0], logits)
+    torch.testing.assert_close(
+        target.logits(target.aux_states(tokens[:1, :7], positions[:1, :7])[1][0], ALL)[0], logits
+    )
     rows = model.get_input_embeddings().weight[tokens]  # without Gemma's scale
-    torch.testing.assert_close(found.embed(tokens), rows)
+    torch.testing.assert_close(target.embed(tokens), rows)
     torch.testing.assert_close(expected.embed(tokens), rows)
-    own = found.initial_weights(2)
-    theirs = expected.initial_weights(2)
-    assert own.keys() == theirs.keys()
-    for name in own:
-        assert torch.equal(own[name], theirs[name]), name
-    assert ("layers.0.mlp.up_proj.weight" in own) == (family not in NEWER), "a draft's layers are pre-norm, with silu"
+    weights = target.initial_weights(2)
+    expected_weights = expected.initial_weights(2)
+    assert weights.keys() == expected_weights.keys()
+    for name in weights:
+        assert torch.equal(weights[name], expected_weights[name]), name
+    assert ("layers.0.mlp.up_proj.weight" in weights) == (family not in NEWER), (
+        "a draft's layers are pre-norm, with silu"
+    )
 
 
 @pytest.mark.gpu
@@ -134,8 +148,8 @@ def test_documents_attend_at_once_as_one_by_one(window: int | None, sinks: bool)
     attention.plan(positions.view(1, -1).cuda())
     q, k, v = (torch.randn(512, heads, 64, device="cuda") for heads in (8, 2, 2))
     expected = attention._attend_each(q, k, v, layer)
-    found = attention._attend_all(q.bfloat16(), k.bfloat16(), v.bfloat16(), layer)
-    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+    output = attention._attend_all(q.bfloat16(), k.bfloat16(), v.bfloat16(), layer)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
@@ -152,8 +166,8 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
     for count in (2, 3, 4):
         tokens = torch.randint(0, 50, (count, 16), device=device)
         expected = target.aux_states(tokens, positions.expand(count, -1))
-        for one, other in zip(compiled.aux_states(tokens, positions.expand(count, -1)), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for states, reference in zip(compiled.aux_states(tokens, positions.expand(count, -1)), expected, strict=True):
+            torch.testing.assert_close(states, reference, rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
@@ -277,8 +291,8 @@ def test_a_final_norm_starts_as_the_targets_is(config: type[PretrainedConfig], o
     roughen(model)
     weights = TransformersTarget(model, (1,)).initial_weights(1)
     states = torch.randn(5, 32)
-    own = torch.nn.functional.rms_norm(states, (32,), weights["norm.weight"], eps=1e-6)
-    torch.testing.assert_close(own, model.model.norm(states))
+    normed = torch.nn.functional.rms_norm(states, (32,), weights["norm.weight"], eps=1e-6)
+    torch.testing.assert_close(normed, model.model.norm(states))
     assert ("layers.0.mlp.up_proj.weight" in weights) == (not offset), "norms of layers have the offset, too"
 
 

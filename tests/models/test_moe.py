@@ -47,9 +47,9 @@ def test_experts_are_read_apart_fused_and_from_shards(
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     for folder in (fused, tmp_path / "shards"):
-        found = load(folder)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        tensors = load(folder)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def test_missing_and_unexpected_experts_are_named(make_target: Callable[[str], Path], tmp_path: Path) -> None:
@@ -79,21 +79,21 @@ def test_gpt_oss_layer_equals_transformers() -> None:
     """With its transposed experts, biases, and gates and ups beyond the limit."""
     torch.manual_seed(0)
     config = GptOssConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2, architectures=["GptOssForCausalLM"])
-    theirs = GptOssMLP(config)
-    for parameter in theirs.parameters():
+    reference = GptOssMLP(config)
+    for parameter in reference.parameters():
         parameter.data = torch.randn(parameter.shape)
-    roughen(theirs)
+    roughen(reference)
     spec = TargetSpec.from_json(config.to_dict()).layers[0].mlp
     with torch.device("meta"):
         ours = MixtureOfExperts(config.hidden_size, spec)
-    tensors = {name.replace("router.", "gate."): tensor for name, tensor in theirs.state_dict().items()}
+    tensors = {name.replace("router.", "gate."): tensor for name, tensor in reference.state_dict().items()}
     files = dict(tensors)
     load_weights(ours, tensors, torch.float32, CPU, Path("gpt-oss"))
     again = public_tensors(ours)
     assert again.keys() == files.keys()
     assert all(torch.equal(again[name], files[name]) for name in files)
     x = 3 * torch.randn(2, 7, config.hidden_size)
-    torch.testing.assert_close(ours(x), theirs(x)[0], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(ours(x), reference(x)[0], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "kinds"), [("qwen3-moe", [0, 1, 3]), ("mixtral", [0, 1]), ("qwen2-moe", [0, 1])])

@@ -1,4 +1,4 @@
-"""What programs may write to and replace: never an input, never a file that is not ours."""
+"""Programs write to and replace their outputs alone: never an input, never a foreign file."""
 
 import os
 import re
@@ -146,9 +146,9 @@ def test_places_where_nothing_can_be_written_are_refused(
 ) -> None:
     fill(tmp_path, "file")
     (tmp_path / "folder").mkdir()
-    taken, fault = ("folder", "a folder; name a file") if check is check_file else ("file", "a file; name a folder")
-    with pytest.raises(ValueError, match=f"output {tmp_path / taken} is {fault}"):
-        check(tmp_path / taken, tmp_path / "absent")
+    name, fault = ("folder", "a folder; name a file") if check is check_file else ("file", "a file; name a folder")
+    with pytest.raises(ValueError, match=f"output {tmp_path / name} is {fault}"):
+        check(tmp_path / name, tmp_path / "absent")
     with pytest.raises(ValueError, match=f"lies below {tmp_path}/file, which is a file; name another place"):
         check(tmp_path / "file" / "new", tmp_path / "absent")
     monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""What is read of a target beside its weights: code that is not trusted, tokenizers, end-of-text ids, context."""
+"""Parts of a target beside its weights: code that is not trusted, tokenizers, end-of-text ids, context."""
 
 import builtins
 import json
@@ -73,9 +73,9 @@ def test_code_runs_only_where_it_is_trusted(reader: str, odd: Path) -> None:
         ValueError, match=r"target needs Python code of its own \(auto_map\); .* set trust_remote_code$"
     ):
         READERS[reader](odd, False)
-    found = READERS[reader](odd, True)
+    result = READERS[reader](odd, True)
     if reader in ("engine", "data"):
-        assert found == {0, 2}
+        assert result == {0, 2}
 
 
 def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("left", [[], ["tokenizer_config.json"]])
 def test_a_missing_tokenizer_is_one_sentence(left: list[str], copy: Path) -> None:
-    """Of a folder without any file of it, transformers makes an empty tokenizer."""
+    """Transformers makes an empty tokenizer from a folder that has no file of one."""
     for file in copy.glob("tokenizer*"):
         if file.name not in left:
             file.unlink()

@@ -47,8 +47,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Target:
-    asked = "fp8" if name == "on-the-fly" else None
-    return load_target(folder, load_config(folder), dtype, CPU, quantization=asked)
+    quantization = "fp8" if name == "on-the-fly" else None
+    return load_target(folder, load_config(folder), dtype, CPU, quantization=quantization)
 
 
 @torch.no_grad()
@@ -74,13 +74,13 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
             torch.testing.assert_close(weight[rows], values[f"model.layers.1.{name}.{part}.weight"])
     tokens = torch.randint(3, 120, (70,), generator=torch.Generator().manual_seed(1))
     expected = reference(layout, plain, folder, values)(tokens[None]).logits[0]
-    found = logits(target, tokens)
+    output = logits(target, tokens)
     effect = (expected - logits(load(plain), tokens)).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
-        assert (found - expected).square().mean() < 0.1 * effect
+        assert (output - expected).square().mean() < 0.1 * effect
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    found = dequantized_weights(load(tmp_path / name))
+    weights = dequantized_weights(load(tmp_path / name))
     read = read_by_transformers(tmp_path / name)
-    assert len(found) == 4 * 7
-    expected = {name: read.get_parameter(name).detach() for name in found}
+    assert len(weights) == 4 * 7
+    expected = {name: read.get_parameter(name).detach() for name in weights}
     rounding = 2**-11 if name.startswith("packed") else 0
-    torch.testing.assert_close(found, expected, rtol=rounding, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
@@ -125,12 +125,12 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
     for file in set(files.values()):
         save_file({key: tensors[key] for key in names if files[key] == file}, fused / file)
     (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    found, same = (target.layers[2].self_attn.qkv_proj for target in (load(fused), expected))
+    layer, expected_layer = (target.layers[2].self_attn.qkv_proj for target in (load(fused), expected))
     if name.startswith("fp8") and name != "fp8-blocks":
-        assert torch.equal(found.weight_scale, torch.full((len(found.weight),), 0.5))
-        assert torch.equal(found.weight.float(), same.weight.float())
+        assert torch.equal(layer.weight_scale, torch.full((len(layer.weight),), 0.5))
+        assert torch.equal(layer.weight.float(), expected_layer.weight.float())
     else:
-        assert torch.equal(found.dequantized(), same.dequantized())
+        assert torch.equal(layer.dequantized(), expected_layer.dequantized())
 
 
 def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
         folder = tmp_path / name
         save_quantized(layout, plain, folder)
         tensors = load_file(folder / "model.safetensors")
-        own, value = layout.quantize(tensors.pop(f"{HEAD}.weight"))
-        own = {f"{HEAD}.{end}": tensor.contiguous() for end, tensor in own.items()}
-        save_file(tensors | own, folder / "model.safetensors")
+        quantised, value = layout.quantize(tensors.pop(f"{HEAD}.weight"))
+        quantised = {f"{HEAD}.{end}": tensor.contiguous() for end, tensor in quantised.items()}
+        save_file(tensors | quantised, folder / "model.safetensors")
         torch.testing.assert_close(load(folder).shared[f"{HEAD}.weight"], value)
 
 
@@ -323,11 +323,11 @@ def test_groups_name_layers(tmp_path: Path) -> None:
     values["config_groups"]["group_1"] = {"targets": ["re:.*down_proj$"], "weights": w4(32, False)}
     values["config_groups"]["group_2"] = {"targets": ["layers.3.mlp.up_proj"], "weights": w4(64, True)}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
-    found = read_quantization(tmp_path)
-    assert found is not None
-    sizes = {name: found.format_of(f"layers.{name}").group_size for name in ("3.mlp.down_proj", "3.mlp.up_proj")}
+    quantization = read_quantization(tmp_path)
+    assert quantization is not None
+    sizes = {name: quantization.format_of(f"layers.{name}").group_size for name in ("3.mlp.down_proj", "3.mlp.up_proj")}
     assert sizes == {"3.mlp.down_proj": 32, "3.mlp.up_proj": 64}
-    assert found.format_of("layers.0.self_attn.q_proj") == Int4Format("packed", 128, symmetric=True)
+    assert quantization.format_of("layers.0.self_attn.q_proj") == Int4Format("packed", 128, symmetric=True)
     del values["config_groups"]["group_0"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with pytest.raises(ValueError, match=re.escape("q_proj is quantised, but the quantisation config (compressed")):

@@ -42,8 +42,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, name: str = "") -> Target:
-    asked = "fp8" if name == "on-the-fly" else None
-    return load_target(folder, load_config(folder), torch.float32, CPU, quantization=asked)
+    quantization = "fp8" if name == "on-the-fly" else None
+    return load_target(folder, load_config(folder), torch.float32, CPU, quantization=quantization)
 
 
 @torch.no_grad()
@@ -63,22 +63,22 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
     target = load(folder, name)
     assert isinstance(target.layers[1].mlp.experts, LinearExperts)
     expected = reference(layout, plain, folder, values)(TOKENS[None]).logits[0]
-    found = logits(target)
+    output = logits(target)
     effect = (expected - logits(load(plain))).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
-        assert (found - expected).square().mean() < 0.1 * effect
+        assert (output - expected).square().mean() < 0.1 * effect
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "compressed-channel", "packed"])
 def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp_path: Path) -> None:
     """It reads these layouts on a CPU, and rounds 4-bit weights to the type of their scales, fp16."""
     save_quantized(LAYOUTS[name], plain, tmp_path / name)
-    found = dequantized_weights(load(tmp_path / name))
+    weights = dequantized_weights(load(tmp_path / name))
     read = read_by_transformers(tmp_path / name)
-    assert len(found) == 2 * (4 + 3 * 3)
+    assert len(weights) == 2 * (4 + 3 * 3)
     expected = {name: tensor.float() for name, tensor in read.state_dict().items()}
     for layer in range(2):
         experts = f"model.layers.{layer}.mlp.experts"
@@ -87,7 +87,7 @@ def test_weights_equal_those_that_transformers_reads(name: str, plain: Path, tmp
             for part, weight in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
                 expected[f"{experts}.{index}.{part}_proj.weight"] = weight
     rounding = 2**-11 if name == "packed" else 0
-    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=rounding, atol=0)
+    torch.testing.assert_close(weights, {name: expected[name] for name in weights}, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "modelopt", "modelopt-blocks", "compressed-blocks", "gptq-v2",
@@ -97,13 +97,13 @@ def test_other_layouts_are_stored_as_they_mean(name: str, plain: Path, tmp_path:
     experts: Any = load(tmp_path / name).layers[1].mlp.experts
     for part, rows in (("gate_proj", slice(0, 128)), ("up_proj", slice(128, 256)), ("down_proj", slice(None))):
         fused = "down_proj" if part == "down_proj" else "gate_up_proj"
-        found = experts.expert(fused, 2).dequantized()[rows]
-        torch.testing.assert_close(found, values[f"model.layers.1.mlp.experts.2.{part}.weight"])
+        weight = experts.expert(fused, 2).dequantized()[rows]
+        torch.testing.assert_close(weight, values[f"model.layers.1.mlp.experts.2.{part}.weight"])
 
 
 def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """As transformers 5 holds experts in FP8 blocks: all of a layer in a tensor."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts"
         for end, stored in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
@@ -112,9 +112,9 @@ def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 for part in ("gate_proj", "up_proj", "down_proj")
             }
             dtype = tensors[f"{prefix}.0.up_proj.{end}"].dtype
-            found[f"{prefix}.gate_up_proj{stored}"] = torch.cat(list(parts.values())[:2], dim=1).view(dtype)
-            found[f"{prefix}.down_proj{stored}"] = parts["down_proj"].view(dtype)
-    return found
+            result[f"{prefix}.gate_up_proj{stored}"] = torch.cat(list(parts.values())[:2], dim=1).view(dtype)
+            result[f"{prefix}.down_proj{stored}"] = parts["down_proj"].view(dtype)
+    return result
 
 
 def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
     for file in set(files.values()):
         save_file({key: tensors[key] for key in files if files[key] == file}, fused / file)
     (fused / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    found, expected = (dict(load(folder).named_buffers()) for folder in (fused, tmp_path / "apart"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key].float(), expected[key].float()) for key in expected)
+    buffers, expected = (dict(load(folder).named_buffers()) for folder in (fused, tmp_path / "apart"))
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffers[key].float(), expected[key].float()) for key in expected)
 
 
 def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
     frozen = load_frozen_target(tmp_path, (1,), CPU)
     assert isinstance(frozen, DecoderTarget)
     prompt = TOKENS[:9].tolist()
-    found, drafted = (
+    answer, drafted_answer = (
         run(build_engine(tmp_path, draft), [make_request("1", prompt, max_tokens=12, ignore_eos=True)])["1"].tokens
         for draft in ("none", "ngram")
     )
-    assert found == drafted
+    assert answer == drafted_answer
     with torch.no_grad():
-        whole = reference(torch.tensor([prompt + found])).logits[0]
-    assert whole[len(prompt) - 1 : -1].argmax(-1).tolist() == found
+        text_logits = reference(torch.tensor([prompt + answer])).logits[0]
+    assert text_logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_gpt_oss_in_16_bits_is_quantised_on_the_fly(tmp_path: Path) -> None:
     save_random_target(copy.deepcopy(EXPERT_FAMILIES["gpt-oss"]), tmp_path)
     expected = load(tmp_path)
     target = load(tmp_path, "on-the-fly")
-    experts, own = (one.layers[1].mlp.experts for one in (expected, target))
+    experts, quantised = (model.layers[1].mlp.experts for model in (expected, target))
     for name in ("gate_up_proj", "down_proj"):
-        weight = own.expert(name, 3).dequantized()
+        weight = quantised.expert(name, 3).dequantized()
         assert 0 < (weight - experts.matrix(name)[3]).norm() < 0.05 * weight.norm()
-    assert torch.equal(own.gate_up_proj_bias, experts.gate_up_proj_bias)
+    assert torch.equal(quantised.gate_up_proj_bias, experts.gate_up_proj_bias)
     assert torch.equal(target.layers[1].mlp.gate.weight, expected.layers[1].mlp.gate.weight)
 
 

@@ -30,12 +30,14 @@ class Rotating(Backend):
 
 
 def rotated(projected: Tensor, to: Rotation) -> Tensor:
-    """What a kernel does with the heads (T, (Q + 2 * G) * D) of a projection."""
+    """Rotates and stores the heads (T, (Q + 2 * G) * D) of a projection, as a kernel does."""
     assert to.positions is not None
     G, D = to.keys.shape[1:]
     q, k, v = projected.unflatten(1, (-1, D)).split([projected.shape[1] // D - 2 * G, G, G], dim=1)
-    where = to.positions, to.slots, to.keys, to.values
-    return rotate_and_store.reference(q, k, v, to.cos, to.sin, *where, None, to.scales).flatten(1)
+    rotated_q = rotate_and_store.reference(
+        q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, None, to.scales
+    )
+    return rotated_q.flatten(1)
 
 
 def attended(backend: type[Backend], layer: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +58,9 @@ def test_it_attends_to_the_same(format: str, monkeypatch: pytest.MonkeyPatch) ->
     torch.nn.init.normal_(layer.qkv_proj.weight, std=0.05)
     torch.nn.init.normal_(layer.o_proj.weight, std=0.05)
     if format == "fp8":
-        own = FP8Linear(layer.qkv_proj, FP8Format("channel", on_the_fly=True))
-        own.load_part(None, {"weight": layer.qkv_proj.weight.data})
-        layer.qkv_proj = own
+        projection = FP8Linear(layer.qkv_proj, FP8Format("channel", on_the_fly=True))
+        projection.load_part(None, {"weight": layer.qkv_proj.weight.data})
+        layer.qkv_proj = projection
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rotation: Rotation) -> Tensor:
         calls.append(len(x))
@@ -78,9 +80,9 @@ def test_it_attends_to_the_same(format: str, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(fp8, "runs_kernels", lambda *_: True)
         patch.setattr(fp8.quantize_rows, "when", lambda *_, **__: False)
         patch.setattr(fp8.fp8_linear, "when", lambda *_, **__: False)
-        found, own_cache = attended(Rotating, layer, x)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own_cache, cache, rtol=1e-4, atol=1e-5, equal_nan=True)
+        output, output_cache = attended(Rotating, layer, x)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output_cache, cache, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert calls == [9]
 
 

@@ -91,13 +91,13 @@ def test_fp8_is_off_by_its_half_step_in_the_scale_of_each_token_and_layer() -> N
     values, scales = encode(states, "fp8")
     assert scales is not None
     assert values.dtype == torch.float8_e4m3fn
-    found = decode(values, scales, torch.float32)
+    decoded = decode(values, scales, torch.float32)
     largest = states.abs().amax(dim=-1, keepdim=True)
     # 3 bits after the leading one: half a step is 2^-4 of a number; below 2^-6 of fp8's range steps are 2^-9
     allowed = torch.maximum(states.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)
-    assert ((found - states).abs() <= allowed).all()
-    assert torch.equal(found[9], states[9])
-    torch.testing.assert_close(found.abs().amax(dim=-1, keepdim=True), largest)
+    assert ((decoded - states).abs() <= allowed).all()
+    assert torch.equal(decoded[9], states[9])
+    torch.testing.assert_close(decoded.abs().amax(dim=-1, keepdim=True), largest)
     assert torch.isfinite(decode(*encode(states.bfloat16(), "fp8"), torch.bfloat16)).all()
 
 
@@ -110,17 +110,17 @@ def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
     write_store(tmp_path, form)
     store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
-        written = fill(number, form).tensors
+        stored = fill(number, form).tensors
         start = 0
         supervised = 0
         for slot, length in enumerate(LENGTHS[number]):
             assert store.find(span.split, span.first + slot) == (number, slot)
             assert store.length(number, slot) == length
-            found = store.read(number, slot)
+            states = store.read(number, slot)
             count = sum(start <= row < start + length for row in SUPERVISED[number])
-            for name, tensor in found.items():
+            for name, tensor in states.items():
                 part = (supervised, count) if name.startswith("last_hidden") else (start, length)
-                assert raw(tensor) == raw(written[name].narrow(0, *part)), name
+                assert raw(tensor) == raw(stored[name].narrow(0, *part)), name
             start = start + length
             supervised = supervised + count
     assert store.find("train", 5) is None
@@ -145,7 +145,7 @@ def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Requests to read ahead (first byte, number of bytes), which are cut to 48 bytes."""
     requests: list[tuple[int, int]] = []
     monkeypatch.setattr(state_store, "READ_AHEAD_BYTES", 48)
@@ -159,7 +159,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
-    tmp_path: Path, form: StateFormat, asked: list[tuple[int, int]]
+    tmp_path: Path, form: StateFormat, reads: list[tuple[int, int]]
 ) -> None:
     write_store(tmp_path, form)
     store = StateStore(tmp_path)
@@ -170,12 +170,12 @@ def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
         del entries["__metadata__"]
         place = {name: [start + end for end in entry["data_offsets"]] for name, entry in entries.items()}
         store.open(number)
-        opening = {byte for first, count in asked for byte in range(first, first + count)}
+        opening = {byte for first, count in reads for byte in range(first, first + count)}
         tables = "documents", "lengths", "checksums", "supervised"
         assert opening == set(range(48)) | {byte for name in tables for byte in range(*place[name])}
         row = supervised = 0
         for slot, length in enumerate(LENGTHS[number]):
-            asked.clear()
+            reads.clear()
             store.read(number, slot)
             count = sum(row <= token < row + length for token in SUPERVISED[number])
             expected = []
@@ -184,11 +184,11 @@ def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
                 size = (place[name][1] - place[name][0]) // (span.num_supervised if final else span.num_tokens)
                 first, rows = (supervised, count) if final else (row, length)
                 expected += range(place[name][0] + first * size, place[name][0] + (first + rows) * size)
-            assert max((size for _, size in asked), default=0) <= 48
-            assert sorted(byte for first, size in asked for byte in range(first, first + size)) == sorted(expected)
+            assert max((size for _, size in reads), default=0) <= 48
+            assert sorted(byte for first, size in reads for byte in range(first, first + size)) == sorted(expected)
             row = row + length
             supervised = supervised + count
-        asked.clear()
+        reads.clear()
 
 
 @pytest.mark.parametrize("change", ["no such advice", "the file's name is gone"])

@@ -83,8 +83,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
     if layout == "hub":
         older = {"rope_theta": 10000.0, "rope_local_base_freq": 1000.0}
         older |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window_pattern": 2}
-        known = json.loads((tmp_path / "config.json").read_text())
-        inside = {key: value for key, value in known["text_config"].items() if key not in NEW_FIELDS}
+        values = json.loads((tmp_path / "config.json").read_text())
+        inside = {key: value for key, value in values["text_config"].items() if key not in NEW_FIELDS}
         change_json(tmp_path / "config.json", text_config={**inside, **older})
     elif layout == "modules":
         tensors = {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
@@ -96,9 +96,9 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
     tokens = torch.arange(3, 40)
     attention.plan(torch.arange(len(tokens))[None])
     with torch.no_grad():
-        found = target.logits(target(tokens, attention)[0])
+        output = target.logits(target(tokens, attention)[0])
         expected = model(input_ids=tokens[None]).logits[0]
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: Callable[[str], Path]) -> None:
@@ -122,12 +122,12 @@ def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[
 
 
 def test_longrope_depends_on_the_context_that_is_served() -> None:
-    known = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
-    known.architectures = ["Phi3ForCausalLM"]
-    config = TargetSpec.from_json(known.to_dict())
+    hf_config = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    hf_config.architectures = ["Phi3ForCausalLM"]
+    config = TargetSpec.from_json(hf_config.to_dict())
     positions = torch.arange(64)[None]
     for context in (64, 65):
-        reference = Phi3RotaryEmbedding(copy.deepcopy(known))
+        reference = Phi3RotaryEmbedding(copy.deepcopy(hf_config))
         at = torch.cat((positions, positions + context - 64), dim=1)  # transformers looks at the last one
         cos, sin = reference(torch.zeros(1), at)
         rope = RotaryEmbedding(config.rope, config.head_dim, 80, context)
@@ -140,8 +140,8 @@ def test_longrope_depends_on_the_context_that_is_served() -> None:
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"])
 def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | None, tmp_path: Path) -> None:
     """From config.json alone where it says everything, else by transformers, which knows each family's defaults."""
-    known = getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"], use_sliding_window=False)
-    newer = json.loads(known.to_json_string(use_diff=False))
+    hf_config = getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"], use_sliding_window=False)
+    newer = json.loads(hf_config.to_json_string(use_diff=False))
     older = {**newer, **newer["rope_parameters"], "rope_scaling": None}
     for key in ("rope_parameters", "rope_type", "layer_types"):
         older.pop(key, None)
@@ -156,9 +156,9 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
     """In one order, with all that are read."""
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be a target; supported: \w+(, \w+)*$") as error:
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
-    named = str(error.value).partition("supported: ")[2].split(", ")
-    assert named == sorted(named)
-    assert set(named) == {*ARCHITECTURES, "Gemma3ForConditionalGeneration"}
+    architectures = str(error.value).partition("supported: ")[2].split(", ")
+    assert architectures == sorted(architectures)
+    assert set(architectures) == {*ARCHITECTURES, "Gemma3ForConditionalGeneration"}
 
 
 @pytest.mark.parametrize(

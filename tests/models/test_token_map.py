@@ -20,18 +20,18 @@ from slipstream.models.drafts.token_map import (
 SPECIAL = [0, 1, 63]
 
 
-def build(counts: list[int], size: int, kept: list[int]) -> TokenMap:
+def build(counts: list[int], size: int, kept_ids: list[int]) -> TokenMap:
     metadata = {"tokenizer_hash": "t", "data_hash": "d"}
-    return TokenMap.build(torch.tensor(counts, dtype=torch.int64), size, kept, metadata)
+    return TokenMap.build(torch.tensor(counts, dtype=torch.int64), size, kept_ids, metadata)
 
 
-def by_frequency(counts: list[int], size: int, kept: list[int]) -> list[int]:
-    others = sorted((token for token in range(len(counts)) if token not in kept), key=lambda t: (-counts[t], t))
-    return sorted(kept) + others[: size - len(kept)]
+def by_frequency(counts: list[int], size: int, kept_ids: list[int]) -> list[int]:
+    ranked = sorted((token for token in range(len(counts)) if token not in kept_ids), key=lambda t: (-counts[t], t))
+    return sorted(kept_ids) + ranked[: size - len(kept_ids)]
 
 
-def expected_ids(counts: list[int], size: int, kept: list[int]) -> list[int]:
-    return sorted(by_frequency(counts, size, kept))
+def expected_ids(counts: list[int], size: int, kept_ids: list[int]) -> list[int]:
+    return sorted(by_frequency(counts, size, kept_ids))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,9 +74,9 @@ def test_a_head_in_frequency_order_can_be_cut_at_any_size() -> None:
 
 
 def test_ids_that_the_counts_would_not_choose_come_before_all_others() -> None:
-    chosen = TokenMap(torch.tensor([0, 3, 4]), torch.tensor([5, 9, 7, 1, 2]), {"kept_ids": [3], "tokens_seen": 24})
-    assert chosen.ids_by_frequency().tolist() == [3, 0, 4]
-    assert chosen.ids_by_frequency(5).tolist() == [3, 0, 4, 1, 2]
+    token_map = TokenMap(torch.tensor([0, 3, 4]), torch.tensor([5, 9, 7, 1, 2]), {"kept_ids": [3], "tokens_seen": 24})
+    assert token_map.ids_by_frequency().tolist() == [3, 0, 4]
+    assert token_map.ids_by_frequency(5).tolist() == [3, 0, 4, 1, 2]
 
 
 def test_a_cut_keeps_the_stop_ids_and_names_those_that_are_missing() -> None:
@@ -124,7 +124,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path) -> None:
-    """That script put the end token in twice, one entry too many, and left ties in any order."""
+    """The first script listed the end token twice, one entry too many, and left ties in any order."""
     counts = Counter({5: 9, 2: 9, 7: 9, 1: 4})
     listed = [counts[token] for token in range(10)]
     build(listed, 3, [0]).write_fr_spec(tmp_path / "ids.pt")
@@ -132,16 +132,16 @@ def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("size", "kept", "message"),
+    ("size", "kept_ids", "message"),
     [
         (1, [0, 1], "size is 1; it must hold the 2 special"),
         (6, [0], "at most the vocabulary of 5"),
         (2, [5], "special token 5 lies outside the vocabulary of 5"),
     ],
 )
-def test_impossible_sizes_are_refused(size: int, kept: list[int], message: str) -> None:
+def test_impossible_sizes_are_refused(size: int, kept_ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build([1, 1, 1, 1, 1], size, kept)
+        build([1, 1, 1, 1, 1], size, kept_ids)
 
 
 def test_nothing_counted_is_refused() -> None:
@@ -153,8 +153,8 @@ def test_damaged_and_contradicting_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "map.safetensors"
     build([3, 0, 5, 5, 1], 3, [1]).write(path)
     tensors = load_file(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
     with pytest.raises(ValueError, match="damaged"):
         TokenMap.read(path)
     save_file({"d2t": tensors["d2t"]}, path)

@@ -42,7 +42,7 @@ def empty_block(size: int = 8) -> Block:
 
 
 def file_of(block: Block) -> dict[str, Tensor]:
-    """What a file of this block holds: random values."""
+    """Random tensors as a file of this block holds them."""
     tensors = {name: torch.randn(tensor.shape) for name, tensor in public_tensors(block).items()}
     return tensors | {"d2t": torch.arange(5)}
 
@@ -163,28 +163,28 @@ def test_loading_needs_the_weights_and_one_tensor_more(dtype: torch.dtype, tmp_p
 
 
 def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tensors still held, none is of an earlier file."""
+    """Tensors of earlier files are no longer alive."""
     tensors = file_of(empty_block())
     names = sorted(tensors)
     for index in range(3):
         file = tmp_path / f"model-{index + 1:05}-of-00003.safetensors"
         save_file({name: tensors[name] for name in names[index::3]}, file)
-    held = read_tensors(tmp_path)
-    assert list(held) == [name for index in range(3) for name in names[index::3]]
-    references = {name: weakref.ref(tensor) for name, tensor in held.items()}
-    seen = []
+    tensors_of_files = read_tensors(tmp_path)
+    assert list(tensors_of_files) == [name for index in range(3) for name in names[index::3]]
+    references = {name: weakref.ref(tensor) for name, tensor in tensors_of_files.items()}
+    alive_names = []
     load_part = Linear.load
 
     def load_and_look(*arguments: Any) -> None:
-        seen.append([name for name, reference in references.items() if reference() is not None])
+        alive_names.append([name for name, reference in references.items() if reference() is not None])
         load_part(*arguments)
 
     monkeypatch.setattr(Linear, "load", load_and_look)
-    load_weights(empty_block(), held, torch.bfloat16, CPU, tmp_path)
+    load_weights(empty_block(), tensors_of_files, torch.bfloat16, CPU, tmp_path)
     order = list(references)
-    assert len(seen) > 5
-    assert all(alive == order[order.index(alive[0]) :] for alive in seen)
-    assert not held
+    assert len(alive_names) > 5
+    assert all(alive == order[order.index(alive[0]) :] for alive in alive_names)
+    assert not tensors_of_files
 
 
 def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: Callable[[str], Path]) -> None:
@@ -203,13 +203,13 @@ def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_tar
             stacked = module.stack_context(range(len(module.layers)))
             ids = torch.tensor([3, 0])
             cut = module.lm_head.cut(ids).weight
-            whole = module.lm_head.whole().weight
-        pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked, cut, whole)])
+            uncut = module.lm_head.whole().weight
+        pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked, cut, uncut)])
     assert pointers[0] == pointers[1]
-    own = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}
-    for part, found in (("weight", stacked.weight), ("bias", stacked.bias)):
+    weights = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}
+    for part, stack in (("weight", stacked.weight), ("bias", stacked.bias)):
         names = [f"layers.{layer}.self_attn.{kind}_proj.{part}" for layer in range(2) for kind in "kv"]
-        assert torch.equal(found, torch.cat([own[name] for name in names]))
-    assert torch.equal(stacked.k_norm, torch.stack([own[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
+        assert torch.equal(stack, torch.cat([weights[name] for name in names]))
+    assert torch.equal(stacked.k_norm, torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
     assert torch.equal(cut, head.bfloat16()[ids])
-    assert torch.equal(whole, head.bfloat16())
+    assert torch.equal(uncut, head.bfloat16())
