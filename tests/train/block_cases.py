@@ -31,10 +31,10 @@ def packed(seed: int) -> tuple[Batch, list[list[Document]]]:
 
 def flat_documents(rows: list[list[Document]], width: int) -> list[tuple[int, Document]]:
     """Each document, cut as it is packed, with the row of the flattened batch where it begins."""
-    found = []
+    cut_documents = []
     for number, row in enumerate(rows):
         start = number * width
         for tokens, mask in row:
-            found.append((start, (tokens[:MAX_LENGTH], mask[:MAX_LENGTH])))
-            start += len(found[-1][1][0])
-    return found
+            cut_documents.append((start, (tokens[:MAX_LENGTH], mask[:MAX_LENGTH])))
+            start += len(cut_documents[-1][1][0])
+    return cut_documents

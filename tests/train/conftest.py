@@ -72,8 +72,8 @@ def token_map(target_model: PreTrainedModel) -> TokenMap:
 def random_parts(
     network: type[DraftNetwork], target: PreTrainedModel, ids: torch.Tensor | None, **fields: Any
 ) -> tuple[Any, FrozenTarget, RotaryEmbedding]:
-    """What a DraftTraining is made of: a random draft, the target and positions. `ids` are the draft's vocabulary,
-    `fields` of its config."""
+    """The arguments of a DraftTraining: a random draft, the target and rotary embeddings. `ids` are the draft's
+    vocabulary, `fields` belong to its config."""
     torch.manual_seed(3)
     config = TargetSpec.from_json(AutoConfig.for_model(**target.config.to_dict()).to_dict())
     size = None if ids is None else len(ids)

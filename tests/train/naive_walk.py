@@ -23,13 +23,13 @@ def check_walk(
     rows: list[list[Document]],
     depth: int,
 ) -> None:
-    """Evaluation counts what a server counts, on `rows` with some answers that the draft can predict."""
+    """Compares evaluation with a server's counts on `rows`, some of whose answers the draft can predict."""
 
     def propose(prefix: list[int], depth: int) -> list[int]:
         aux_states = target_aux_states(target, prefix[:-1], training.draft.config.aux_layers)
         return naive.greedy(aux_states, prefix, depth)
 
-    rows = [[half_predictable(propose, one, n, depth) for n, one in enumerate(row)] for row in rows]
+    rows = [[half_predictable(propose, document, n, depth) for n, document in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
     loss, metrics = training.eval()(collate(rows, 64))
     emitted = sum(walk[0] for walk in walks)

@@ -35,36 +35,37 @@ def weights(output: Path, step: int = 6) -> dict[str, Tensor]:
     return load_file(output / f"step-{step}" / "state" / "model.safetensors")
 
 
-def assert_same_run(found: Path, expected: Path, last_step: int = 6) -> None:
-    """Bit for bit."""
-    assert records(found) == records(expected)
+def assert_same_run(run: Path, expected: Path, last_step: int = 6) -> None:
+    """Compares records and weights bit for bit."""
+    assert records(run) == records(expected)
     for name, tensor in weights(expected, last_step).items():
-        assert torch.equal(weights(found, last_step)[name], tensor), name
+        assert torch.equal(weights(run, last_step)[name], tensor), name
 
 
-def assert_like_run(found: Path, expected: Path, last_step: int = 6) -> None:
-    """Up to the order of sums."""
-    for line, other in zip(records(found), records(expected), strict=True):
+def assert_like_run(run: Path, expected: Path, last_step: int = 6) -> None:
+    """Compares records and weights up to the order of sums."""
+    for line, other in zip(records(run), records(expected), strict=True):
         assert line == pytest.approx(other, rel=1e-4)
     for name, tensor in weights(expected, last_step).items():
-        torch.testing.assert_close(weights(found, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weights(run, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> None:
-    """Up to the order of sums, of the losses and of every parameter."""
+    """Compares losses and the gradients of every parameter up to the order of sums."""
     torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
     parameters = list(draft.parameters())
-    gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
-    for found, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    gradients = torch.autograd.grad(loss, parameters)
+    references = torch.autograd.grad(expected, parameters)
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()))
 
 
 def refusal(flags: list[str], main: Program = eagle3.main) -> str:
     """The sentence, or the status, that the program ends with."""
-    with pytest.raises(SystemExit) as stop, redirect_stderr(io.StringIO()) as said:
+    with pytest.raises(SystemExit) as stop, redirect_stderr(io.StringIO()) as messages:
         main(flags)
-    sys.stderr.write(said.getvalue())
-    return said.getvalue().rstrip().splitlines()[-1] if stop.value.code == 1 else str(stop.value.code)
+    sys.stderr.write(messages.getvalue())
+    return messages.getvalue().rstrip().splitlines()[-1] if stop.value.code == 1 else str(stop.value.code)
 
 
 def run_interrupted(flags: list[str], number: signal.Signals) -> None:

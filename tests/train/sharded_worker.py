@@ -34,24 +34,24 @@ DEVICE = torch.device("cpu" if ON_CPU else f"cuda:{os.environ['LOCAL_RANK']}")
 
 
 def look_at(path: Path) -> dict[str, Any]:
-    """Shares of the first layer, and whether everything that training reads is what the whole target gives.
+    """Shares of the first layer, and whether training reads the same from both targets.
 
     States up to rounding: where a gathered weight lies in memory decides in which order the CPU's library adds. All
     comparisons are made before any is judged: a process that left early would gather alone.
     """
-    whole = TransformersTarget(read_model(path, DEVICE, False).to(DEVICE), (2, 0, 4))
+    unsharded = TransformersTarget(read_model(path, DEVICE, False).to(DEVICE), (2, 0, 4))
     shared = load_frozen_target(path, (2, 0, 4), DEVICE, mesh=sharding_mesh(DEVICE, within_machine=True))
-    compared = [is_equal(whole, shared, width) for width in (9, 5, 12)]
-    states = [target.layers[1].state_dict() for target in (whole, shared)]
+    compared = [is_equal(unsharded, shared, width) for width in (9, 5, 12)]
+    states = [target.layers[1].state_dict() for target in (unsharded, shared)]
     equal = all(compared) and states[0].keys() == states[1].keys()
     equal &= all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     shares = {name: x.to_local().numel() for name, x in shared.layers[0].named_parameters() if isinstance(x, DTensor)}
-    sizes = {name: x.numel() for name, x in whole.layers[0].named_parameters()}
+    sizes = {name: x.numel() for name, x in unsharded.layers[0].named_parameters()}
     outside = [type(x).__name__ for name, x in shared.model.named_parameters() if ".layers." not in name]
     return {"equal": equal, "shares": shares, "sizes": sizes, "outside": outside}
 
 
-def is_equal(whole: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
+def is_equal(unsharded: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
     """On rows of this process alone, of a length of its own, two documents each."""
     rank = distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -62,7 +62,7 @@ def is_equal(whole: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
         aux_states, final = target.aux_states(tokens, positions)
         return [aux_states, final, target.embed(tokens), *target.logits(final[0], torch.arange(0, 120, 7))]
 
-    return all(torch.allclose(*pair, rtol=0, atol=2e-6) for pair in zip(read(whole), read(shared), strict=True))
+    return all(torch.allclose(*pair, rtol=0, atol=2e-6) for pair in zip(read(unsharded), read(shared), strict=True))
 
 
 def refusal(path: Path, other: Path) -> str:
@@ -81,9 +81,9 @@ def main(path: Path) -> None:
     jobs = json.loads(path.read_text())
     for program, flags in jobs["runs"]:
         PROGRAMS[program](flags)
-    found = {"targets": [look_at(Path(folder)) for folder in jobs["targets"]]}
-    found["refusal"] = refusal(*map(Path, jobs["stranger"]))
-    path.with_suffix(f".{distributed.get_rank()}.json").write_text(json.dumps(found))
+    results = {"targets": [look_at(Path(folder)) for folder in jobs["targets"]]}
+    results["refusal"] = refusal(*map(Path, jobs["stranger"]))
+    path.with_suffix(f".{distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

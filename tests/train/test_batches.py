@@ -106,31 +106,31 @@ def all_documents(rows: PackedRows) -> list[tuple[int, ...]]:
 
 def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
     """Rows one by one: batches of more span epochs."""
-    both = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
-    first = both[: len(rows)]
-    second = both[len(rows) :]
+    batches = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
+    first = batches[: len(rows)]
+    second = batches[len(rows) :]
     for epoch in (first, second):
         assert sorted(document for batch in epoch for document in documents_of(batch)) == all_documents(rows)
     assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
-    assert torch.cat([batch.numbers for batch in both]).tolist() == list(range(2 * len(rows)))
+    assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(2 * len(rows)))
 
 
 def test_order_goes_on_from_any_row_across_epochs(rows: PackedRows) -> None:
     count = 2 * len(rows) + 3
-    whole = [batch for batch, _ in take(rows, count, size=1)]
+    batches = [batch for batch, _ in take(rows, count, size=1)]
     for start in (1, len(rows) - 1, len(rows), len(rows) + 1, count - 1):
-        for (found, is_new), expected in zip(
-            take(rows, count - start, start=start, size=1), whole[start:], strict=True
+        for (batch, is_new), expected in zip(
+            take(rows, count - start, start=start, size=1), batches[start:], strict=True
         ):
             assert is_new
-            assert torch.equal(found.tokens, expected.tokens)
-            assert torch.equal(found.numbers, expected.numbers)
+            assert torch.equal(batch.tokens, expected.tokens)
+            assert torch.equal(batch.numbers, expected.numbers)
 
 
 def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
-    whole = take(rows, 9, size=4)
+    batches = take(rows, 9, size=4)
     parts = [take(rows, 9, size=2, process=process, num=2) for process in range(2)]
-    for (batch, _), (first, _), (second, _) in zip(whole, *parts, strict=True):
+    for (batch, _), (first, _), (second, _) in zip(batches, *parts, strict=True):
         assert documents_of(batch) == sorted(documents_of(first) + documents_of(second))
         assert batch.numbers.tolist() == first.numbers.tolist() + second.numbers.tolist()
 
@@ -139,24 +139,24 @@ def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
 @pytest.mark.parametrize("stops", [(5,), (1, 6, 17)])
 def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, stops: tuple[int, ...]) -> None:
     """Two epochs in parts, each ending as a run that stops or ends does; every row of them comes twice."""
-    seen = []
+    documents = []
     bounds = [0, *stops, 2 * len(rows)]
     for part, (start, end) in enumerate(itertools.pairwise(bounds)):
         processes = num + part
         passes = -(-(end - start) // (2 * processes)) + 1
         for process in range(processes):
-            taken = take(rows, passes, start=start, end=end, process=process, num=processes)
-            assert not taken[-1][1], "nothing is left for the pass after the last"
-            seen += [document for batch, is_new in taken if is_new for document in documents_of(batch)]
-    assert sorted(seen) == sorted(2 * all_documents(rows))
+            batches = take(rows, passes, start=start, end=end, process=process, num=processes)
+            assert not batches[-1][1], "nothing is left for the pass after the last"
+            documents += [document for batch, is_new in batches if is_new for document in documents_of(batch)]
+    assert sorted(documents) == sorted(2 * all_documents(rows))
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_a_filler_repeats_a_row_of_its_step(rows: PackedRows, num: int) -> None:
-    """Of steps of two passes, the last of which has one row: else a row that is not finite would end another's step."""
-    taken = [take(rows, 4, end=4 * num + 1, process=process, num=num) for process in range(num)]
+    """In steps of two passes, the last one with one row: a row that is not finite may not end another row's step."""
+    steps_by_process = [take(rows, 4, end=4 * num + 1, process=process, num=num) for process in range(num)]
     for step in (0, 1):
-        batches = [pair for batches in taken for pair in batches[2 * step : 2 * step + 2]]
+        batches = [pair for batches in steps_by_process for pair in batches[2 * step : 2 * step + 2]]
         new = {number for batch, is_new in batches if is_new for number in batch.numbers.tolist()}
         documents = {document for batch, is_new in batches if is_new for document in documents_of(batch)}
         fillers = [batch for batch, is_new in batches if not is_new]
@@ -168,9 +168,11 @@ def test_a_filler_repeats_a_row_of_its_step(rows: PackedRows, num: int) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows, num: int) -> None:
-    found = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
-    assert len({len(batches) for batches in found}) == 1
-    documents = [d for batches in found for batch, is_new in batches if is_new for d in documents_of(batch)]
+    batches_by_process = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
+    assert len({len(batches) for batches in batches_by_process}) == 1
+    documents = [
+        d for batches in batches_by_process for batch, is_new in batches if is_new for d in documents_of(batch)
+    ]
     assert sorted(documents) == all_documents(rows)
 
 

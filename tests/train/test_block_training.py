@@ -52,8 +52,8 @@ WEIGHTS: dict[str, dict[str, float]] = {
 
 def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None, **options: Any) -> DFlashTraining:
     anchors = 100 if name == "lilicorr" else 6  # few blocks have the text among their candidates
-    chosen = DraftOptions(anchors=anchors, losses=LossWeights(**WEIGHTS[name]), **options)
-    training = make_training(target, ids, chosen, **DRAFTS[name])
+    draft_options = DraftOptions(anchors=anchors, losses=LossWeights(**WEIGHTS[name]), **options)
+    training = make_training(target, ids, draft_options, **DRAFTS[name])
     generator = torch.Generator().manual_seed(1)
     for parameter in training.draft.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -61,7 +61,7 @@ def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None
 
 
 def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
-    """Of the M slots (the scorer's: of the B blocks' slots), from whole rows of logits."""
+    """Losses of the M slots (the scorer's: of the B blocks' slots), from whole rows of logits."""
     draft = training.draft
     head = training.head.rows
     unary = draft.unary(slots.states @ head.T)
@@ -74,7 +74,7 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
     distance = (log_q.exp() - p).abs().sum(-1)
     divergence = (p * (p.log() - log_q)).sum(-1)
     share = torch.exp(-3 * (1 - distance.detach() / 2))
-    found = {
+    losses = {
         "ce": F.nll_loss(log_q, slots.labels, reduction="none"),
         "kl": divergence,
         "tv": distance / 2,
@@ -91,47 +91,47 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
         query = draft.selector.predecessor_codebook[slots.previous] * draft.selector.hidden_projection(slots.states)
         scores = unary.gather(1, rows) + (draft.selector.successor_codebook[rows] @ query.unsqueeze(2)).squeeze(2)
         place = (rows == slots.labels.unsqueeze(1)).long().argmax(1)
-        own = scores.softmax(-1)
-        wanted = teacher.gather(1, rows).softmax(-1)
-        found["selector_ce"] = -own.gather(1, place.unsqueeze(1)).squeeze(1).log()
-        found["selector_tv"] = (own - wanted).abs().sum(-1) / 2
-        overlaps = torch.minimum(own, p.gather(1, rows)).sum(-1)
+        probs = scores.softmax(-1)
+        teacher_probs = teacher.gather(1, rows).softmax(-1)
+        losses["selector_ce"] = -probs.gather(1, place.unsqueeze(1)).squeeze(1).log()
+        losses["selector_tv"] = (probs - teacher_probs).abs().sum(-1) / 2
+        overlaps = torch.minimum(probs, p.gather(1, rows)).sum(-1)
     if draft.confidence is not None:
         embedded = None if draft.markov is None else draft.markov.embed(slots.previous)
         c = torch.sigmoid(draft.confidence(slots.states, embedded))
-        wanted = overlaps.detach() * slots.gather(slots.known)
-        found["confidence"] = -(wanted * c.log() + (1 - wanted) * (1 - c).log())
+        truth = overlaps.detach() * slots.gather(slots.known)
+        losses["confidence"] = -(truth * c.log() + (1 - truth) * (1 - c).log())
     if draft.scorer is not None:
-        found |= plain_scorer_losses(training, slots, unary, teacher)
-    return found
+        losses |= plain_scorer_losses(training, slots, unary, teacher)
+    return losses
 
 
 def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, teacher: Tensor) -> dict[str, Tensor]:
     draft = training.draft
     K = slots.known.shape[1]
     names = ("scorer_ce", "scorer_hinge", "scorer_regret")
-    found: dict[str, Tensor] = {name: torch.zeros(len(slots.whole), K) for name in names}
+    losses: dict[str, Tensor] = {name: torch.zeros(len(slots.whole), K) for name in names}
     places = slots.places.tolist()
     for b, block in enumerate(slots.whole.tolist()):
-        own = [places.index(block * K + k) for k in range(K)]
-        rows = unary[own].topk(16).indices
-        log_probs = unary[own].log_softmax(-1).gather(1, rows)
+        slot_rows = [places.index(block * K + k) for k in range(K)]
+        rows = unary[slot_rows].topk(16).indices
+        log_probs = unary[slot_rows].log_softmax(-1).gather(1, rows)
         embedded = training.target.embed(training.head.ids[rows])
         context = slots.read.context[slots.contexts[block]]
         start, edges = draft.scorer(embedded[None], log_probs[None], slots.hidden[block][None], context[None])
         before = 0
         for k in range(K):
-            label = int(slots.labels[own[k]])
+            label = int(slots.labels[slot_rows[k]])
             if label not in rows[k].tolist():
                 break
             scores = start[0] if k == 0 else edges[0, k - 1, before]
             place = before = rows[k].tolist().index(label)
-            found["scorer_ce"][b, k] = -scores.log_softmax(0)[place]
+            losses["scorer_ce"][b, k] = -scores.log_softmax(0)[place]
             rest = torch.cat((scores[:place], scores[place + 1 :]))
-            found["scorer_hinge"][b, k] = (2 + rest.max() - scores[place]).clamp(min=0)
-            z = teacher[own[k]][rows[k]]
-            found["scorer_regret"][b, k] = (scores.softmax(0) * (z[place] - z).clamp(min=0)).sum()
-    return found
+            losses["scorer_hinge"][b, k] = (2 + rest.max() - scores[place]).clamp(min=0)
+            z = teacher[slot_rows[k]][rows[k]]
+            losses["scorer_regret"][b, k] = (scores.softmax(0) * (z[place] - z).clamp(min=0)).sum()
+    return losses
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -151,13 +151,13 @@ def test_losses_and_gradients_are_those_of_whole_rows(
     losses = plain_losses(training, slots)
     for loss, weight in WEIGHTS[name].items():
         if loss == "confidence":
-            own = slots.gather(fixed * slots.counts)
+            weights = slots.gather(fixed * slots.counts)
         elif loss.startswith("scorer"):
-            own = fixed[slots.whole]
+            weights = fixed[slots.whole]
             assert losses[loss].any() != reduced, "no block is whole where every other token is missing"
         else:
-            own = slots.gather(fixed * slots.known)
-        expected = expected + weight * (own * losses[loss]).sum()
+            weights = slots.gather(fixed * slots.known)
+        expected = expected + weight * (weights * losses[loss]).sum()
     assert_same_gradients(total, expected, training.draft)
 
 
@@ -196,8 +196,8 @@ def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel
         report = warm_start(training.draft, plain.draft)
         assert report.is_exact
         assert report.new
-        found = training.eval()(batch)[1]
-        assert {name: found[name].tolist() for name in expected} == {n: x.tolist() for n, x in expected.items()}
+        metrics = training.eval()(batch)[1]
+        assert {name: metrics[name].tolist() for name in expected} == {n: x.tolist() for n, x in expected.items()}
 
 
 def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, token_map: TokenMap) -> None:
@@ -217,8 +217,8 @@ def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, to
     assert "a warm start: its first tokens are not" in text
     rows = draft.markov.markov_w2.weight
     assert torch.equal(rows[token_map.ids], source.markov.markov_w2.weight)
-    others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, token_map.ids, False)
-    assert torch.equal(rows[others], before[others])
+    missing = torch.ones(len(rows), dtype=torch.bool).index_fill(0, token_map.ids, False)
+    assert torch.equal(rows[missing], before[missing])
     size = draft.config.hidden_size
     assert torch.equal(draft.fc.weight[:, :size], source.fc.weight[:, size : 2 * size]), "layer 0's columns"
     assert torch.equal(draft.fc.weight[:, 2 * size :], source.fc.weight[:, :size]), "layer 2's"
@@ -229,14 +229,17 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(20000, 3, generator=generator) + 0.5
     hits = torch.rand(truth.shape, generator=generator) < torch.sigmoid(truth)
-    found = Confidences(2 * (truth - 0.4), hits.long().cumprod(1).sum(1), torch.ones(truth.shape, dtype=torch.bool))
-    fitted = fit_calibration(found)
+    confidences = Confidences(
+        2 * (truth - 0.4), hits.long().cumprod(1).sum(1), torch.ones(truth.shape, dtype=torch.bool)
+    )
+    fitted = fit_calibration(confidences)
     torch.testing.assert_close(fitted.temperatures, torch.full((3,), 2.0), atol=0.15, rtol=0)
     torch.testing.assert_close(fitted.biases, torch.full((3,), 0.4), atol=0.1, rtol=0)
-    assert chain_error(found, fitted) < 0.01 < chain_error(found, Calibration.none(3))
-    few = found.of(slice(0, 2))
+    assert chain_error(confidences, fitted) < 0.01 < chain_error(confidences, Calibration.none(3))
+    few = confidences.of(slice(0, 2))
     assert all(
-        (abs(own - right) < 0.2).all() for own, right in zip(fit_calibration(few), Calibration.none(3), strict=True)
+        (abs(values - expected) < 0.2).all()
+        for values, expected in zip(fit_calibration(few), Calibration.none(3), strict=True)
     )
     assert [len(numbers) for numbers in fitted.padded(5)] == [5, 5]
     halves = torch.tensor([0.5] * 4 + [0.95] * 2)
@@ -292,13 +295,13 @@ def test_a_run_continues_a_draft(
     start = {"init_from": tmp_path / "draft", "draft__vocabulary": vocabulary, "checkpoint__every": 1}
     flags = run_flags(tmp_path / "run", **start, **sizes, **heads)
     main(flags)
-    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    reference = shutil.copytree(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "draft")
     shutil.rmtree(tmp_path / "run" / "step-2")
     main(flags)
-    assert_same_run(tmp_path / "run", whole, last_step=2)
-    said = capsys.readouterr().out
-    assert said.count("exact: its first tokens are those of that draft") == 1
+    assert_same_run(tmp_path / "run", reference, last_step=2)
+    output = capsys.readouterr().out
+    assert output.count("exact: its first tokens are those of that draft") == 1
     config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
     assert len(config.confidence_temperatures) == len(config.confidence_biases) == BLOCK_SIZE

@@ -58,8 +58,8 @@ def test_blocks_follow_the_rule(seed: int) -> None:
     assert blocks.positions.tolist() == positions
     assert blocks.counts.tolist() == counts
     assert not all(map(all, counts))
-    for found, wanted, count in zip(blocks.labels.tolist(), labels, counts, strict=True):
-        assert all(f == w for f, w, counting in zip(found, wanted, count, strict=True) if counting)
+    for block_labels, expected, count in zip(blocks.labels.tolist(), labels, counts, strict=True):
+        assert all(a == b for a, b, is_counted in zip(block_labels, expected, count, strict=True) if is_counted)
 
 
 def test_anchors_depend_on_seed_and_row_alone() -> None:
@@ -117,21 +117,21 @@ def naive_mask(
 
 
 def dense(attention: BlockAttention, window: int | None, kind: Mask) -> Tensor:
-    """What an implementation's mask lets through, in the shape of naive_mask."""
+    """The query-key pairs that an implementation's mask lets through, in the shape of naive_mask."""
     blocks = attention.blocks
     num_rows = len(attention.positions)
     num_slots = len(blocks) * blocks.size
-    found = torch.zeros(num_slots, num_rows + num_slots, dtype=torch.bool)
+    visible = torch.zeros(num_slots, num_rows + num_slots, dtype=torch.bool)
     mask = attention.make_mask(window, kind)
     if isinstance(attention, SDPABlockAttention):
         for group in mask:
             columns = torch.arange(num_rows + num_slots)
             keys = torch.cat((columns[:num_rows][group.rows], columns[num_rows:][group.slots]))
-            found[group.slots.start : group.slots.stop, keys] = group.mask
-        return found
+            visible[group.slots.start : group.slots.stop, keys] = group.mask
+        return visible
     tiles = mask.to_dense()[0, 0].bool()  # what the kernel computes at all
     allowed = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[:num_slots, : num_rows + num_slots]
-    exact = flex.create_mask(mask.mask_mod, 1, 1, *found.shape, device="cpu")[0, 0]
+    exact = flex.create_mask(mask.mask_mod, 1, 1, *visible.shape, device="cpu")[0, 0]
     assert bool((allowed | ~exact).all())
     return exact
 
@@ -172,13 +172,16 @@ def outputs_and_gradients(
         values = torch.randn(rows, heads, HEAD_DIM, generator=generator)
         return values.to(device, dtype).requires_grad_()
 
-    context = random(shape.numel(), KV_HEADS), random(shape.numel(), KV_HEADS)
-    asking = random(num_slots, HEADS), random(num_slots, KV_HEADS), random(num_slots, KV_HEADS)
+    keys = random(shape.numel(), KV_HEADS)
+    values = random(shape.numel(), KV_HEADS)
+    q = random(num_slots, HEADS)
+    k = random(num_slots, KV_HEADS)
+    v = random(num_slots, KV_HEADS)
     layer = asking_layer(HEADS, KV_HEADS, HEAD_DIM, window=window)
-    attention.write(*context, layer)
-    output = attention.attend(*asking, layer, "block" if window is None else "causal")
+    attention.write(keys, values, layer)
+    output = attention.attend(q, k, v, layer, "block" if window is None else "causal")
     towards = torch.randn(output.shape, generator=generator).to(output)
-    return [output, *torch.autograd.grad((output * towards).sum(), [*context, *asking])]
+    return [output, *torch.autograd.grad((output * towards).sum(), [keys, values, q, k, v])]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -187,10 +190,10 @@ def test_flex_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -
     """Uncompiled, in autograd's own formulas; torch would refuse gradients on a CPU, where only tests want them."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     expected = outputs_and_gradients(SDPABlockAttention, window)
-    found = outputs_and_gradients(FlexBlockAttention, window)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        assert float(other.detach().abs().max()) > 0.1
+    results = outputs_and_gradients(FlexBlockAttention, window)
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
+        assert float(reference.detach().abs().max()) > 0.1
 
 
 @pytest.mark.gpu
@@ -198,9 +201,9 @@ def test_flex_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 5e-2)])
 def test_compiled_flex_equals_sdpa(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
     expected = outputs_and_gradients(SDPABlockAttention, window)
-    found = outputs_and_gradients(FlexBlockAttention, window, "cuda", dtype)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float().cpu(), other, rtol=tolerance, atol=tolerance)
+    results = outputs_and_gradients(FlexBlockAttention, window, "cuda", dtype)
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.float().cpu(), reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
@@ -211,10 +214,10 @@ def test_compiled_flex_takes_few_queries(num_queries: int) -> None:
     k, v = torch.randn(2, 300, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     tiles = visible_tiles(lambda _b, _h, query, key: key <= query, num_queries, len(k), q.device)
     with torch.no_grad():
-        found = attend_tiles(q, k, v, tiles)
+        output = attend_tiles(q, k, v, tiles)
     heads_first = (x.float().transpose(0, 1)[None] for x in (q, k, v))
     expected = functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found.float(), expected[0].transpose(0, 1), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(output.float(), expected[0].transpose(0, 1), rtol=5e-2, atol=5e-2)
 
 
 def test_a_block_does_not_depend_on_the_others() -> None:
@@ -226,11 +229,11 @@ def test_a_block_does_not_depend_on_the_others() -> None:
     q, k, v = (torch.randn(len(anchors), BLOCK_SIZE, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     context = torch.randn(2, batch.tokens.numel(), KV_HEADS, HEAD_DIM)
 
-    def attend(kind: type[BlockAttention], chosen: Tensor) -> Tensor:
+    def attend(kind: type[BlockAttention], indices: Tensor) -> Tensor:
         attention = kind(batch.positions.flatten(), rope)
         attention.write(*context, asking_layer(HEADS, KV_HEADS, HEAD_DIM))
-        attention.ask(find_blocks(batch, anchors[chosen], BLOCK_SIZE))
-        asking = (x[chosen].flatten(0, 1) for x in (q, k, v))
+        attention.ask(find_blocks(batch, anchors[indices], BLOCK_SIZE))
+        asking = (x[indices].flatten(0, 1) for x in (q, k, v))
         output = attention.attend(*asking, asking_layer(HEADS, KV_HEADS, HEAD_DIM), "block")
         return output.unflatten(0, (-1, BLOCK_SIZE))
 

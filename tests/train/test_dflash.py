@@ -65,7 +65,7 @@ def naive_loss(
     width = batch.tokens.shape[1]
     anchors, _ = draw_anchors(batch, options.anchors, training.seed)
     possible = (possible_roots(batch) // width).tolist()
-    drawn = (anchors // width).tolist()
+    anchor_rows = (anchors // width).tolist()
     gamma = options.gamma or 2.5  # of blocks of 5
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
     loss = torch.zeros(())
@@ -82,7 +82,9 @@ def naive_loss(
                 if tokens[a + k] in ids:
                     index = ids.index(tokens[a + k])
                     rates[f"accept_rate_{k - 1}"][0] += int(logits[k].argmax()) == index
-                    weight = torch.exp(torch.tensor(-(k - 1) / gamma)) / total * possible.count(row) / drawn.count(row)
+                    weight = (
+                        torch.exp(torch.tensor(-(k - 1) / gamma)) / total * possible.count(row) / anchor_rows.count(row)
+                    )
                     loss = loss - weight * logits[k].log_softmax(dim=0)[index]
     return loss, rates
 
@@ -144,11 +146,11 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
     """With the last layer's input as the last state, that layer's context keys and values are the target's own."""
     draft = make_training(target_model, aux_layers=(0, 2)).draft
     dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
-    written: dict[int, tuple[Tensor, Tensor]] = {}
+    stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Recorder:
         def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
-            written[layer.id] = k, v
+            stored[layer.id] = k, v
 
     aux_states = target_aux_states(target_model, torch.arange(20, 30), (0, 2))
     layer = target_model.model.layers[3]
@@ -157,11 +159,11 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
         normed = layer.input_layernorm(aux_states[:, 32:])
         k, v = (project(normed).unflatten(-1, (2, 16)) for project in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         k = layer.self_attn.k_norm(k)
-    torch.testing.assert_close(written[1], (k, v))
+    torch.testing.assert_close(stored[1], (k, v))
     assert torch.equal(draft.norm.weight, target_model.model.norm.weight)
-    for own, theirs in zip(draft.layers, target_model.model.layers[2:], strict=True):
-        assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
-        assert torch.equal(own.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
+    for layer_copy, original in zip(draft.layers, target_model.model.layers[2:], strict=True):
+        assert torch.equal(layer_copy.mlp.down_proj.weight, original.mlp.down_proj.weight)
+        assert torch.equal(layer_copy.self_attn.o_proj.weight, original.self_attn.o_proj.weight)
 
 
 def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(target_model: PreTrainedModel) -> None:
@@ -170,8 +172,8 @@ def test_a_draft_with_convolutions_starts_as_the_targets_layers_and_keeps_them(t
     dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
     assert len(before) == 8
     assert all(torch.equal(draft.state_dict()[name], tensor) for name, tensor in before.items())
-    for own, theirs in zip(draft.layers, target_model.model.layers[2:], strict=True):
-        assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    for layer_copy, original in zip(draft.layers, target_model.model.layers[2:], strict=True):
+        assert torch.equal(layer_copy.mlp.down_proj.weight, original.mlp.down_proj.weight)
 
 
 @pytest.mark.parametrize("fields", [{"intermediate_size": 64}, {"num_layers": 5}, {"num_kv_heads": 1}])

@@ -44,9 +44,9 @@ def naive_terms(
             last = t + 2 + step
             if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
                 continue
-            wanted = output.hidden_states[-1][0, last - 1]
+            target_state = output.hidden_states[-1][0, last - 1]
             state = states[t, step]
-            gap = (state - wanted).abs()
+            gap = (state - target_state).abs()
             regression = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
             teacher = output.logits[0, last - 1]
             logits = naive.logits(state)
@@ -71,14 +71,14 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     ids = token_map.ids if reduced else torch.arange(120)
     training = make_training(target_model, ids if reduced else None, **options)
     rows = documents(1)
-    chosen = training.options
+    settings = training.options
     terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
     expected = torch.zeros(())
     for step, regression, entropy, _ in terms:
-        own = chosen.feature_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
-        expected = expected + 0.8**step * own
+        term = settings.feature_weight * regression + settings.token_weight * (0 if entropy is None else entropy)
+        expected = expected + 0.8**step * term
     loss, metrics = training.loss(collate(rows, MAX_LENGTH))
-    for step in range(chosen.ttt_steps):
+    for step in range(settings.ttt_steps):
         agreements = [agrees for s, _, _, agrees in terms if s == step]
         assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
         regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
@@ -100,23 +100,23 @@ def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) ->
     noise = make_training(target_model, noise=0.2).noise(batch)
     for row, part, length in ((0, slice(0, 32), 32), (0, slice(32, 48), 16), (1, slice(0, 48), 48)):
         spread = 0.2 * 512 / length
-        own = noise[row, part]
-        assert own.abs().max() <= spread / 2
-        assert own.abs().mean() == pytest.approx(spread / 4, rel=0.1)  # uniform
-        assert abs(float(own.mean())) < 0.1 * spread
+        values = noise[row, part]
+        assert values.abs().max() <= spread / 2
+        assert values.abs().mean() == pytest.approx(spread / 4, rel=0.1)  # uniform
+        assert abs(float(values.mean())) < 0.1 * spread
 
 
 def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
     """Neither the other rows of a batch nor how often it is asked for matter; the seed does."""
     training = make_training(target_model, noise=0.2)
     rows = documents(4)
-    both = collate(rows, MAX_LENGTH, 7)
+    batch = collate(rows, MAX_LENGTH, 7)
     second = collate(rows[1:2], MAX_LENGTH, 8)
     width = second.tokens.shape[1]
-    assert torch.equal(training.noise(both)[1, :width], training.noise(second)[0])
-    assert not torch.equal(training.noise(both)[0, :9], training.noise(both)[1, :9])
+    assert torch.equal(training.noise(batch)[1, :width], training.noise(second)[0])
+    assert not torch.equal(training.noise(batch)[0, :9], training.noise(batch)[1, :9])
     training.seed = 6
-    assert not torch.equal(training.noise(both)[1, :width], make_training(target_model, noise=0.2).noise(second)[0])
+    assert not torch.equal(training.noise(batch)[1, :width], make_training(target_model, noise=0.2).noise(second)[0])
 
 
 def test_noise_reaches_the_loss_only(target_model: PreTrainedModel) -> None:

@@ -78,11 +78,11 @@ def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> Non
     logits: list[Tensor] = []
     training.draft.lm_head.register_forward_hook(lambda _m, _i, output: logits.append(output))
     rows, _, _, final = training.read(batch, STEPS)
-    known = training.draft.t2d[training.target.logits(final[rows.asking + 1], training.target_ids)[1]]
+    in_vocabulary = training.draft.t2d[training.target.logits(final[rows.asking + 1], training.target_ids)[1]]
     loss, _ = training.loss(batch)
     for step, gradient in enumerate(torch.autograd.grad(loss, logits)):
         has_gradient = gradient.abs().sum(dim=-1) > 0
-        assert torch.equal(has_gradient, rows.counts[step, : len(gradient)] & known[step:])
+        assert torch.equal(has_gradient, rows.counts[step, : len(gradient)] & in_vocabulary[step:])
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -141,8 +141,8 @@ def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMa
                 expected = expected + 2.5 * training.options.weight(step) * term
                 sums[step] += float(term.detach())
     assert_same_gradients(loss, expected, training.draft)
-    found = [float(metrics[f"state_loss_{step}"][0]) for step in range(STEPS)]
-    assert found == pytest.approx(sums, rel=1e-4)
+    state_losses = [float(metrics[f"state_loss_{step}"][0]) for step in range(STEPS)]
+    assert state_losses == pytest.approx(sums, rel=1e-4)
 
 
 def test_flags_of_eagle_3_1_are_trained(

@@ -30,38 +30,38 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.a
 
 
 def start(*command: str, launched: bool, **streams: int) -> tuple[subprocess.Popen[bytes], int]:
-    """A process, begun with the stand-in trainer in it, and a pipe of what the trainer tells."""
-    told, tells = os.pipe()
+    """A process with the stand-in trainer in it, and a pipe with the trainer's messages."""
+    reader, writer = os.pipe()
     environment = os.environ | ({"ACCELERATE_MIXED_PRECISION": "no"} if launched else {})
     with heeded_signals():
-        process = subprocess.Popen([*command, TRAINER, str(tells)], env=environment, pass_fds=[tells], **streams)
-    os.close(tells)
-    assert os.read(told, 7) == b"trains "
-    return process, told
+        process = subprocess.Popen([*command, TRAINER, str(writer)], env=environment, pass_fds=[writer], **streams)
+    os.close(writer)
+    assert os.read(reader, 7) == b"trains "
+    return process, reader
 
 
-def rest_of(told: int) -> bytes:
-    with os.fdopen(told, "rb") as file:
+def rest_of(reader: int) -> bytes:
+    with os.fdopen(reader, "rb") as file:
         return file.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_a_run_saved(number: signal.Signals) -> None:
-    launcher, told = start(sys.executable, "-c", LAUNCHER, launched=True)
+    launcher, reader = start(sys.executable, "-c", LAUNCHER, launched=True)
     launcher.send_signal(number)
     assert launcher.wait() == -number
-    assert rest_of(told) == b"saved"
+    assert rest_of(reader) == b"saved"
 
 
 def test_a_closed_terminal_and_a_lost_reader_end_a_run_saved() -> None:
     for open_stream in (pty.openpty, os.pipe):
-        here, there = open_stream()
-        trainer, told = start(sys.executable, "-c", launched=False, stdout=there, stderr=there)
-        os.close(there)
-        os.close(here)
+        near_end, far_end = open_stream()
+        trainer, reader = start(sys.executable, "-c", launched=False, stdout=far_end, stderr=far_end)
+        os.close(far_end)
+        os.close(near_end)
         trainer.send_signal(signal.SIGHUP)
         assert trainer.wait() == 0
-        assert rest_of(told) == b"saved"
+        assert rest_of(reader) == b"saved"
 
 
 @pytest.mark.slow

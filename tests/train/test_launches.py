@@ -51,12 +51,12 @@ def test_losses_are_those_of_ddp(
 ) -> None:
     if name.startswith("zero") and not find_spec("deepspeed"):
         pytest.skip("needs deepspeed")
-    for each in ("ddp", name):
-        if f"{each} {precision}" not in curves:
-            launch(each, arguments(tmp_path / each, optim__name="adamw", optim__lr=1e-3, precision=precision))
-            curves[f"{each} {precision}"] = curve(tmp_path / each / "metrics.jsonl")
-    found = curves[f"{name} {precision}"]
+    for strategy in ("ddp", name):
+        if f"{strategy} {precision}" not in curves:
+            launch(strategy, arguments(tmp_path / strategy, optim__name="adamw", optim__lr=1e-3, precision=precision))
+            curves[f"{strategy} {precision}"] = curve(tmp_path / strategy / "metrics.jsonl")
+    losses = curves[f"{name} {precision}"]
     expected = curves[f"ddp {precision}"]
     assert len(expected) == 6
     tolerance = 1e-5 if precision == "fp32" else 1e-2  # bf16 weights' gradients are summed in another order
-    assert found == [pytest.approx(line, rel=tolerance) for line in expected]
+    assert losses == [pytest.approx(line, rel=tolerance) for line in expected]

@@ -110,15 +110,16 @@ def test_best_follows_accept_length_and_survives_resume(
 
 def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
     """Under the names that a run gives; a best that was about to be replaced, where names cannot be exchanged, is."""
-    others = (".step-4-good.tmp", ".best.old", ".cache.tmp", ".notes.tmp", "step-4")
-    for name in (".best.tmp/new", ".best.tmp/old", ".step-4.tmp/new", ".step-2.tmp/old", ".report.html.tmp", *others):
+    unrelated = [".step-4-good.tmp", ".best.old", ".cache.tmp", ".notes.tmp", "step-4"]
+    leftovers = [".best.tmp/new", ".best.tmp/old", ".step-4.tmp/new", ".step-2.tmp/old", ".report.html.tmp"]
+    for name in leftovers + unrelated:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "was").write_text(name)
     (tmp_path / ".report.html.tmp" / "was").rename(tmp_path / ".report.html.tmp" / "new")
     clean(tmp_path)
     assert {path.name: (path / "was").read_text() for path in tmp_path.iterdir()} == {
         "best": ".best.tmp/new",
-        **{name: name for name in others},
+        **{name: name for name in unrelated},
     }
 
 

@@ -17,25 +17,25 @@ def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
     assert default_gamma(size) == pytest.approx(gamma)
 
 
-def naive_dpace(losses: Tensor, known: Tensor, counts: Tensor, alpha: float = 0.5) -> list[float]:
+def naive_dpace(losses: Tensor, in_vocabulary: Tensor, counts: Tensor, alpha: float = 0.5) -> list[float]:
     """One block, by the formulas of arXiv 2605.18810; a slot that cannot be drafted has confidence 0."""
     num_slots = len(losses)
     survival = []
     product = 1.0
     for slot in range(num_slots):
-        confidence = float(torch.exp(-losses[slot])) if known[slot] else 0.0
+        confidence = float(torch.exp(-losses[slot])) if in_vocabulary[slot] else 0.0
         product *= (1 - alpha) * confidence + alpha
         survival.append(product if counts[slot] else 0.0)
-    return [sum(survival[slot:]) if known[slot] else 0.0 for slot in range(num_slots)]
+    return [sum(survival[slot:]) if in_vocabulary[slot] else 0.0 for slot in range(num_slots)]
 
 
 def test_dpace_weights_equal_the_loops() -> None:
     generator = torch.Generator().manual_seed(0)
     losses = 3 * torch.rand(20, 7, generator=generator, requires_grad=True)
     counts = torch.arange(7) < torch.randint(0, 8, (20, 1), generator=generator)
-    known = counts & (torch.rand(20, 7, generator=generator) < 0.7)
-    weights = dpace_weights(losses, known, counts)
-    expected = [naive_dpace(*block) for block in zip(losses.detach(), known, counts, strict=True)]
+    in_vocabulary = counts & (torch.rand(20, 7, generator=generator) < 0.7)
+    weights = dpace_weights(losses, in_vocabulary, counts)
+    expected = [naive_dpace(*block) for block in zip(losses.detach(), in_vocabulary, counts, strict=True)]
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert not weights.requires_grad
     assert not weights.isnan().any()
@@ -84,7 +84,8 @@ def test_losses_and_gradients_from_logits_in_bf16() -> None:
 
 def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal() -> None:
     head = torch.zeros(20, 4, dtype=torch.bfloat16)
-    head[7], head[11] = 1.0, torch.tensor([1.0, 1.0, 1.0, 1.0078125])  # 4 and 4.0078125, which bf16 rounds to 4
+    head[7] = 1.0
+    head[11] = torch.tensor([1.0, 1.0, 1.0, 1.0078125])  # logits of 4 and 4.0078125, which bf16 rounds to 4
     states = torch.ones(3, 4)
     assert best_rows(states, head).tolist() == [7, 7, 7]
     assert head_losses(states, head, torch.zeros(3, dtype=torch.int64))[1].tolist() == [7, 7, 7]

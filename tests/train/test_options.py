@@ -54,9 +54,9 @@ RECIPES = [
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_options_are_these(program: str) -> None:
     groups = {"checkpoint", "data", "draft", "draft.losses", "evaluation", "optim", "tracker"}
-    options, own = PROGRAMS[program]
+    options, program_options = PROGRAMS[program]
     names = set(option_names(build_parser(options, prog="", description=""))) - groups
-    assert sorted(names) == sorted(SHARED_OPTIONS.split() + own.split())
+    assert sorted(names) == sorted(SHARED_OPTIONS.split() + program_options.split())
 
 
 @pytest.mark.parametrize(("program", "path"), RECIPES)

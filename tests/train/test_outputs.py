@@ -1,4 +1,4 @@
-"""What an output folder may hold when a run begins: what is continued, what is refused, what is left alone."""
+"""Output folders when a run begins: runs are continued, foreign files are refused or left alone."""
 
 import fcntl
 import json
@@ -112,18 +112,18 @@ def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
 def test_a_run_continues_without_the_draft_that_it_began_from(
     tmp_path: Path, finished: Path, run_flags: Arguments
 ) -> None:
-    """Whose token map and target states it has."""
+    """The run has that draft's token map and target states."""
     source = shutil.copytree(finished / "best", tmp_path / "draft")
     run = tmp_path / "run"
     flags = [flag for flag in run_flags(run, init_from=source) if not flag.startswith("--draft.vocabulary")]
     assert "training of eagle drafts starts from eagle drafts: name another init_from" in refusal(flags, eagle.main)
     eagle3.main(flags)
-    whole = shutil.copytree(run, tmp_path / "whole")
+    reference = shutil.copytree(run, tmp_path / "whole")
     shutil.rmtree(source)
     shutil.rmtree(run / "step-6")
     assert "init_from is '/gone', but the run in" in refusal([*flags, "--init_from=/gone"])
     eagle3.main(flags)
-    assert_same_run(run, whole)
+    assert_same_run(run, reference)
     assert f"init_from {source} does not exist" in refusal([*flags, f"--output={tmp_path}/another"])
 
 
@@ -301,12 +301,12 @@ def test_a_machine_without_git_has_no_revision(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_too_small_ends_in_a_sentence_and_the_run_continues(
     tmp_path: Path, arguments: Arguments, finished: Path, largest: int
 ) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard_limit))
     try:
         message = refusal(arguments(tmp_path, evaluation__every=6))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     assert re.fullmatch(
         r"train/eagle3.py: error: .*/\.step-2.* could not be written .*run the same command again", message
     )

@@ -106,8 +106,8 @@ def test_the_layers_are_what_is_sharded(
     """In one process, as on the machine where a run is planned."""
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     eagle3.main([*arguments(tmp_path, target_sharding="machine"), "--dry-run"])
-    found = re.search(r"target (\d+) and (\d+) sharded, (\d+) gathered at a time", capsys.readouterr().out)
-    assert found is not None
+    sizes = re.search(r"target (\d+) and (\d+) sharded, (\d+) gathered at a time", capsys.readouterr().out)
+    assert sizes is not None
     layers = sum(4 * x.numel() for layer in target_model.get_decoder().layers for x in layer.parameters())
-    whole = sum(4 * x.numel() for x in target_model.parameters())
-    assert [int(size) for size in found.groups()] == [whole - layers, layers, layers // 2]  # two of four alike
+    total = sum(4 * x.numel() for x in target_model.parameters())
+    assert [int(size) for size in sizes.groups()] == [total - layers, layers, layers // 2]  # two of four alike

@@ -1,5 +1,5 @@
-"""What is trained, and drafts without autocast: in fp32 on a target in bf16 (`precision fp32` on a GPU), in bf16
-as sharded ones are."""
+"""Drafts train and predict without autocast: in fp32 on a target in bf16 (`precision fp32` on a GPU), in bf16 as
+sharded drafts do."""
 
 import copy
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_weights_in_bf16_read_any_target(make: Make, target_dtype: torch.dtype, 
 def check_like(rounded: DraftTraining, exact: DraftTraining) -> torch.Tensor:
     """Loss and evaluation up to rounding, and finite gradients. Returns the loss."""
     batch, _ = block_cases.packed(2)
-    losses = [one.train()(batch)[0] for one in (rounded, exact)]
+    losses = [training.train()(batch)[0] for training in (rounded, exact)]
     torch.testing.assert_close(losses[0].float(), losses[1], rtol=2e-2, atol=0)
     losses[0].backward()
     gradients = [parameter.grad for parameter in rounded.parameters() if parameter.grad is not None]

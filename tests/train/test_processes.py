@@ -18,7 +18,7 @@ ONE_EPOCH = {"optim__steps": "null", "optim__epochs": 1}
 
 
 def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments) -> None:
-    """Of 31 rows the last step takes 3: one batch, or a window with an empty place."""
+    """The last step takes 3 of 31 rows: one batch, or a window with an empty place."""
     main(arguments(tmp_path / "batch", **ONE_EPOCH, data__batch_size=4))
     main(arguments(tmp_path / "window", **ONE_EPOCH, data__batch_size=1, optim__accumulation=4))
     assert_like_run(tmp_path / "window", tmp_path / "batch", last_step=8)
@@ -31,8 +31,8 @@ def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: 
     job = folder / "job.json"
     job.write_text(json.dumps({"flags": flags, "stop_in": stop_in}))
     end_program(start_program(Path(recorded_run.__file__), str(job), num_processes=num_processes))
-    found = [json.loads((folder / f"job.{rank}.json").read_text()) for rank in range(num_processes)]
-    return [tuple(document) for documents in found for document in documents]
+    documents_by_rank = [json.loads((folder / f"job.{rank}.json").read_text()) for rank in range(num_processes)]
+    return [tuple(document) for documents in documents_by_rank for document in documents]
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_run_goes_on_with_another_number_of_processes(
 ) -> None:
     """(processes, batch size), stopped after step 4. Two processes share the last rows, 3 of 31, unequally."""
     first, second = (arguments(tmp_path, **ONE_EPOCH, data__batch_size=size) for _, size in (begin, go_on))
-    seen = train_recorded(tmp_path, begin[0], first, stop_in=3)
+    documents = train_recorded(tmp_path, begin[0], first, stop_in=3)
     assert not (tmp_path / f"step-{num_steps}").exists()
-    seen += train_recorded(tmp_path, go_on[0], second, stop_in=None)
+    documents += train_recorded(tmp_path, go_on[0], second, stop_in=None)
     data = load_from_disk(str(data_path))["train"]
     rows = PackedRows(data, 40)
     assert len(rows) == 31
-    assert sorted(seen) == sorted(tuple(data[document]["input_ids"][:40]) for row in rows.rows for document in row)
+    assert sorted(documents) == sorted(tuple(data[document]["input_ids"][:40]) for row in rows.rows for document in row)
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
     assert lines[-1]["tokens"] == rows.num_supervised
@@ -82,9 +82,9 @@ def test_two_processes_calibrate_a_confidence_head_as_one_does(
     sizes = {"draft__num_layers": 1, "draft__block_size": 5, "draft__anchors": 6, "draft__mask_token_id": 7}
     heads = {"draft__markov_rank": 4, "draft__confidence_head": "true", "draft__sample_from_anchor": "true"}
     options = sizes | heads | {"optim__steps": 1, "evaluation__every": 1}
-    one, two = (run_flags(tmp_path / name, **options, data__batch_size=4 // len(name)) for name in ("1", "22"))
-    dflash.main(one)
-    end_program(start_program(Path(dflash.__file__), *two, num_processes=2))
+    single, pair = (run_flags(tmp_path / name, **options, data__batch_size=4 // len(name)) for name in ("1", "22"))
+    dflash.main(single)
+    end_program(start_program(Path(dflash.__file__), *pair, num_processes=2))
     configs = [read_json(tmp_path / name / "best" / "config.json")["dflash_config"] for name in ("1", "22")]
     for name in ("confidence_temperatures", "confidence_biases"):
         assert configs[1][name] == pytest.approx(configs[0][name], abs=1e-4)
@@ -92,7 +92,7 @@ def test_two_processes_calibrate_a_confidence_head_as_one_does(
 
 
 @pytest.mark.parametrize(
-    ("there", "here"),
+    ("saved", "launch"),
     [
         (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-2", 2)),
         (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-3", 4)),
@@ -103,16 +103,16 @@ def test_a_state_that_does_not_fit_these_processes_is_refused(
     tmp_path: Path,
     arguments: Arguments,
     monkeypatch: pytest.MonkeyPatch,
-    there: tuple[str, int],
-    here: tuple[str, int],
+    saved: tuple[str, int],
+    launch: tuple[str, int],
 ) -> None:
-    forms = [dict(zip(("sharding", "num_processes"), form, strict=True)) for form in (there, here)]
+    forms = [dict(zip(("sharding", "num_processes"), form, strict=True)) for form in (saved, launch)]
     main(arguments(tmp_path, optim__steps=1))
     path = tmp_path / "step-1" / "state" / "progress.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": forms[0]}))
     monkeypatch.setattr(checkpoints, "state_form", lambda _: forms[1])
     message = refusal(arguments(tmp_path, optim__steps=1))
     assert (
-        f"step-1 was saved by {there[1]} processes under {there[0]}, this launch has {here[1]} under {here[0]}"
+        f"step-1 was saved by {saved[1]} processes under {saved[0]}, this launch has {launch[1]} under {launch[0]}"
         in message
     )

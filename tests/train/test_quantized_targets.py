@@ -47,8 +47,8 @@ def test_drafts_learn_from_quantised_weights(name: str, plain: Path, tmp_path: P
         eagle3.main(arguments(tmp_path / f"{target}-run", target=tmp_path / target, **changes))
     tolerance = 1e-4 if LAYOUTS[name].inputs == "exact" else 0.05
     lines = [records(tmp_path / f"{target}-run") for target in (name, "same")]
-    for found, expected in zip(*lines, strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    for record, expected in zip(*lines, strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert (lines[0] != lines[1]) or LAYOUTS[name].inputs == "exact"
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     drafts = ("none", str(tmp_path / f"{name}-run" / "step-3"))
@@ -63,20 +63,20 @@ def test_a_draft_starts_from_dequantised_weights(plain: Path, tmp_path: Path, ar
     flags = arguments(tmp_path / "run", target=tmp_path / "fp8", optim__steps=1, checkpoint__every=1, **changes)
     dflash.main([*(flag for flag in flags if "ttt_steps" not in flag), "--optim.lr=1e-5"])
     draft = load_file(tmp_path / "run" / "step-1" / "model.safetensors")
-    for own, last in ((0, 2), (1, 3)):
+    for layer, target_layer in ((0, 2), (1, 3)):
         for part in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
-            found, expected = (
-                x[f"{p}layers.{i}.{part}.weight"] for x, p, i in ((draft, "", own), (values, "model.", last))
+            weight, expected = (
+                x[f"{p}layers.{i}.{part}.weight"] for x, p, i in ((draft, "", layer), (values, "model.", target_layer))
             )
-            torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=1e-3)
+            torch.testing.assert_close(weight.float(), expected.float(), rtol=0.01, atol=1e-3)
 
 
 def test_a_quantised_head_is_dequantised_for_the_draft(plain: Path, tmp_path: Path, arguments: Arguments) -> None:
     quantise("fp8-tensor", plain, tmp_path / "fp8")
     file = tmp_path / "fp8" / "model.safetensors"
     tensors = load_file(file)
-    own, head = per_tensor(tensors["lm_head.weight"])
-    save_file(tensors | {f"lm_head.{end}": tensor for end, tensor in own.items()}, file)
+    quantised, head = per_tensor(tensors["lm_head.weight"])
+    save_file(tensors | {f"lm_head.{end}": tensor for end, tensor in quantised.items()}, file)
     changes = {"draft__vocabulary": "null", "optim__steps": 1, "checkpoint__every": 1, "optim__lr": 1e-5}
     eagle3.main(arguments(tmp_path / "run", target=tmp_path / "fp8", **changes))
     draft = load_file(tmp_path / "run" / "step-1" / "model.safetensors")
@@ -94,8 +94,8 @@ def test_a_plan_counts_quantised_weights(
     """As the decoder keeps them; the config's files say what is quantised."""
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     quantise("fp8-blocks", plain, tmp_path / "fp8")
-    own = load_target(tmp_path / "fp8", load_config(tmp_path / "fp8"), torch.float32, torch.device("cpu"))
-    expected = sum(x.nbytes for x in chain(own.parameters(), own.buffers()))
+    decoder = load_target(tmp_path / "fp8", load_config(tmp_path / "fp8"), torch.float32, torch.device("cpu"))
+    expected = sum(x.nbytes for x in chain(decoder.parameters(), decoder.buffers()))
     (tmp_path / "fp8" / "model.safetensors").unlink()
     eagle3.main([*arguments(tmp_path, target=tmp_path / "fp8", draft__vocabulary="null"), "--dry-run"])
     printed = capsys.readouterr().out

@@ -69,12 +69,12 @@ def wait(program: subprocess.Popen[str], is_over: Callable[[], bool]) -> None:
 def wait_for_moment(program: subprocess.Popen[str], output: Path, kind: str, moments: random.Random) -> None:
     """`start`: while it starts or in its first steps. The others: a few checkpoints on, and while one is written, or
     anywhere in the steps, evaluations and checkpoints that follow."""
-    wanted = newest_step(output) + moments.randint(1, 6)
+    target_step = newest_step(output) + moments.randint(1, 6)
     if kind == "start":
         end = time.monotonic() + moments.uniform(0, 5)
-        wait(program, lambda: time.monotonic() > end or newest_step(output) >= wanted)
+        wait(program, lambda: time.monotonic() > end or newest_step(output) >= target_step)
         return
-    wait(program, lambda: newest_step(output) >= wanted)
+    wait(program, lambda: newest_step(output) >= target_step)
     if kind == "writing":
         wait(program, lambda: is_writing(output))
     time.sleep(moments.uniform(0, 0.001 if kind == "writing" else 0.15))
@@ -87,19 +87,24 @@ def kinds(moments: random.Random) -> Iterator[str]:
     yield from ("start", *later)
 
 
-def assert_checkpoint(found: Path, expected: Path) -> None:
+def assert_checkpoint(checkpoint: Path, expected: Path) -> None:
     """All that serves and all that a run continues from, against the run that nothing disturbed."""
-    assert {path.name for path in found.rglob("*")} == {path.name for path in expected.rglob("*")}
+    assert {path.name for path in checkpoint.rglob("*")} == {path.name for path in expected.rglob("*")}
     for file in expected.rglob("*.safetensors"):
-        tensors = load_file(found / file.relative_to(expected))
+        tensors = load_file(checkpoint / file.relative_to(expected))
         for name, tensor in load_file(file).items():
-            assert torch.equal(tensors[name], tensor), (found, name)
+            assert torch.equal(tensors[name], tensor), (checkpoint, name)
     for file in expected.rglob("*.bin"):
-        states = [torch.load(path, weights_only=True)["state"] for path in (found / file.relative_to(expected), file)]
+        states = [
+            torch.load(path, weights_only=True)["state"] for path in (checkpoint / file.relative_to(expected), file)
+        ]
         for number, state in states[1].items():
-            assert all(torch.equal(states[0][number][name], value) for name, value in state.items()), (found, number)
+            assert all(torch.equal(states[0][number][name], value) for name, value in state.items()), (
+                checkpoint,
+                number,
+            )
     for file in expected.glob("state/progress.json"):
-        progress = [json.loads((path / "state" / file.name).read_text())["progress"] for path in (found, expected)]
+        progress = [json.loads((path / "state" / file.name).read_text())["progress"] for path in (checkpoint, expected)]
         assert progress[0] == progress[1]
 
 
@@ -132,12 +137,12 @@ def test_every_draft_continues_as_if_it_had_not_stopped(name: str, tmp_path: Pat
     program(run_flags(tmp_path / "whole", checkpoint__keep=9, **options))
     shutil.copytree(tmp_path / "whole" / "step-2", tmp_path / "stopped" / "step-2")
     program(run_flags(tmp_path / "stopped", checkpoint__keep=9, **options))
-    found = tmp_path / "stopped" / "step-3"
+    checkpoint = tmp_path / "stopped" / "step-3"
     expected = tmp_path / "whole" / "step-3"
-    assert_checkpoint(found, expected)
+    assert_checkpoint(checkpoint, expected)
     for file in ("config.json", "run.json"):
-        assert read_json(found / file) == read_json(expected / file)
-    assert bool(read_json(found / "state" / "progress.json")["progress"]["fitted"]) == (name == "dspark")
+        assert read_json(checkpoint / file) == read_json(expected / file)
+    assert bool(read_json(checkpoint / "state" / "progress.json")["progress"]["fitted"]) == (name == "dspark")
 
 
 @pytest.mark.slow

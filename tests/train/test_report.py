@@ -154,8 +154,8 @@ def test_every_metric_of_training_has_a_title(
         with torch.no_grad():
             evaluated = training.evaluate(batch).keys() | training.end_evaluation(lambda parts: parts).keys()
         names |= {f"eval_{name}" for name in evaluated}
-    drawn = replace(load_run(run), records=[dict.fromkeys(names, 1.0)])
-    assert {family for family, _ in families(drawn)} == TITLES.keys()
+    report_run = replace(load_run(run), records=[dict.fromkeys(names, 1.0)])
+    assert {family for family, _ in families(report_run)} == TITLES.keys()
 
 
 def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> None:

@@ -46,9 +46,9 @@ def samples(tokenizer: Any, rows: list[list[Document]], accepted: list[int], lim
     counts = torch.zeros(len(asking), dtype=torch.int64)
     counts[: len(accepted)] = torch.tensor(accepted)
     collected.add(batch, walk_answers(batch, asking, counts))
-    found = collected.take()
+    answers = collected.take()
     assert collected.take() == [], "they are handed out once"
-    return found
+    return answers
 
 
 def test_spans_hold_the_accepted_tokens(tokenizer: Any) -> None:
@@ -67,8 +67,11 @@ def test_a_character_of_several_tokens_is_drafted_with_the_one_that_ends_it(toke
 
 def test_the_first_answer_of_each_document_up_to_the_limit(tokenizer: Any) -> None:
     documents = [document(tokenizer, (f"{n}: ", "ab"), ("again: ", "cd")) for n in range(3)]
-    found = samples(tokenizer, [documents[:2], documents[2:]], [], limit=2)
-    assert [(sample.prompt, sample.answer, sample.spans) for sample in found] == [("0: ", "ab", ()), ("1: ", "ab", ())]
+    answers = samples(tokenizer, [documents[:2], documents[2:]], [], limit=2)
+    assert [(sample.prompt, sample.answer, sample.spans) for sample in answers] == [
+        ("0: ", "ab", ()),
+        ("1: ", "ab", ()),
+    ]
     assert len(samples(tokenizer, [documents], [])) == 3
     assert samples(tokenizer, [documents], [], limit=0) == []
 
@@ -83,9 +86,9 @@ def test_long_answers_are_cut(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_writes_samples_at_every_evaluation(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
     main(arguments(tmp_path, evaluation__samples=2))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], Sample.from_record(line)) for line in lines if "sample" in line]
-    assert [step for step, _ in found] == [3, 3, 6, 6]
-    assert all(sample.answer and sample.prompt for _, sample in found)
+    answers = [(line["step"], Sample.from_record(line)) for line in lines if "sample" in line]
+    assert [step for step, _ in answers] == [3, 3, 6, 6]
+    assert all(sample.answer and sample.prompt for _, sample in answers)
     run = json.loads((tmp_path / "best" / "run.json").read_text())
     assert {"platform", "cpus", "gpus", "cuda", "processes"} == run["system"].keys()
     main(arguments(tmp_path, evaluation__samples=2, tracker__name="other", optim__steps=6))  # nothing left to do

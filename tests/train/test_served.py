@@ -1,4 +1,4 @@
-"""What training computes for a draft's states is what the server drafts from, and both accept as many tokens."""
+"""Training and the server compute the same states of a draft, and both accept as many tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -94,23 +94,24 @@ def whole(tokens: list[int]) -> Batch:
 
 @pytest.fixture(params=["target_path", "gemma_path"])
 def target(request: pytest.FixtureRequest) -> Path:
-    """Of Gemma a draft reads unscaled rows of the embedding, and caps no logits, in training as in serving."""
+    """A draft for Gemma reads unscaled rows of the embedding and caps no logits, in training as in serving."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 100, "fc_bias": False}])
 def test_eagle(target: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     texts = answers_alone(target)[:1]
-    save_random_eagle(target, tmp_path / "draft", texts, intermediate_size=64, **fields)
-    files = target, tmp_path / "draft"
-    check_chain(*files, load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH))
+    draft = tmp_path / "draft"
+    save_random_eagle(target, draft, texts, intermediate_size=64, **fields)
+    check_chain(target, draft, load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), target, draft, DEPTH))
 
 
 def test_eagle3_of_two_layers(target_path: Path, tmp_path: Path) -> None:
     """Its upper layer's KV of committed tokens depends on the rows before."""
-    files = target_path, tmp_path / "draft"
-    save_random_draft(*files, num_layers=2, fc_norm=True, norm_output=True)
-    check_chain(*files, load_training(eagle3.Eagle3Training, Eagle3, eagle3.DraftOptions(), *files, DEPTH))
+    draft = tmp_path / "draft"
+    save_random_draft(target_path, draft, num_layers=2, fc_norm=True, norm_output=True)
+    training = load_training(eagle3.Eagle3Training, Eagle3, eagle3.DraftOptions(), target_path, draft, DEPTH)
+    check_chain(target_path, draft, training)
 
 
 def check_chain(target: Path, draft: Path, training: Any) -> None:
@@ -147,13 +148,14 @@ def check_chain(target: Path, draft: Path, training: Any) -> None:
 )
 def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     texts = answers_alone(target_path)
-    save_random_dflash(target_path, tmp_path / "draft", texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
-    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1, width=BLOCK_SIZE)
-    seen: list[Tensor] = []
+    draft = tmp_path / "draft"
+    save_random_dflash(target_path, draft, texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
+    llm = LLM(str(target_path), str(draft), max_running=1, width=BLOCK_SIZE)
+    outputs: list[Tensor] = []
     drafter: Any = llm.engine.runner.drafter
-    drafter.module.register_forward_hook(lambda _module, _inputs, states: seen.append(states))
-    files = target_path, tmp_path / "draft"
-    training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), *files, BLOCK_SIZE - 1)
+    drafter.module.register_forward_hook(lambda _module, _inputs, states: outputs.append(states))
+    options = dflash.DraftOptions()
+    training = load_training(dflash.DFlashTraining, DFlash, options, target_path, draft, BLOCK_SIZE - 1)
 
     def check(tokens: list[int], served: Served) -> None:
         """The final states of every block, and all drafted tokens."""
@@ -168,7 +170,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
             torch.testing.assert_close(states[number], expected, rtol=1e-4, atol=1e-4)
             assert drafted[number].tolist() == proposed
 
-    check_served(llm, lambda _batch: seen.pop(), training, check)
+    check_served(llm, lambda _batch: outputs.pop(), training, check)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -215,11 +217,11 @@ def serve_and_load(
     ]
     answers = llm.generate(prompts, params)
     rows = [
-        [(prompt + one.tokens, [i >= len(prompt) for i in range(len(prompt) + 24)])]
-        for prompt, one in zip(prompts, answers, strict=True)
+        [(prompt + answer.tokens, [i >= len(prompt) for i in range(len(prompt) + 24)])]
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    rounds = sum(one.stats.rounds for one in answers)
-    emitted = sum(one.stats.completion_tokens - one.stats.prefills for one in answers)
+    rounds = sum(answer.stats.rounds for answer in answers)
+    emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in answers)
     training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), target, draft, depth)
     return training.requires_grad_(False), rounds, emitted, collate(rows, 64)
 
@@ -234,7 +236,7 @@ def own_noise(training: Any, temperature: float) -> Any:
         rows = blocks.anchors // batch.tokens.shape[1]
         keys = torch.tensor([noise_key(SEED + row, 0) for row in rows.tolist()]).repeat_interleave(count)
         positions = (blocks.anchors - blocks.starts + 1).unsqueeze(1) + torch.arange(count)
-        drawn = gumbel(keys, positions.flatten(), training.head.ids)
-        return temperature * drawn.unflatten(0, (len(blocks), count))
+        noise_values = gumbel(keys, positions.flatten(), training.head.ids)
+        return temperature * noise_values.unflatten(0, (len(blocks), count))
 
     return noise

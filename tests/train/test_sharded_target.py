@@ -69,9 +69,9 @@ def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: s
     tolerance = 1e-4 if "cpu" in ran.name else 1e-2
     for shared_line, whole_line in zip(*curves, strict=True):
         assert shared_line == pytest.approx(whole_line, rel=tolerance, abs=tolerance)
-    shared, whole = (weights(run, 4) for run in runs)
-    for name, tensor in whole.items():
-        torch.testing.assert_close(shared[name], tensor, rtol=0, atol=tolerance, msg=name)
+    sharded_weights, unsharded = (weights(run, 4) for run in runs)
+    for name, tensor in unsharded.items():
+        torch.testing.assert_close(sharded_weights[name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
 def test_every_family_gives_the_same_states_embeddings_logits_and_weights(ran: Path) -> None:
@@ -111,10 +111,10 @@ def test_who_shares_with_whom(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, within_machine: bool, shape: tuple[int, int] | None
 ) -> None:
     """Each machine holds the layers once, or all machines together."""
-    asked: list[tuple[int, int]] = []
+    mesh_shapes: list[tuple[int, int]] = []
 
     def mesh(_device: str, sizes: tuple[int, int], mesh_dim_names: tuple[str, str]) -> dict[str, DeviceMesh | None]:
-        asked.append(sizes)
+        mesh_shapes.append(sizes)
         return dict.fromkeys(mesh_dim_names)
 
     monkeypatch.setattr(sharded, "init_device_mesh", mesh)
@@ -126,4 +126,4 @@ def test_who_shares_with_whom(
             sharding_mesh(torch.device("cpu"), within_machine=within_machine)
     else:
         sharding_mesh(torch.device("cpu"), within_machine=within_machine)
-        assert asked == [shape]
+        assert mesh_shapes == [shape]

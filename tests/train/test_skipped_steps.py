@@ -23,12 +23,12 @@ from slipstream.train.training import Metrics, add
 
 
 def break_gradients(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
-    """Of the n-th step, from 1. The loss stays as it is."""
-    whole = Eagle3Training.loss
+    """Makes the gradients of the n-th step, from 1, not finite where `is_broken(n)`; the loss stays as it is."""
+    original_loss = Eagle3Training.loss
     steps = itertools.count(1)
 
     def loss(training: Eagle3Training, batch: Batch) -> tuple[Tensor, Metrics]:
-        value, metrics = whole(training, batch)
+        value, metrics = original_loss(training, batch)
         zero = (training.draft.norm.weight * 0).sum()
         return value + (zero.sqrt() if is_broken(next(steps)) else zero), metrics  # sqrt has no derivative at 0
 
@@ -85,17 +85,17 @@ def test_deepspeed_skips_by_itself_or_the_run_ends() -> None:
     """It steps within `backward`; a version that does not look at the gradient has lost the weights by then."""
     deepspeed = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=True)
     optimizer = SimpleNamespace(step_was_skipped=True, step=lambda: None, zero_grad=lambda: None)
-    own = object.__new__(Loop)
-    own.accelerator = deepspeed
-    own.optimizers = [optimizer]
-    own.progress = Progress()
-    own.skipped_in_a_row = 0
-    own.options = SimpleNamespace(optim=SimpleNamespace(lr=0.1))
+    loop = object.__new__(Loop)
+    loop.accelerator = deepspeed
+    loop.optimizers = [optimizer]
+    loop.progress = Progress()
+    loop.skipped_in_a_row = 0
+    loop.options = SimpleNamespace(optim=SimpleNamespace(lr=0.1))
     for norm in (float("inf"), -1.0, 3.0):  # by version: the last one keeps that of the step before
-        own.update({"loss": 1.0, "grad_norm": norm})
-    assert (own.progress.skipped_steps, own.skipped_in_a_row) == (3, 3)
+        loop.update({"loss": 1.0, "grad_norm": norm})
+    assert (loop.progress.skipped_steps, loop.skipped_in_a_row) == (3, 3)
     optimizer.step_was_skipped = False
-    own.update({"loss": 1.0})
-    assert (own.progress.skipped_steps, own.skipped_in_a_row) == (3, 0)
+    loop.update({"loss": 1.0})
+    assert (loop.progress.skipped_steps, loop.skipped_in_a_row) == (3, 0)
     with pytest.raises(ValueError, match="this version of DeepSpeed has applied it"):
-        own.update({"loss": 1.0, "grad_norm": float("nan")})
+        loop.update({"loss": 1.0, "grad_norm": float("nan")})

@@ -77,15 +77,15 @@ def start(
 
 
 def numbers(training: DraftTraining, rows: dict[str, PackedRows]) -> dict[str, Tensor]:
-    """Losses and metrics of every batch of two rows, and what evaluation counts."""
-    found = {}
+    """Losses and metrics of every batch of two rows, and the counts of evaluation."""
+    values = {}
     for first in range(0, len(rows["train"]) - 1, 2):
         loss, metrics = training.loss(rows["train"].batch([first, first + 1], first))
-        found |= {f"loss {first}": loss.detach()} | {f"{name} {first}": value for name, value in metrics.items()}
+        values |= {f"loss {first}": loss.detach()} | {f"{name} {first}": value for name, value in metrics.items()}
     for first in range(len(rows["heldout"])):
         metrics = training.evaluate(rows["heldout"].batch([first]))
-        found |= {f"heldout {name} {first}": value for name, value in metrics.items()}
-    return found
+        values |= {f"heldout {name} {first}": value for name, value in metrics.items()}
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "max_length"),
+    ("name", "capture", "max_length"),
     [
         ("eagle", "all", 17),
         ("eagle3", "supervised", MAX_LENGTH),
@@ -112,17 +112,17 @@ def test_losses_are_those_of_the_target_itself(
     stores: dict[str, Path],
     online: Callable[..., dict[str, Tensor]],
     name: str,
-    kept: str,
+    capture: str,
     max_length: int,
 ) -> None:
     """Captured at one length and in one order of layers, read at others."""
-    training, rows = start(name, target_path, data_path, stores[kept], max_length)
+    training, rows = start(name, target_path, data_path, stores[capture], max_length)
     assert {parameter.device.type for parameter in training.target.layers.parameters()} == {"meta"}
-    found = numbers(training, rows)
+    values = numbers(training, rows)
     expected = online(name, max_length)
-    assert found.keys() == expected.keys()
-    assert sum("loss" in key for key in found) >= 5
-    for key, value in found.items():
+    assert values.keys() == expected.keys()
+    assert sum("loss" in key for key in values) >= 5
+    for key, value in values.items():
         torch.testing.assert_close(
             value, expected[key], rtol=2e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
@@ -132,17 +132,17 @@ def test_losses_are_those_of_the_target_itself(
 def test_documents_without_states_are_computed(
     target_path: Path, data_path: Path, capture_to: CaptureTo, online: Callable[..., dict[str, Tensor]], name: str
 ) -> None:
-    """Some were not captured, some are longer than they were captured, and of some the shard is gone."""
+    """Some were not captured, some are longer than their captured states, and some lost their shard."""
     folder = capture_to("--layers", "3", "2", "0", train_documents=45, heldout_documents=4, max_length=30)
     shard_path(folder, 1).unlink()
     training, rows = start(name, target_path, data_path, folder, aux_states_missing="online")
     batches = [rows["train"].batch([row]) for row in range(len(rows["train"]))]
     counts = [(len(batch.cached.rows), len(batch.cached.online_rows)) for batch in batches if batch.cached is not None]
     assert any(cached and computed for cached, computed in counts)
-    found = numbers(training, rows)
+    values = numbers(training, rows)
     expected = online(name, MAX_LENGTH)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(values[key], value, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 2**-8), ("fp8", 2**-4)])
@@ -156,16 +156,19 @@ def test_states_are_those_of_the_target_up_to_rounding(
     cached = rows["train"].batch([0, 1]).cached
     expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
     assert cached is not None
-    for found, wanted, read in ((aux_states, expected[0], cached.rows), (final, expected[1], cached.final_rows)):
-        found = found.flatten(0, 1)
-        wanted = wanted.flatten(0, 1)
-        assert found.shape == wanted.shape
-        assert found.dtype == torch.float32
-        error = (found - wanted)[read].unflatten(-1, (-1, 32))
-        size = wanted[read].unflatten(-1, (-1, 32)).abs()
+    for states, reference, cached_rows in (
+        (aux_states, expected[0], cached.rows),
+        (final, expected[1], cached.final_rows),
+    ):
+        states = states.flatten(0, 1)
+        reference = reference.flatten(0, 1)
+        assert states.shape == reference.shape
+        assert states.dtype == torch.float32
+        error = (states - reference)[cached_rows].unflatten(-1, (-1, 32))
+        size = reference[cached_rows].unflatten(-1, (-1, 32)).abs()
         assert (error.abs() <= tolerance * size + size.amax(-1, keepdim=True) * 2**-17).all()
-        others = torch.ones(len(found), dtype=torch.bool).index_fill(0, read, False)
-        assert not found[others].any()
+        is_uncached = torch.ones(len(states), dtype=torch.bool).index_fill(0, cached_rows, False)
+        assert not states[is_uncached].any()
 
 
 def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path, capture_to: CaptureTo) -> None:
@@ -196,8 +199,8 @@ def test_a_batch_is_made_while_the_last_one_is_copied(
     monkeypatch.setattr(StateSource, "copy", slow)
     batches = [rows["train"].batch([row]) for row in (0, 1)]
     may_copy.set()
-    for batch, whole in zip(batches, expected, strict=True):
-        assert torch.equal(batch.cached.to(CPU).aux_states, whole.aux_states)  # type: ignore[union-attr]
+    for batch, reference in zip(batches, expected, strict=True):
+        assert torch.equal(batch.cached.to(CPU).aux_states, reference.aux_states)  # type: ignore[union-attr]
 
 
 def test_damage_stops_a_run_even_where_states_may_be_computed(
@@ -308,14 +311,14 @@ class CountedRows:
 
 def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
     rows: Any = CountedRows()
-    others = set(threading.enumerate())
+    threads = set(threading.enumerate())
     assert list(read_ahead(rows.batches(10), rows)) == list(range(10))
     rows = CountedRows()
     batches = read_ahead(rows.batches(100), rows)
     assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
     batches.close()  # type: ignore[attr-defined]
     assert 4 <= rows.made <= 4 + BATCHES_AHEAD
-    assert set(threading.enumerate()) <= others
+    assert set(threading.enumerate()) <= threads
     batches = read_ahead(rows.batches(5, fault=2), rows)
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="no such shard"):

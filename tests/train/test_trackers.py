@@ -1,4 +1,4 @@
-"""What trackers write, what a resumed run does to them, and that training needs none of their packages."""
+"""Trackers: the records that they write, how a resumed run continues them, and training without their packages."""
 
 import json
 import subprocess

@@ -30,11 +30,11 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert len(set(rows.context.tolist()) & set(asking)) == 0
     assert sum(rows.num_asking) == len(asking)
     positions = batch.positions.flatten().tolist()
-    seen = []
+    visible = []
     for count, first_key, num_keys in rows.runs:  # each row sees its document up to itself
         numbers = sorted([*rows.context.tolist(), *asking])[first_key : first_key + num_keys]
-        seen += [numbers[: num_keys - behind] for behind in reversed(range(count))]
-    assert seen == [list(range(row - positions[row], row + 1)) for row in asking]
+        visible += [numbers[: num_keys - offset] for offset in reversed(range(count))]
+    assert visible == [list(range(row - positions[row], row + 1)) for row in asking]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -93,22 +93,22 @@ def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
     for step, (q, _, _) in enumerate(inputs.steps):
         attended_rows = []
         for n, row in enumerate(rows.asking.tolist()):
-            seen = [stored[other] for other in stored if documents[other] == documents[row] and other <= row]
+            key_values = [stored[other] for other in stored if documents[other] == documents[row] and other <= row]
             for i in range(1, step + 1):
                 _, k, v = inputs.steps[i]
-                seen.append((turned(k[[n]], theta, positions[row] + i)[0], v[n]))
-            keys, values = (torch.stack(rows).to(q.dtype) for rows in zip(*seen, strict=True))
+                key_values.append((turned(k[[n]], theta, positions[row] + i)[0], v[n]))
+            keys, values = (torch.stack(rows).to(q.dtype) for rows in zip(*key_values, strict=True))
             query = turned(q[[n]], theta, positions[row] + step).to(q.dtype)
             attended_rows.append(attended(query, keys, values, torch.zeros(1, len(keys), dtype=torch.bool))[0])
         outputs.append(torch.stack(attended_rows))
     return inputs.results(outputs)
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu().to(other.dtype), other, rtol=tolerance, atol=tolerance)
-        assert float(other.detach().abs().max()) > 0.1
+def assert_equal(outputs: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    assert len(outputs) == len(expected)
+    for output, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output.cpu().to(reference.dtype), reference, rtol=tolerance, atol=tolerance)
+        assert float(reference.detach().abs().max()) > 0.1
 
 
 def test_the_batch_holds_what_it_should() -> None:
@@ -121,11 +121,11 @@ def test_the_batch_holds_what_it_should() -> None:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """What FlashAttention computes for `runs`: (N, Q, D) and (Q, N), run by run, causal from the last key backwards."""
+    """FlashAttention's output and log-sum-exp for `runs`: (N, Q, D) and (Q, N), causal from the last key backwards."""
     outputs = []
     sums = []
-    seen = (x.split(runs.key_ends.diff().tolist()) for x in (k, v))
-    pairs = zip(q.split(runs.row_ends.diff().tolist()), *seen, strict=True)
+    keys_and_values = (x.split(runs.key_ends.diff().tolist()) for x in (k, v))
+    pairs = zip(q.split(runs.row_ends.diff().tolist()), *keys_and_values, strict=True)
     for rows, keys, values in pairs:
         keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
         scores = torch.einsum("nqd,kqd->qnk", rows, keys) * q.shape[-1] ** -0.5
@@ -139,22 +139,24 @@ def plain(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
 def plain_backward(
     upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, runs: Runs
 ) -> tuple[Tensor, ...]:
-    """FlashAttention's: weights from `lse`, whatever that is, and dS = P (dP - rowsum(dO O)), whatever O is."""
+    """FlashAttention's gradients: weights from any `lse`, and dS = P (dP - rowsum(dO O)) for any O."""
     gradients = []
     pairs = zip(
         *(x.split(runs.row_ends.diff().tolist()) for x in (upstream, q, output, lse.t())),
         *(x.split(runs.key_ends.diff().tolist()) for x in (k, v)),
         strict=True,
     )
-    for given, rows, whole, total, keys, values in pairs:
+    for upstream_rows, rows, output_rows, total, keys, values in pairs:
         repeated = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values)]
         scores = torch.einsum("nqd,kqd->qnk", rows, repeated[0]) * q.shape[-1] ** -0.5
         weights = (scores - total.t().unsqueeze(-1)).exp().tril(scores.shape[2] - scores.shape[1])
-        from_output = (given * whole).sum(-1).t().unsqueeze(-1)
-        score_grad = weights * (torch.einsum("nqd,kqd->qnk", given, repeated[1]) - from_output) * q.shape[-1] ** -0.5
-        by_head = torch.einsum("qnk,nqd->kqd", score_grad, rows), torch.einsum("qnk,nqd->kqd", weights, given)
-        own = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in by_head]
-        gradients.append((torch.einsum("qnk,kqd->nqd", score_grad, repeated[0]), *own))
+        from_output = (upstream_rows * output_rows).sum(-1).t().unsqueeze(-1)
+        score_grad = (
+            weights * (torch.einsum("nqd,kqd->qnk", upstream_rows, repeated[1]) - from_output) * q.shape[-1] ** -0.5
+        )
+        by_head = torch.einsum("qnk,nqd->kqd", score_grad, rows), torch.einsum("qnk,nqd->kqd", weights, upstream_rows)
+        key_value_grads = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in by_head]
+        gradients.append((torch.einsum("qnk,kqd->nqd", score_grad, repeated[0]), *key_value_grads))
     return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
 
 
