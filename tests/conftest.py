@@ -29,7 +29,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: no search for garbage, half a second each, need look at it."""
+    """Freezes imports and collected tests: no search for garbage, half a second each, need look at them."""
     gc.freeze()
     gc.enable()
 

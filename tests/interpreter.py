@@ -58,7 +58,8 @@ def check_no_overflows() -> None:
 def patch_once_per_launch() -> None:
     """A launch replaces the functions of triton.language, and so does each call of a device function in it, which takes
     longer than what the function computes. The first time is enough until the launch ends."""
-    patch, patched = interpreter._patch_lang, set[int]()
+    patch = interpreter._patch_lang
+    patched = set[int]()
 
     class Scope(interpreter._LangPatchScope):
         def restore(self) -> None:
@@ -71,4 +72,5 @@ def patch_once_per_launch() -> None:
         patched.add(id(fn.__globals__))
         return patch(fn)
 
-    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_unless_done
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_lang = patch_unless_done

@@ -40,8 +40,8 @@ class NaiveDFlash(NaiveLayers):
         usual = heads.get("selector_top_k") or heads.get("lilicorr_candidate_topk")
         self.num_candidates = usual or num_candidates or (64 if heads.get("markov_rank") else 1)
         if (sizes := LiLiCorrConfig.from_json(heads)) is not None:
-            own = self.config["hidden_size"], self.config["block_size"], self.config["rms_norm_eps"]
-            self.scorer = LiLiCorr(sizes, *own).double()
+            config = self.config
+            self.scorer = LiLiCorr(sizes, config["hidden_size"], config["block_size"], config["rms_norm_eps"]).double()
             parts = {name: x for name, x in self.weights.items() if name.startswith("lilicorr.")}
             self.scorer.load_state_dict({name.removeprefix("lilicorr."): x for name, x in parts.items()})
 
@@ -67,7 +67,8 @@ class NaiveDFlash(NaiveLayers):
             x = x + finish(self._attention(context, normed, layer))
             normed, finish = self._convolved(self._norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp_conv")
             gate, up = (self._project(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-            residual, activations = x, gate * torch.sigmoid(gate) * up
+            residual = x
+            activations = gate * torch.sigmoid(gate) * up
             x = residual + finish(self._project(activations, f"{name}.mlp.down_proj"))
         return Block(residual, activations, self._norm(x, "norm"))
 
@@ -78,12 +79,12 @@ class NaiveDFlash(NaiveLayers):
         deltas = self._project(x, f"{name}.kernel_projection").unflatten(-1, (2, 2, -1))  # side, tap, group
 
         def convolve(rows: Tensor, side: int) -> Tensor:
-            found = torch.zeros_like(rows)
+            outputs = torch.zeros_like(rows)
             for tap in range(2):
                 kernel = deltas[:, side, tap].repeat_interleave(self.heads["conv_group_size"], dim=-1)
                 kernel = kernel + self.weights[f"{name}.base_kernel"][side, tap]
-                found[tap:] += kernel[tap:] * rows[: len(rows) - tap]
-            return found
+                outputs[tap:] += kernel[tap:] * rows[: len(rows) - tap]
+            return outputs
 
         return convolve(x, 0), lambda output: convolve(output, 1)
 
@@ -102,12 +103,14 @@ class NaiveDFlash(NaiveLayers):
         """The width - 1 tokens that a block of `slots` slots drafts after `tokens`, and the sums of log-probabilities
         up to each; aux hidden states of all tokens but the last."""
         candidates, mass, after, trust = self.lattice(aux_states, tokens, width - 1, slots, key, temperature)
-        drafted, scores, choice = [], [0.0], 0
+        drafted = []
+        scores = [0.0]
+        choice = 0
         for slot in range(width - 1):
             before = drafted[-1] if drafted else tokens[-1]
-            own = after(slot, choice, before)
-            choice = int(own.argmax())
-            step = own.log_softmax(0)[choice] + mass[slot] if trust is None else trust(slot, before)
+            slot_scores = after(slot, choice, before)
+            choice = int(slot_scores.argmax())
+            step = slot_scores.log_softmax(0)[choice] + mass[slot] if trust is None else trust(slot, before)
             drafted.append(candidates[slot][choice])
             scores.append(scores[-1] + float(step))
         return drafted, scores[1:]
@@ -124,29 +127,36 @@ class NaiveDFlash(NaiveLayers):
                 slot = len(path)
                 before = candidates[slot - 1][path[-1]] if path else tokens[-1]
                 steps = after(slot, path[-1] if path else 0, before).log_softmax(0) + mass[slot]
-                score = next(score for score, own in nodes if own == path)
-                best = sorted(range(len(steps)), key=lambda one: -float(steps[one]))[:topk]
+                score = next(score for score, other in nodes if other == path)
+                best = sorted(range(len(steps)), key=lambda choice: -float(steps[choice]))[:topk]
                 if trust is not None:
                     steps[best[0]] = trust(slot, before)
-                nodes += [(score + float(steps[one]), (*path, one)) for one in best]
-        chosen = sorted(nodes, key=lambda node: -node[0])[:count]
-        places = {path: place for place, (_, path) in enumerate(chosen)}
-        found = [candidates[len(path) - 1][path[-1]] for _, path in chosen[1:]]
-        return [tokens[-1], *found], [-1, *(places[path[:-1]] for _, path in chosen[1:])], [one for one, _ in chosen]
+                nodes += [(score + float(steps[choice]), (*path, choice)) for choice in best]
+        best_nodes = sorted(nodes, key=lambda node: -node[0])[:count]
+        places = {path: place for place, (_, path) in enumerate(best_nodes)}
+        drafted = [candidates[len(path) - 1][path[-1]] for _, path in best_nodes[1:]]
+        return (
+            [tokens[-1], *drafted],
+            [-1, *(places[path[:-1]] for _, path in best_nodes[1:])],
+            [score for score, _ in best_nodes],
+        )
 
     def lattice(
         self, aux_states: Tensor, tokens: list[int], count: int, slots: int, key: int, temperature: float
     ) -> tuple[list[list[int]], list[float], Scores, Callable[[int, int], Tensor] | None]:
-        """Of `count` slots: candidates' target ids, logarithms of their joint probabilities, scores, and logarithms of
-        the confidence head after a token."""
+        """Candidates' target ids, logarithms of their joint probabilities, scores, and logarithms of the confidence
+        head after a token, at `count` slots."""
         states = self.block(aux_states, tokens[-1], slots).states[self.first :][:count]
-        logits, keys = self.logits(states), torch.tensor([key]).expand(count)
+        logits = self.logits(states)
+        keys = torch.tensor([key]).expand(count)
         noise = temperature * gumbel(keys, torch.arange(count) + len(tokens), self.target_ids).double()
         is_scored = "lilicorr_candidate_topk" in self.heads
         best = (logits if is_scored else logits + noise).log_softmax(-1).sort(descending=True, stable=True)
         values, columns = (x[:, : self.num_candidates] for x in (best.values, best.indices))
-        candidates, weights = self.target_ids[columns], self.weights
-        mass, extra = values.logsumexp(-1).tolist(), noise.gather(1, columns)
+        candidates = self.target_ids[columns]
+        weights = self.weights
+        mass = values.logsumexp(-1).tolist()
+        extra = noise.gather(1, columns)
         if is_scored:
             start, edges = self.scorer(
                 self.embeddings[candidates][None], values[None], states[None], self.fuse(aux_states)[-1:]
@@ -155,19 +165,19 @@ class NaiveDFlash(NaiveLayers):
         def after(slot: int, choice: int, before: int) -> Tensor:
             if is_scored:
                 return (edges[0, slot - 1, choice] if slot else start[0]) + extra[slot]
-            own = values[slot]
+            slot_scores = values[slot]
             if "candidate_selector.predecessor_codebook" in weights:
                 query = self._project(states[slot], "candidate_selector.hidden_projection")
                 query = query * weights["candidate_selector.predecessor_codebook"][before]
-                own = own + weights["candidate_selector.successor_codebook"][columns[slot]] @ query
+                slot_scores = slot_scores + weights["candidate_selector.successor_codebook"][columns[slot]] @ query
             if "markov_head.markov_w1.weight" in weights:
                 query = embedded = weights["markov_head.markov_w1.weight"][before]
                 if "markov_head.gate_proj.weight" in weights:
                     query = (
                         self._project(torch.cat((states[slot], embedded)), "markov_head.gate_proj").sigmoid() * query
                     )
-                own = own + weights["markov_head.markov_w2.weight"][columns[slot]] @ query
-            return own
+                slot_scores = slot_scores + weights["markov_head.markov_w2.weight"][columns[slot]] @ query
+            return slot_scores
 
         def trust(slot: int, before: int) -> Tensor:
             embedded = weights.get("markov_head.markov_w1.weight")
@@ -181,12 +191,16 @@ class NaiveDFlash(NaiveLayers):
 
     def _attention(self, context: Tensor, x: Tensor, layer: int) -> Tensor:
         """x (n, H), normed -> (n, H): every slot sees the context and the block, or causally a window of both."""
-        name, (a, n) = f"layers.{layer}.self_attn", (len(context), len(x))
-        size, rows = self.config["head_dim"], torch.cat((context, x))
+        name = f"layers.{layer}.self_attn"
+        a = len(context)
+        n = len(x)
+        size = self.config["head_dim"]
+        rows = torch.cat((context, x))
         q = self._norm(self._project(x, f"{name}.q_proj").view(n, -1, size), f"{name}.q_norm")
         k = self._norm(self._project(rows, f"{name}.k_proj").view(a + n, -1, size), f"{name}.k_norm")
         v = self._project(rows, f"{name}.v_proj").view(a + n, -1, size)
-        keys, queries = torch.arange(a + n)[None], torch.arange(a, a + n)[:, None]
+        keys = torch.arange(a + n)[None]
+        queries = torch.arange(a, a + n)[:, None]
         hidden = torch.zeros(n, a + n, dtype=torch.bool)
         if self.config["layer_types"][layer] == "sliding_attention":
             is_later = (keys > queries) & (not self.config.get("sliding_window_non_causal"))

@@ -27,7 +27,7 @@ class NaiveEagle(NaiveEagle3):
         return residual + activations @ self.weights["layers.0.mlp.down_proj.weight"].T
 
     def parts(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What down_proj's output is added to (n, H), and its input (n, I)."""
+        """The residual (n, H), to which down_proj's output is added, and down_proj's input (n, I)."""
         joined = self._project(torch.cat((embeds, hidden), dim=-1), "fc")
         x = joined + self._attention(joined)
         return x, self._gated(x, "layers.0")

@@ -42,7 +42,8 @@ class NaiveLayers:
             self.config = json.loads((draft / "config.json").read_text())
             tensors = load_file(draft / "model.safetensors")
         else:
-            self.config, state = draft.config.to_json(), draft.state_dict(keep_vars=True)
+            self.config = draft.config.to_json()
+            state = draft.state_dict(keep_vars=True)
             tensors = {name: place.rows(state[place.key]) for name, place in _places(draft).items()}
         self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
         if "d2t" in tensors:
@@ -83,7 +84,8 @@ class NaiveEagle3(NaiveLayers):
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H), which the next step reads."""
-        embeds, normed = self._norm(embeds, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")
+        embeds = self._norm(embeds, "midlayer.input_layernorm")
+        normed = self._norm(hidden, "midlayer.hidden_norm")
         residual = normed if self.config.get("norm_before_residual") else hidden
         x = residual + self._attention(torch.cat((embeds, normed), dim=-1))
         x = x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
@@ -102,7 +104,9 @@ class NaiveEagle3(NaiveLayers):
     def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
         """(row, step) -> state (H,) in fp32, by target states (n, K * H) of a text's `tokens` (n,): from step 1 on the
         draft reads its own states, and the text's tokens as far as they go."""
-        embeds, fused, states = self.embeddings[tokens[1:]], self.fuse(aux_states), {}
+        embeds = self.embeddings[tokens[1:]]
+        fused = self.fuse(aux_states)
+        states = {}
         for row in range(len(tokens) - 1):
             hidden = fused[: row + 1]
             for step in range(min(num_steps, len(tokens) - 1 - row)):
@@ -123,40 +127,44 @@ class NaiveEagle3(NaiveLayers):
         Every node's state is computed from its path alone.
         """
         topk, depth = shape
-        found: list[tuple[float, list[int], int]] = []  # score, path, parent
-        frontier, known = [-1], dict[tuple[int, ...], Tensor]()
+        candidates: list[tuple[float, list[int], int]] = []  # score, path, parent
+        frontier = [-1]
+        states = dict[tuple[int, ...], Tensor]()
         for level in range(depth):
             children: list[int] = []
             for parent in frontier:
-                score, path = found[parent][:2] if parent >= 0 else (0.0, [])
-                before = known[tuple(path[:-1])] if path else self.fuse(aux_states)
-                known[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
-                logits = self.logits(known[tuple(path)][-1:])[0]
+                score, path = candidates[parent][:2] if parent >= 0 else (0.0, [])
+                before = states[tuple(path[:-1])] if path else self.fuse(aux_states)
+                states[tuple(path)] = self._with_state_behind(before, [*tokens, *path])
+                logits = self.logits(states[tuple(path)][-1:])[0]
                 position = torch.tensor([len(tokens) + level])
                 noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
                 best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
                 for value, column in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:topk]:
-                    children.append(len(found))
-                    found.append((score + value, [*path, int(self.target_ids[column])], parent))
-            frontier = sorted(children, key=lambda index: -found[index][0])[:topk]
-        chosen = sorted(range(len(found)), key=lambda index: -found[index][0])[: nodes - 1]
-        parents = [1 + chosen.index(found[index][2]) if found[index][2] >= 0 else 0 for index in chosen]
-        scores = [0.0, *(found[index][0] for index in chosen)]
-        return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents], scores
+                    children.append(len(candidates))
+                    candidates.append((score + value, [*path, int(self.target_ids[column])], parent))
+            frontier = sorted(children, key=lambda index: -candidates[index][0])[:topk]
+        proposal = sorted(range(len(candidates)), key=lambda index: -candidates[index][0])[: nodes - 1]
+        parents = [1 + proposal.index(candidates[index][2]) if candidates[index][2] >= 0 else 0 for index in proposal]
+        scores = [0.0, *(candidates[index][0] for index in proposal)]
+        return [tokens[-1], *(candidates[index][1][-1] for index in proposal)], [-1, *parents], scores
 
     def _with_state_behind(self, hidden: Tensor, tokens: list[int]) -> Tensor:
-        """What the draft reads of tokens (n,), hidden (n - 1, H), and then the state that says what follows them."""
+        """`hidden` (n - 1, H), from before tokens (n,), and the draft's state that predicts the next token."""
         return torch.cat((hidden, self.states(self.embeddings[tokens[1:]], hidden)[-1:]))
 
     def _attention(self, x: Tensor, name: str = "") -> Tensor:
         """Causal attention of every row over all before it, or over its window; x (n, 2H) or (n, H) -> (n, H)."""
-        name, n = name or self.attention, len(x)
+        name = name or self.attention
+        n = len(x)
         q, k, v = (
             self._project(x, f"{name}.{part}_proj").view(n, -1, self.config["head_dim"]) for part in ("q", "k", "v")
         )
         if f"{name}.q_norm.weight" in self.weights:
-            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
-        ones, window = torch.ones(n, n, dtype=torch.bool), self.config.get("sliding_window") or n
-        hidden = ones.triu(1) | ones.tril(-window)
+            q = self._norm(q, f"{name}.q_norm")
+            k = self._norm(k, f"{name}.k_norm")
+        pairs = torch.ones(n, n, dtype=torch.bool)
+        window = self.config.get("sliding_window") or n
+        hidden = pairs.triu(1) | pairs.tril(-window)
         outputs = attended(self._turn(q), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

@@ -16,28 +16,30 @@ def pairwise(*factors: Collection[Any]) -> list[Any]:
     """For parametrize: the whole product. The gate keeps cases in which any two values of any two factors meet."""
     cases = list(product(*factors))
     missing = {pair for case in cases for pair in _pairs(case)}
-    kept: list[Case] = []
+    gate_cases: list[Case] = []
     while missing:
-        kept.append(max(cases, key=lambda case: len(_pairs(case) & missing)))
-        missing -= _pairs(kept[-1])
-    return gate_of(cases, kept)
+        gate_cases.append(max(cases, key=lambda case: len(_pairs(case) & missing)))
+        missing -= _pairs(gate_cases[-1])
+    return gate_of(cases, gate_cases)
 
 
 def rotating(*factors: Collection[Any]) -> list[Any]:
     """For parametrize: the whole product. The gate keeps as many cases as the longest factor has values, in which
     every value of every factor comes."""
-    kept = [tuple(list(values)[index % len(values)] for values in factors) for index in range(max(map(len, factors)))]
-    return gate_of(product(*factors), kept)
+    gate_cases = [
+        tuple(list(values)[index % len(values)] for values in factors) for index in range(max(map(len, factors)))
+    ]
+    return gate_of(product(*factors), gate_cases)
 
 
-def gate_of(cases: Iterable[Case], kept: Collection[Case]) -> list[Any]:
+def gate_of(cases: Iterable[Case], gate_cases: Collection[Case]) -> list[Any]:
     """The cases, all but `kept` marked slow."""
-    return [pytest.param(*case, marks=() if case in kept else pytest.mark.slow) for case in cases]
+    return [pytest.param(*case, marks=() if case in gate_cases else pytest.mark.slow) for case in cases]
 
 
-def some_of(values: Iterable[str], kept: Collection[str]) -> list[Any]:
+def some_of(values: Iterable[str], gate_values: Collection[str]) -> list[Any]:
     """All values of one factor, all but `kept` marked slow."""
-    return gate_of([(value,) for value in values], [(value,) for value in kept])
+    return gate_of([(value,) for value in values], [(value,) for value in gate_values])
 
 
 def grouped(names: Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:

@@ -24,7 +24,7 @@ def save_as_specforge(draft: Path, folder: Path, layers: tuple[int, ...] | None)
     """SpecForge's export of EAGLE3 for SGLang, whose config.json was the input of its training. It names `layers`, as
     outputs, if the user's file did; the embedding is left out."""
     values, tensors = _read(draft)
-    named = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    state_fields = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -40,7 +40,7 @@ def save_as_specforge(draft: Path, folder: Path, layers: tuple[int, ...] | None)
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        **({"eagle_config": named} if layers else {}),
+        **({"eagle_config": state_fields} if layers else {}),
     }
     _write(folder, config, tensors)
 
@@ -127,14 +127,14 @@ def save_as_speculators_dflash(draft: Path, target: Path, folder: Path) -> None:
 def save_as_zlab_dflash2(draft: Path, folder: Path) -> None:
     """z-lab's DFlash 2: all layers have a window and see their whole block, and no field says which slots predict."""
     values, tensors = _read(draft)
-    own = values["dflash_config"]
+    dflash_config = values["dflash_config"]
     config = {
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
         **{name: values[name] for name in SHAPE},
         **BOOKKEEPING,
         "is_causal": False,
-        "dflash_config": {"block_size": values["block_size"], **own},
+        "dflash_config": {"block_size": values["block_size"], **dflash_config},
         "dtype": "bfloat16",
         "layer_types": ["sliding_attention"] * values["num_hidden_layers"],
         "max_window_layers": values["num_hidden_layers"],
@@ -150,8 +150,8 @@ def save_as_zlab_dflash2(draft: Path, folder: Path) -> None:
 def save_as_deepspec(draft: Path, target: Path, folder: Path) -> None:
     """DeepSpec's DSpark, or its DFLASH, which has neither head: all fields at the top, copies of embedding and head."""
     values, tensors = _read(draft)
-    own = values["dflash_config"]
-    rank = own.get("markov_rank", 0)
+    dflash_config = values["dflash_config"]
+    rank = dflash_config.get("markov_rank", 0)
     config = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
@@ -161,25 +161,28 @@ def save_as_deepspec(draft: Path, target: Path, folder: Path) -> None:
         "layer_types": ["full_attention"] * values["num_hidden_layers"],
         "block_size": values["block_size"],
         "num_target_layers": values["num_target_layers"],
-        "mask_token_id": own["mask_token_id"],
-        "target_layer_ids": own["target_layer_ids"],
+        "mask_token_id": dflash_config["mask_token_id"],
+        "target_layer_ids": dflash_config["target_layer_ids"],
         "num_anchors": 512,
         "markov_rank": rank,
-        "markov_head_type": own.get("markov_head_type", "vanilla"),
+        "markov_head_type": dflash_config.get("markov_head_type", "vanilla"),
         "enable_confidence_head": "confidence_head.proj.weight" in tensors,
         "confidence_head_with_markov": rank > 0,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    theirs = _read_target(target)
-    copies = {"embed_tokens.weight": theirs["model.embed_tokens.weight"], "lm_head.weight": theirs["lm_head.weight"]}
+    target_tensors = _read_target(target)
+    copies = {
+        "embed_tokens.weight": target_tensors["model.embed_tokens.weight"],
+        "lm_head.weight": target_tensors["lm_head.weight"],
+    }
     _write(folder, config, {**tensors, **{key: x.to(tensors["fc.weight"].dtype) for key, x in copies.items()}})
 
 
 def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_head") -> None:
     """SpecForge's and SGLang's DSpark; `prefix` of the Markov head's tensors, at first "logit_head"."""
     values, tensors = _read(draft)
-    own = values["dflash_config"]
+    dflash_config = values["dflash_config"]
     config = {
         "architectures": ["DSparkDraftModel"],
         "model_type": "qwen3",
@@ -193,10 +196,10 @@ def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_he
         "dflash_config": {
             "projector_type": "dspark",
             "attention_mode": "gqa",
-            "mask_token_id": own["mask_token_id"],
-            "target_layer_ids": own["target_layer_ids"],
-            "markov_rank": own["markov_rank"],
-            "markov_head_type": own["markov_head_type"],
+            "mask_token_id": dflash_config["mask_token_id"],
+            "target_layer_ids": dflash_config["target_layer_ids"],
+            "markov_rank": dflash_config["markov_rank"],
+            "markov_head_type": dflash_config["markov_head_type"],
             "enable_confidence_head": "confidence_head.proj.weight" in tensors,
             "confidence_head_with_markov": True,
         },
@@ -209,7 +212,7 @@ def save_as_specforge_dspark(draft: Path, folder: Path, prefix: str = "markov_he
 def save_as_modelopt_dspark(draft: Path, folder: Path) -> None:
     """ModelOpt's DSpark, as TensorRT-LLM reads it: heads without a prefix, the convention by shift_label."""
     values, tensors = _read(draft)
-    own = values["dflash_config"]
+    dflash_config = values["dflash_config"]
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -221,29 +224,29 @@ def save_as_modelopt_dspark(draft: Path, folder: Path) -> None:
         "num_target_layers": values["num_target_layers"],
         "dflash_config": {
             "projector_type": "dspark",
-            "mask_token_id": own["mask_token_id"],
-            "target_layer_ids": own["target_layer_ids"],
+            "mask_token_id": dflash_config["mask_token_id"],
+            "target_layer_ids": dflash_config["target_layer_ids"],
             "causal": False,
             "use_swa": False,
             "attention_sink_bias": False,
             "shift_label": values["sample_from_anchor"],
-            "markov_rank": own["markov_rank"],
-            "markov_head_type": own["markov_head_type"],
+            "markov_rank": dflash_config["markov_rank"],
+            "markov_head_type": dflash_config["markov_head_type"],
             "use_confidence_head": "confidence_head.proj.weight" in tensors,
         },
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
     names = {"markov_head.": "", "confidence_head.proj.": "confidence_proj."}
-    for ours, theirs in names.items():
-        tensors = {key.replace(ours, theirs): x for key, x in tensors.items()}
+    for prefix, peer_prefix in names.items():
+        tensors = {key.replace(prefix, peer_prefix): x for key, x in tensors.items()}
     _write(folder, config, tensors)
 
 
 def save_as_lilicorr(draft: Path, folder: Path) -> None:
     """NVIDIA's LiLiCorr draft: every size of its network in dflash_config."""
     values, tensors = _read(draft)
-    own = values["dflash_config"]
+    dflash_config = values["dflash_config"]
     config = {
         "architectures": ["LiLiCorrDraftModel"],
         "model_type": "qwen3",
@@ -253,7 +256,7 @@ def save_as_lilicorr(draft: Path, folder: Path) -> None:
         "rope_scaling": None,
         "block_size": values["block_size"],
         "num_target_layers": values["num_target_layers"],
-        "dflash_config": {**own, "projector_type": "lilicorr", "lilicorr_enabled": True, "causal": False},
+        "dflash_config": {**dflash_config, "projector_type": "lilicorr", "lilicorr_enabled": True, "causal": False},
         "torch_dtype": "bfloat16",
     }
     _write(folder, config, tensors)
@@ -262,20 +265,21 @@ def save_as_lilicorr(draft: Path, folder: Path) -> None:
 def save_as_speculators_block(draft: Path, target: Path, folder: Path, kind: str) -> None:
     """The trainer of speculators; kind "dspark" or "dflash2"."""
     values, tensors = _read(draft)
-    own, from_anchor = values["dflash_config"], values["sample_from_anchor"]
+    dflash_config = values["dflash_config"]
+    from_anchor = values["sample_from_anchor"]
     names = "markov_rank", "markov_head_type"
     if kind == "dflash2":
         names = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
-    heads = {name: own[name] for name in names}
+    heads = {name: dflash_config[name] for name in names}
     if kind == "dspark":
         heads["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
         heads["confidence_head_with_markov"] = True
     config = {
         **_speculators(draft, target, kind, "qwen3", values["block_size"] - (0 if from_anchor else 1)),
         "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}[kind]],
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash_config["target_layer_ids"]],
         "block_size": values["block_size"],
-        "mask_token_id": own["mask_token_id"],
+        "mask_token_id": dflash_config["mask_token_id"],
         "sample_from_anchor": from_anchor,
         "sliding_window_non_causal": bool(values.get("sliding_window_non_causal")),
         **heads,
@@ -292,7 +296,7 @@ def save_as_speculators_block(draft: Path, target: Path, folder: Path, kind: str
 
 
 def _speculators(draft: Path, target: Path, kind: str, model_type: str, num_tokens: int) -> dict[str, Any]:
-    """What both kinds have."""
+    """Config fields of both kinds."""
     values, _ = _read(draft)
     bookkeeping = {key: value for key, value in BOOKKEEPING.items() if key != "transformers_version"}
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1}

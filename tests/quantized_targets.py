@@ -51,10 +51,10 @@ class Layout:
     file: str = "config.json"
 
 
-def fp8(weight: Tensor, scale: Tensor, stored: Tensor, **others: Tensor) -> Quantized:
+def fp8(weight: Tensor, scale: Tensor, stored: Tensor, **tensors: Tensor) -> Quantized:
     """`scale` broadcasts; the file has it as `stored`."""
     codes = (weight / scale).clamp(-448, 448).to(FP8)
-    return {"weight": codes, "weight_scale": stored, **others}, codes.float() * scale
+    return {"weight": codes, "weight_scale": stored, **tensors}, codes.float() * scale
 
 
 def per_tensor(weight: Tensor) -> Quantized:
@@ -92,7 +92,8 @@ def int4(weight: Tensor, group: Tensor, symmetric: bool) -> tuple[Tensor, Tensor
     parts = [weight[:, group == index] for index in range(count)]
     low, high = (torch.stack([find(part) for part in parts], 1) for find in (lambda x: x.amin(1), lambda x: x.amax(1)))
     if symmetric:
-        scales, zeros = torch.maximum(high, -low) / 7, torch.full_like(high, 8)
+        scales = torch.maximum(high, -low) / 7
+        zeros = torch.full_like(high, 8)
     else:
         scales = (high - low) / 15
         zeros = (-low / scales).round().clamp(0, 15)
@@ -149,8 +150,8 @@ def compressed(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any
     }
 
 
-def w8(strategy: str, **others: Any) -> dict[str, Any]:
-    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **others}
+def w8(strategy: str, **fields: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **fields}
 
 
 def w4(size: int, symmetric: bool) -> dict[str, Any]:
@@ -215,16 +216,17 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     folder.mkdir()
     for file in plain.glob("*.json"):
         (folder / file.name).write_text(file.read_text())
-    tensors, values = {}, {}
+    tensors = {}
+    values = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         values[name] = tensor
         tensors[name] = tensor
         if name.endswith("_proj.weight"):
-            own, values[name] = layout.quantize(tensor)
+            stored, values[name] = layout.quantize(tensor)
             if layout.config:
                 del tensors[name]
                 base = name.removesuffix("weight")
-                tensors |= {f"{base}{end}": part.contiguous().clone() for end, part in own.items()}
+                tensors |= {f"{base}{end}": part.contiguous().clone() for end, part in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if layout.file == "config.json":
         change_json(folder / "config.json", quantization_config=dict(layout.config) or None)
@@ -234,13 +236,13 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
 
 
 def dequantized_weights(target: Target) -> Tensors:
-    """Of the linear layers that are quantised, experts included, by their names in files."""
-    found: Tensors = {}
+    """Weights of the linear layers that are quantised, experts included, by their names in files."""
+    weights: Tensors = {}
 
     def add(parent: str, name: str, linear: QuantizedLinear) -> None:
         weight = linear.dequantized()
         for part, rows in (linear.parts or {name: slice(None)}).items():
-            found[f"model.{parent}.{part}.weight"] = weight[rows]
+            weights[f"model.{parent}.{part}.weight"] = weight[rows]
 
     for path, module in target.named_modules():
         parent, _, name = path.rpartition(".")
@@ -250,7 +252,7 @@ def dequantized_weights(target: Target) -> Tensors:
             for expert in range(module.spec.num_experts):
                 for fused in module.layers:
                     add(f"{path}.{expert}", fused, module.expert(fused, expert))
-    return found
+    return weights
 
 
 def read_by_transformers(folder: Path) -> PreTrainedModel:
@@ -272,8 +274,8 @@ def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:
         for name, outputs, blocks in (("gate_up_proj", 320, 3), ("down_proj", 96, 5)):
             key = f"model.layers.{layer}.mlp.experts.{name}"
             del tensors[key]
-            shape = 4, outputs, blocks
-            tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+            shape = [4, outputs, blocks]
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, [*shape, 16], generator=generator).byte()
             tensors[f"{key}_scales"] = torch.randint(121, 126, shape, generator=generator).byte()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if with_fields:
@@ -323,11 +325,11 @@ def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> Pre
 def mixed(
     module: Any, inputs: str, static: Sequence[Tensor | None], x: Tensor, experts: Tensor, weights: Tensor
 ) -> Tensor:
-    """Of each row (T, H) the weighted sum of its experts (T, k), whose inputs are rounded."""
+    """The weighted sum of its experts (T, k), whose inputs are rounded, for each row (T, H)."""
     rows = []
-    for row, own, shares in zip(x, experts.tolist(), weights, strict=True):
+    for row, row_experts, shares in zip(x, experts.tolist(), weights, strict=True):
         outputs = []
-        for expert in own:
+        for expert in row_experts:
             gate, up = F.linear(rounded(row, inputs, static[0]), module.gate_up_proj[expert]).chunk(2)
             outputs.append(F.linear(rounded(F.silu(gate) * up, inputs, static[1]), module.down_proj[expert]))
         rows.append(shares @ torch.stack(outputs))

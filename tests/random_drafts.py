@@ -76,7 +76,9 @@ def save_random_eagle(
     if not texts:
         return
     model = load_float64(target)
-    naive, inputs, outputs = NaiveEagle(folder, *shared_weights(model)), [], []
+    naive = NaiveEagle(folder, *shared_weights(model))
+    inputs = []
+    outputs = []
     for _, tokens in texts:
         aux_states = target_states(model, tokens)[-1]
         residual, activations = naive.parts(naive.embeddings[tokens[1:]], aux_states[:-1])
@@ -115,7 +117,7 @@ def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
 
 
 def roughen_heads(module: DFlash) -> None:
-    """Those that start as the identity, or at zero, count; little enough that a fitted draft is right now and then."""
+    """Adds noise to heads that start as the identity or at zero; a fitted draft is still right now and then."""
     for name, parameter in module.named_parameters():
         place = name.split(".")[0]
         if place in ("candidate_selector", "markov_head"):
@@ -138,8 +140,10 @@ def save_random_dflash(
     if not texts:
         return
     model = load_float64(target)
-    naive, config = NaiveDFlash(folder, *shared_weights(model)), module.config
-    inputs, outputs = [], []
+    naive = NaiveDFlash(folder, *shared_weights(model))
+    config = module.config
+    inputs = []
+    outputs = []
     for start, tokens in texts:
         states = target_states(model, tokens)
         aux_states = torch.cat([states[layer] for layer in config.aux_layers], dim=-1)
@@ -147,8 +151,8 @@ def save_random_dflash(
             slots = min(config.block_size, len(tokens) - anchor)
             block = naive.block(aux_states[:anchor], tokens[anchor], slots)
             first = 0 if config.sample_from_anchor else 1
-            wanted = states[config.target_num_layers - 1][anchor : anchor + slots - first]
+            teacher_states = states[config.target_num_layers - 1][anchor : anchor + slots - first]
             inputs.append(block.activations[first:])
-            outputs.append(wanted - block.residual[first:])
+            outputs.append(teacher_states - block.residual[first:])
     fit(module.layers[-1].mlp.down_proj, torch.cat(inputs), torch.cat(outputs))
     write_draft(module, module.state_dict(), folder, {})

@@ -139,7 +139,8 @@ def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def target_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor) -> list[Tensor]:
     """By id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
-    decoder, outputs = model.get_decoder(), []
+    decoder = model.get_decoder()
+    outputs = []
     hook = decoder.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     states = model(torch.as_tensor(tokens)[None], output_hidden_states=True).hidden_states
     hook.remove()

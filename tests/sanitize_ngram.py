@@ -44,7 +44,7 @@ def main() -> None:
 
 def build_extension(compiler: str, folder: Path) -> Path:
     path = folder / f"ngram_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    headers = ("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"])
+    headers = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"]]
     sources = sorted(CORE.glob("*.cpp"))
     compile_(compiler, [*ADDRESS, "-fPIC", "-shared", "-fvisibility=hidden", *headers], sources, path)
     return path
@@ -65,8 +65,8 @@ def with_address_sanitizer(compiler: str) -> dict[str, str]:
     """Python itself is built without it, so its library comes first; Python's own leaks at exit are not ours."""
     names = ("libasan.so", "libubsan.so", "libstdc++.so")
     command = [[compiler, f"-print-file-name={name}"] for name in names]
-    found = [subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip() for line in command]
-    return {**os.environ, "LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    libraries = [subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip() for line in command]
+    return {**os.environ, "LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def answers(lines: list[str], folder: Path) -> list[tuple[int, str]]:
     script = SCRIPT.format(lines=lines, heavy=HEAVY)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    said = [line.partition(" ") for line in ended.stdout.splitlines()]
-    return [(int(status), words) for status, _, words in said]
+    statuses = [line.partition(" ") for line in ended.stdout.splitlines()]
+    return [(int(status), words) for status, _, words in statuses]
 
 
 def test_every_verb_is_tried() -> None:
@@ -57,16 +57,16 @@ def test_every_verb_is_tried() -> None:
 
 
 def test_help_imports_little(tmp_path: Path) -> None:
-    said = answers([f"{verb} --help" for verb in LINES], tmp_path)
-    for verb, (status, words) in zip(LINES, said, strict=True):
+    replies = answers([f"{verb} --help" for verb in LINES], tmp_path)
+    for verb, (status, words) in zip(LINES, replies, strict=True):
         assert status == 0
         assert f"usage: slipstream {verb}" in words
 
 
 def test_unknown_options_and_wrong_values_are_refused_at_once(tmp_path: Path) -> None:
     wrong = [(f"{verb} {line}", option) for verb, (line, value, _) in LINES.items() for option in ("--outptu=x", value)]
-    said = answers([f"{line} {option}" for line, option in wrong], tmp_path)
-    for (_, option), (status, words) in zip(wrong, said, strict=True):
+    replies = answers([f"{line} {option}" for line, option in wrong], tmp_path)
+    for (_, option), (status, words) in zip(wrong, replies, strict=True):
         name = option.removeprefix("--").partition("=")[0]
         assert status == 2
         assert f"error: {name.replace('-', '_')} " in words or f"error: unrecognized arguments: --{name}" in words
@@ -78,17 +78,17 @@ def test_required_options_are_marked_and_asked_for_at_once(tmp_path: Path) -> No
     for verb, name in required:
         rest = [word for word in LINES[verb][0].split() if not word.startswith(f"--{name}=")]
         lines.append(" ".join((verb, *rest)))
-    said = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
-    for (_, name), (status, words) in zip(required, said, strict=False):
+    replies = answers([*lines, *(f"{verb} --help" for verb, _ in required)], tmp_path)
+    for (_, name), (status, words) in zip(required, replies, strict=False):
         assert status == 2
         assert f"error: {name} is empty; name " in words
-    for (_, name), (_, words) in zip(required, said[len(required) :], strict=True):
+    for (_, name), (_, words) in zip(required, replies[len(required) :], strict=True):
         assert " Required. " in words.partition(f" --{name} ")[2].partition(" --")[0]
 
 
 def test_missing_inputs_are_refused_at_once(tmp_path: Path) -> None:
-    said = answers([f"{verb} {missing}" for verb, (_, _, missing) in LINES.items()], tmp_path)
-    for (_, _, missing), (status, words) in zip(LINES.values(), said, strict=True):
+    replies = answers([f"{verb} {missing}" for verb, (_, _, missing) in LINES.items()], tmp_path)
+    for (_, _, missing), (status, words) in zip(LINES.values(), replies, strict=True):
         option, _, value = missing.split()[0].removeprefix("--").partition("=")
         assert status == 1
         assert f"error: {option.replace('-', '_')} {value} does not exist; name " in words

@@ -17,15 +17,15 @@ IMAGE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 def unit_command() -> list[str]:
-    """What systemd executes."""
+    """The command that systemd executes."""
     return shlex.split(next(line for line in UNIT.splitlines() if line.startswith("ExecStart="))[len("ExecStart=") :])
 
 
 def image_command() -> list[str]:
     """The container's entry point."""
     line = next(line for line in IMAGE.splitlines() if line.startswith("ENTRYPOINT"))
-    found: list[str] = json.loads(line.removeprefix("ENTRYPOINT"))
-    return found
+    command: list[str] = json.loads(line.removeprefix("ENTRYPOINT"))
+    return command
 
 
 @pytest.mark.parametrize("command", [unit_command(), image_command()], ids=["unit", "image"])
@@ -38,11 +38,11 @@ def test_commands_have_options_that_exist(command: list[str], tmp_path: Path) ->
 
 def test_the_unit_hands_over_every_file_that_it_names() -> None:
     """The server's user cannot read /etc/slipstream, which is root's alone."""
-    named = {word.removeprefix("${CREDENTIALS_DIRECTORY}/") for word in unit_command() if "/" in word} - {
+    names = {word.removeprefix("${CREDENTIALS_DIRECTORY}/") for word in unit_command() if "/" in word} - {
         unit_command()[0]
     }
     handed = dict(re.findall(r"^LoadCredential=([^:]+):/etc/slipstream/(.+)$", UNIT, re.MULTILINE))
-    assert named == {*handed}
+    assert names == {*handed}
     assert all(name == file for name, file in handed.items())
 
 
@@ -53,8 +53,8 @@ def test_the_unit_waits_longer_than_the_server_drains() -> None:
 
 
 def test_the_image_installs_the_same_torch_as_the_package() -> None:
-    [needed] = [one for one in PROJECT["project"]["dependencies"] if one.startswith("torch>")]
-    assert f'"{needed}"' in IMAGE
+    [torch] = [requirement for requirement in PROJECT["project"]["dependencies"] if requirement.startswith("torch>")]
+    assert f'"{torch}"' in IMAGE
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

@@ -67,7 +67,8 @@ def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: l
         "special_ids": [],
         "end_ids": [0, 2],
     }
-    train, heldout = [[row] for row in train_rows], [[row] for row in heldout_rows]
+    train = [[row] for row in train_rows]
+    heldout = [[row] for row in heldout_rows]
     described |= {"target": ""}
     write_dataset(train, path, heldout=0.0, seed=0, describe=lambda: described, heldout_conversations=heldout)
 
@@ -115,7 +116,7 @@ def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target's answers and their token map; held out are the questions that tests serve."""
     folder = tmp_path_factory.mktemp("main_job")
     splits = {split: prompts(target, split, count) for split, count in (("train", 400), ("heldout", 64))}
-    rows = {split: rows_of(asked, answer(target, asked, max_tokens=192)) for split, asked in splits.items()}
+    rows = {split: rows_of(questions, answer(target, questions, max_tokens=192)) for split, questions in splits.items()}
     save_answers(target, folder / "data", rows["train"], rows["heldout"])
     make_token_map(["--data", str(folder / "data"), "--size", "1024", "--output", str(folder / "map.safetensors")])
     return folder
@@ -124,7 +125,8 @@ def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["eagle3", "dflash"])
 def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
     """A draft trained for about two minutes by its recipe."""
-    (program, *_), output = DRAFTERS[request.param], folder / request.param
+    program, *_ = DRAFTERS[request.param]
+    output = folder / request.param
     program(
         ["--config", str(ROOT / "configs" / request.param / "tiny.yaml"), "--target", str(TARGET), "--output"]
         + [str(output), "--data.path", str(folder / "data"), "--draft.vocabulary"]
@@ -153,8 +155,8 @@ def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path)
     served = answer(LLM(str(TARGET), str(trained / "best")), questions, 128)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     for question, reply in zip(questions, served, strict=True):
-        found = model.generate(torch.tensor([question]), do_sample=False, max_new_tokens=128)
-        assert found[0, len(question) :].tolist() == reply.tokens
+        output = model.generate(torch.tensor([question]), do_sample=False, max_new_tokens=128)
+        assert output[0, len(question) :].tolist() == reply.tokens
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a chat template gets to see of a message: the same in a request to the server and in a row of training data."""
+"""A chat template sees the same of a message in a request to the server and in a row of training data."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,8 @@ def served(folder: Path, messages: Any, tools: Any = (), **options: Any) -> str:
 
 
 def trained(columns: dict[str, Any], **options: Any) -> str:
-    row, config = Row("file, line 1", columns), ConversationOptions(**options)
+    row = Row("file, line 1", columns)
+    config = ConversationOptions(**options)
     template = ChatTemplate(build_tokenizer(TEMPLATE), date=config.date, variables=config.template)
     example = to_example(row, columns)
     assert example.messages is not None

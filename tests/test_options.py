@@ -48,14 +48,14 @@ def test_an_objective_may_be_a_time(objective: str, ms: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "captured", "most"),
+    ("budget", "captured", "tokens"),
     [(1024, 1024, 1024), (100, 1024, 100), (1024, 7, 7), (1024, 0, 0), (4096, None, 4096), (None, None, 1024)],
 )
 def test_captured_passes_take_no_more_of_a_prompt_than_any_other(
-    budget: int | None, captured: int | None, most: int
+    budget: int | None, captured: int | None, tokens: int
 ) -> None:
     config = EngineConfig(target="owner/model", prefill_budget=budget, prefill_graph_tokens=captured)
-    assert config.captured_tokens == most
+    assert config.captured_tokens == tokens
 
 
 def test_the_server_checks_the_engines_options_too() -> None:
@@ -156,25 +156,26 @@ def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
     for folder in folders.values():
         folder.mkdir()
     (folders["draft"] / "config.json").write_text(json.dumps({"target": str(folders["named"])}))
-    draft, named, asked = (str(folder) for folder in folders.values())
-    assert find_target(EngineConfig(draft=draft)) == (named, folders["named"])
-    assert find_target(EngineConfig(draft=draft, target=asked)) == (asked, folders["asked"])
-    assert find_target(EngineConfig(target=asked)) == (asked, folders["asked"])
+    draft, draft_target, user_target = (str(folder) for folder in folders.values())
+    assert find_target(EngineConfig(draft=draft)) == (draft_target, folders["named"])
+    assert find_target(EngineConfig(draft=draft, target=user_target)) == (user_target, folders["asked"])
+    assert find_target(EngineConfig(target=user_target)) == (user_target, folders["asked"])
 
 
 def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never on the hub, whose ids a relative folder may look like."""
     monkeypatch.chdir(tmp_path)
-    draft, target = tmp_path / "draft", tmp_path / "old" / "models" / "target"
+    draft = tmp_path / "draft"
+    target = tmp_path / "old" / "models" / "target"
     draft.mkdir()
     target.mkdir(parents=True)
     (draft / "config.json").write_text(json.dumps({"target": "models/target"}))
     (draft / "run.json").write_text(json.dumps({"target_path": str(target)}))
     assert find_target(EngineConfig(draft=str(draft))) == (str(target), target)
-    here = Path("models") / "target"
-    here.mkdir(parents=True)
-    assert find_target(EngineConfig(draft=str(draft))) == (str(here), here)
-    here.rmdir()
+    folder = Path("models") / "target"
+    folder.mkdir(parents=True)
+    assert find_target(EngineConfig(draft=str(draft))) == (str(folder), folder)
+    folder.rmdir()
     target.rmdir()
     message = f"target models/target is not a folder here, and {target}, its path in training, does not exist.*--target"
     with pytest.raises(ValueError, match=message):

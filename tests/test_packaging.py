@@ -47,8 +47,8 @@ def test_no_script_hides_an_installed_module() -> None:
     for file in python_files():
         if file.parts[0] in SCRIPT_FOLDERS:
             assert file.stem not in sys.stdlib_module_names, f"{file} hides a module of the standard library"
-            found = importlib.machinery.PathFinder.find_spec(file.stem, elsewhere)
-            assert found is None, f"{file} hides {found.origin if found else ''}"
+            spec = importlib.machinery.PathFinder.find_spec(file.stem, elsewhere)
+            assert spec is None, f"{file} hides {spec.origin if spec else ''}"
 
 
 def test_no_file_is_named_after_nothing() -> None:

@@ -17,7 +17,7 @@ OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "torch_came_first", "is_in_time"),
+    ("variables", "torch_came_first", "is_in_time"),
     [
         ({}, False, True),
         ({}, True, False),
@@ -26,17 +26,17 @@ OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports 
     ],
 )
 def test_the_policy_is_set_unless_the_user_has_set_one(
-    chosen: dict[str, str], torch_came_first: bool, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], torch_came_first: bool, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that the end of the test restores it
         monkeypatch.delenv(name)
-    for name, value in chosen.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if not torch_came_first:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert runtime.set_thread_policy() == is_in_time
-    assert {name: os.environ[name] for name in NAMES if name in os.environ} == (chosen or {"GOMP_SPINCOUNT": "1000"})
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == (variables or {"GOMP_SPINCOUNT": "1000"})
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -63,15 +63,15 @@ def test_a_long_stage_is_named_before_it_ends(
         if is_long:
             timer.ring()
     assert timer.is_over
-    begun = ["loading the weights ..."] if is_long else []
-    assert caplog.messages[:-1] == begun
+    announcements = ["loading the weights ..."] if is_long else []
+    assert caplog.messages[:-1] == announcements
     assert caplog.messages[-1].startswith("loading the weights: 0.")
 
 
 def test_openmp_takes_it() -> None:
     """Asked of OpenMP itself, which shows what it read when torch loaded it."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-    shown = subprocess.run(
+    settings = subprocess.run(
         [sys.executable, "-c", "import slipstream.runtime, torch"],
         cwd=ROOT,
         env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
@@ -79,7 +79,7 @@ def test_openmp_takes_it() -> None:
         text=True,
         check=True,
     ).stderr
-    assert "GOMP_SPINCOUNT = '1000'" in shown
+    assert "GOMP_SPINCOUNT = '1000'" in settings
 
 
 def test_every_program_sets_it_before_it_imports_torch() -> None:
@@ -97,13 +97,13 @@ def test_every_program_sets_it_before_it_imports_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "used", "free"), [(2, 0.1, 2), (2, 0.9, 1), (2, 2.0, 1), (8, 0.6, 7), (8, 7.9, 1), (1, 1.0, 1)]
+    ("cores", "load", "free"), [(2, 0.1, 2), (2, 0.9, 1), (2, 2.0, 1), (8, 0.6, 7), (8, 7.9, 1), (1, 1.0, 1)]
 )
 def test_busy_cores_are_left_to_others_and_said(
-    cores: int, used: float, free: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cores: int, load: float, free: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runtime, "usable_cores", lambda: cores)
-    monkeypatch.setattr(runtime, "cores_in_use", lambda: used)
+    monkeypatch.setattr(runtime, "cores_in_use", lambda: load)
     assert runtime.free_cores() == free
     printed = capsys.readouterr().err
-    assert printed.startswith(f"the machine is busy: other programs use {used} of {cores} cores") == (used >= 0.5)
+    assert printed.startswith(f"the machine is busy: other programs use {load} of {cores} cores") == (load >= 0.5)

@@ -36,7 +36,8 @@ class Environment:
     """A virtual environment and a working folder; without PYTHONPATH, the checkout is not in sight."""
 
     def __init__(self, folder: Path) -> None:
-        self.bin, self.work = folder / "env" / "bin", folder / "elsewhere"
+        self.bin = folder / "env" / "bin"
+        self.work = folder / "elsewhere"
         self.work.mkdir()
         subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
         self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -58,20 +59,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
     subprocess.run(build, check=True, cwd=folder)
     [wheel] = folder.glob("slipstream-*.whl")
-    made = Environment(folder)
+    venv = Environment(folder)
     release = os.environ.get("SLIPSTREAM_WHEEL_TORCH")
-    kept = [f"torch{release}"] if release else ["-c", str(ROOT / "constraints.txt")]
-    made.run("python", "-m", "pip", "install", "--quiet", wheel, *kept)
-    return made
+    pins = [f"torch{release}"] if release else ["-c", str(ROOT / "constraints.txt")]
+    venv.run("python", "-m", "pip", "install", "--quiet", wheel, *pins)
+    return venv
 
 
 @pytest.mark.slow
 def test_what_is_installed(environment: Environment) -> None:
-    found = json.loads(environment.run("python", "-c", INSIDE))
+    report = json.loads(environment.run("python", "-c", INSIDE))
     for place in ("package", "core"):
-        assert Path(found[place]).is_relative_to(environment.bin.parent), "not the checkout's"
-    assert found["calibration"]
-    assert {"cuda", "wandb"} <= set(found["extras"])
+        assert Path(report[place]).is_relative_to(environment.bin.parent), "not the checkout's"
+    assert report["calibration"]
+    assert {"cuda", "wandb"} <= set(report["extras"])
     environment.run("python", "-m", "pip", "check")
     for script in PROJECT["project"]["scripts"]:
         assert environment.run(script, "--help").startswith("usage:")
@@ -81,12 +82,12 @@ def test_what_is_installed(environment: Environment) -> None:
 @pytest.mark.parametrize("started_by", ["hand", "systemd", "container"])
 def test_the_installed_server_answers_and_drains(environment: Environment, started_by: str) -> None:
     """Also as the unit and the image of deploy/ start it, with the same options, key and format of the log."""
-    own = ["--target", str(TARGET), "--draft", "ngram", "--port", "0"]
+    flags = ["--target", str(TARGET), "--draft", "ngram", "--port", "0"]
     commands = {"hand": ["serve", "--log-format", "json"], "systemd": unit_command(), "container": image_command()}
     (environment.work / "serve.yaml").write_text("max_running: 4\n")
     (environment.work / "keys").write_text("secret\n")
     command = [word.replace("${CREDENTIALS_DIRECTORY}", str(environment.work)) for word in commands[started_by]]
-    server = environment.start(Path(command[0]).name, *command[1:], *own)
+    server = environment.start(Path(command[0]).name, *command[1:], *flags)
     assert server.stderr is not None
     try:
         lines = map(json.loads, server.stderr)
@@ -95,9 +96,9 @@ def test_the_installed_server_answers_and_drains(environment: Environment, start
         first, again = (post(f"{url}/v1/completions", body) for _ in range(2))
         assert first["usage"]["completion_tokens"] > 0
         assert first["choices"][0]["text"] == again["choices"][0]["text"]
-        told = next(line for line in lines if line["message"] == "request")
-        assert (told["path"], told["status"], told["finish_reasons"]) == ("/v1/completions", 200, ["length"])
-        assert told["completion_tokens"] == first["usage"]["completion_tokens"]
+        record = next(line for line in lines if line["message"] == "request")
+        assert (record["path"], record["status"], record["finish_reasons"]) == ("/v1/completions", 200, ["length"])
+        assert record["completion_tokens"] == first["usage"]["completion_tokens"]
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=30)
         assert server.returncode == -signal.SIGTERM
@@ -108,5 +109,5 @@ def test_the_installed_server_answers_and_drains(environment: Environment, start
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+        reply: dict[str, Any] = json.load(answer)
+        return reply
