@@ -20,7 +20,7 @@ def asking_layer(
     sinks: Tensor | None = None,
     **fields: Any,
 ) -> AttentionLayer:
-    """`fields`: others of its spec."""
+    """`fields` are further fields of its spec."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     fields |= {"window": window, "qk_norm": norms is not None, "sinks": sinks is not None}
     return AttentionLayer(id, AttentionSpec(**sizes, rope=RopeConfig(), **fields), norms, sinks)

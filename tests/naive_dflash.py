@@ -32,7 +32,7 @@ class NaiveDFlash(NaiveLayers):
     def __init__(
         self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor, num_candidates: int | None = None
     ) -> None:
-        """`num_candidates`: of a slot; default: those that a chain needs."""
+        """`num_candidates` of each slot; by default as many as a chain needs."""
         self.target_ids = torch.arange(len(head))
         super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]
@@ -73,7 +73,7 @@ class NaiveDFlash(NaiveLayers):
         return Block(residual, activations, self._norm(x, "norm"))
 
     def _convolved(self, x: Tensor, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """x (n, H), a sublayer's input, convolved along the block, and what does that to its output."""
+        """x (n, H), a sublayer's input, convolved along the block, and the function that convolves its output."""
         if f"{name}.base_kernel" not in self.weights:
             return x, lambda output: output
         deltas = self._project(x, f"{name}.kernel_projection").unflatten(-1, (2, 2, -1))  # side, tap, group

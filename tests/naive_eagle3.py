@@ -30,7 +30,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 class NaiveLayers:
-    """A draft's public tensors in fp64, and what all drafts compute from them alike.
+    """A draft's public tensors in fp64, and the computations that all drafts share.
 
     `draft` is a folder, or a network in training: then gradients reach its parameters.
     """
@@ -61,7 +61,7 @@ class NaiveLayers:
         return x * scale * self.weights[f"{name}.weight"]
 
     def _gated(self, x: Tensor, layer: str) -> Tensor:
-        """x (n, H) before its norm -> (n, I): what the layer's down_proj reads."""
+        """x (n, H) before its norm -> (n, I), the input of the layer's down_proj."""
         inner = self._norm(x, f"{layer}.post_attention_layernorm")
         gate, up = (self._project(inner, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         return gate * torch.sigmoid(gate) * up

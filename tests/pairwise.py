@@ -33,12 +33,12 @@ def rotating(*factors: Collection[Any]) -> list[Any]:
 
 
 def gate_of(cases: Iterable[Case], gate_cases: Collection[Case]) -> list[Any]:
-    """The cases, all but `kept` marked slow."""
+    """The cases; those that are not in `gate_cases` are slow."""
     return [pytest.param(*case, marks=() if case in gate_cases else pytest.mark.slow) for case in cases]
 
 
 def some_of(values: Iterable[str], gate_values: Collection[str]) -> list[Any]:
-    """All values of one factor, all but `kept` marked slow."""
+    """All values of one factor; those that are not in `gate_values` are slow."""
     return gate_of([(value,) for value in values], [(value,) for value in gate_values])
 
 

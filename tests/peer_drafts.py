@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.models.targets.config import RopeConfig
 
-# Of every config.json that transformers writes; they say nothing about the network.
+# Fields of every config.json that transformers writes; they say nothing about the network.
 BOOKKEEPING = {"attention_dropout": 0.0, "initializer_range": 0.02, "transformers_version": "5.19.0", "use_cache": True}
 SHAPE = (
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_hidden_layers"),

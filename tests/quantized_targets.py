@@ -1,4 +1,4 @@
-"""Tiny targets as libraries write them, quantised here by plain formulas, and what transformers computes of them."""
+"""Tiny targets as libraries write them, quantised here by plain formulas, and transformers' outputs with them."""
 
 import json
 import warnings

@@ -61,7 +61,7 @@ def save_random_draft(
 def save_random_eagle(
     target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any
 ) -> None:
-    """`texts`: what the draft knows, as (length of the prompt, all tokens); without them it is right by chance only.
+    """The draft knows `texts`, as (length of the prompt, all tokens); without them it is right by chance only.
 
     down_proj is fitted by least squares to the target's states of the texts. `fields` of the config; a reduced
     vocabulary leaves out ids all over the range.
@@ -129,7 +129,7 @@ def roughen_heads(module: DFlash) -> None:
 def save_random_dflash(
     target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any
 ) -> None:
-    """`texts`: what the draft knows, as (length of the prompt, all tokens); without them it is right by chance only.
+    """The draft knows `texts`, as (length of the prompt, all tokens); without them it is right by chance only.
 
     The last layer's down_proj is fitted by least squares: its output takes slots to the states from which the target
     said the texts' tokens. With some hundred of these, part of the drafted tokens is right.

@@ -1,4 +1,4 @@
-"""Tiny random models of each family: what the tests compare with transformers."""
+"""Tiny random models of each family, which the tests compare with transformers."""
 
 import json
 from collections.abc import Sequence
@@ -132,13 +132,13 @@ def roughen(module: nn.Module) -> None:
 
 
 def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Embedding and head (V, H): what drafts use of the target."""
+    """Embedding and head (V, H), the weights of the target that drafts use."""
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
 @torch.no_grad()
 def target_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor) -> list[Tensor]:
-    """By id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
+    """States by id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
     decoder = model.get_decoder()
     outputs = []
     hook = decoder.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))

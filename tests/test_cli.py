@@ -1,4 +1,4 @@
-"""The `slipstream` command: its verbs, and what they say of wrong options before they import anything large."""
+"""The `slipstream` command: its verbs, and how they refuse wrong options before they import anything large."""
 
 import subprocess
 import sys

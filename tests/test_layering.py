@@ -1,4 +1,4 @@
-"""Who imports whom, read from the sources; and how long functions may be."""
+"""Imports between packages, read from the sources, and the length of functions."""
 
 import ast
 import graphlib

@@ -113,7 +113,7 @@ def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFi
 
 @pytest.fixture(scope="module")
 def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target's answers and their token map; held out are the questions that tests serve."""
+    """The target's answers and their token map; the tests serve the held-out questions."""
     folder = tmp_path_factory.mktemp("main_job")
     splits = {split: prompts(target, split, count) for split, count in (("train", 400), ("heldout", 64))}
     rows = {split: rows_of(questions, answer(target, questions, max_tokens=192)) for split, questions in splits.items()}

@@ -18,7 +18,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
 
-# Whatever is in a message or a tool shows in the text; and both ways that templates ask for the date.
+# Everything in a message or a tool shows in the text, and the date in both ways that templates ask for it.
 TEMPLATE = (
     '{% if tools %}<tool_call>"arguments"{{ tools | tojson }}{% endif %}'
     "{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}"

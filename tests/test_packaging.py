@@ -22,7 +22,7 @@ IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
 
 
 def python_files() -> list[Path]:
-    """Relative to the root, without virtual environments and what a build leaves."""
+    """Python files relative to the root, without virtual environments and the products of a build."""
     skipped = {path.parent.name for path in ROOT.glob("*/pyvenv.cfg")} | {"build", "dist"}
     folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in skipped]
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]

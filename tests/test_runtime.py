@@ -1,4 +1,4 @@
-"""How OpenMP's threads are told to wait, and what the programs load before they do so."""
+"""The policy by which OpenMP's threads wait, set before the programs load torch."""
 
 import ast
 import logging
@@ -69,7 +69,7 @@ def test_a_long_stage_is_named_before_it_ends(
 
 
 def test_openmp_takes_it() -> None:
-    """Asked of OpenMP itself, which shows what it read when torch loaded it."""
+    """OpenMP itself shows the settings that it read when torch loaded it."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     settings = subprocess.run(
         [sys.executable, "-c", "import slipstream.runtime, torch"],

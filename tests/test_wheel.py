@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, outside the checkout: what `pip install slipstream-...whl` gives a user.
+"""The wheel in an environment of its own, outside the checkout: as `pip install slipstream-...whl` gives it to a user.
 
 Slow: it installs torch and all else. SLIPSTREAM_WHEEL_TORCH names another release for it, as in ==2.14.*; the default
 is that of constraints.txt.

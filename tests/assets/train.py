@@ -1,4 +1,4 @@
-"""Trains the drafts of this folder: healthy ones, of which the doctor must not say that anything is wrong.
+"""Trains the drafts of this folder: healthy ones, in which the doctor must find nothing wrong.
 
     make demo                                     # answers of assets/tiny-target, in runs/demo
     python tests/assets/train.py                  # all drafts
@@ -58,7 +58,7 @@ def chain(**options: Any) -> dict[str, Any]:
 
 
 def from_states(**options: Any) -> dict[str, Any]:
-    """Of an EAGLE3 draft."""
+    """Options of an EAGLE3 draft."""
     return chain(**{"ttt_steps": 5, "init_from_target": False, **options})
 
 
@@ -72,7 +72,9 @@ def dspark(**options: Any) -> dict[str, Any]:
 
 
 NEW_FLAGS = dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output", "qk_norm"), True)
-FEW, SOME, MANY = (2, 1), (4, 2), (4, 4)  # a block's slots know of the text only by attention
+FEW = (2, 1)
+SOME = (4, 2)
+MANY = (4, 4)  # heads: a block's slots know of the text only by attention
 DRAFTS: dict[str, Recipe] = {
     "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, FEW, 1024, 2),
     "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, FEW, 1024, 3),
@@ -100,9 +102,9 @@ class NarrowFiles(TargetFiles):
 
     heads: tuple[int, int] = (1, 1)
 
-    def new_draft(self, network: type[Any], options: BaseDraftOptions, **named: Any) -> Any:
+    def new_draft(self, network: type[Any], options: BaseDraftOptions, **sizes: Any) -> Any:
         queries, keys = self.heads
-        return super().new_draft(network, options, **named, num_heads=queries, num_kv_heads=keys, head_dim=HEAD_DIM)
+        return super().new_draft(network, options, **sizes, num_heads=queries, num_kv_heads=keys, head_dim=HEAD_DIM)
 
 
 def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTraining]:
@@ -112,19 +114,20 @@ def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTrain
     class Narrow(kind):  # type: ignore[misc, valid-type]
         @classmethod
         def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
-            own = (getattr(files, one.name) for one in fields(TargetFiles))
-            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*own, heads))
+            values = (getattr(files, field.name) for field in fields(TargetFiles))
+            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*values, heads))
             return draft
 
         def start(self, *, continues: bool = False) -> None:
-            own, weights = public_tensors(self.draft), self.target.initial_weights(1)
-            if "norm.weight" in own:
-                own["norm.weight"].data.copy_(weights["norm.weight"])
-            if HEAD in own:
-                own[HEAD].data.copy_(weights[HEAD][self.target_ids])
+            tensors = public_tensors(self.draft)
+            weights = self.target.initial_weights(1)
+            if "norm.weight" in tensors:
+                tensors["norm.weight"].data.copy_(weights["norm.weight"])
+            if HEAD in tensors:
+                tensors[HEAD].data.copy_(weights[HEAD][self.target_ids])
             if self.drafter == "dflash":  # passes the last state on
                 size = self.draft.config.hidden_size
-                own["fc.weight"].data.zero_()[:, -size:].copy_(torch.eye(size))
+                tensors["fc.weight"].data.zero_()[:, -size:].copy_(torch.eye(size))
 
     return Narrow
 
@@ -148,11 +151,12 @@ def token_map(demo: Path, size: int) -> Path:
 
 
 def make(name: str, demo: Path) -> None:
-    recipe, output = DRAFTS[name], demo / "small" / name
+    recipe = DRAFTS[name]
+    output = demo / "small" / name
     options = dict(recipe.options)
     if recipe.map_size is not None:
         options["vocabulary"] = str(token_map(demo, recipe.map_size))
-    made = RUN_OPTIONS[recipe.program](
+    run_options = RUN_OPTIONS[recipe.program](
         target=TARGET,
         output=str(output),
         data=DataOptions(path=str(demo / "dataset"), max_length=LONGEST, batch_size=2, aux_states=str(capture(demo))),
@@ -162,26 +166,26 @@ def make(name: str, demo: Path) -> None:
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,
     )
-    train(made, narrow(TRAININGS[recipe.program], recipe.heads))
-    kept = ASSETS / name
-    kept.mkdir(exist_ok=True)
+    train(run_options, narrow(TRAININGS[recipe.program], recipe.heads))
+    folder = ASSETS / name
+    folder.mkdir(exist_ok=True)
     for file in FILES:
-        shutil.copyfile(output / "best" / file, kept / file)
+        shutil.copyfile(output / "best" / file, folder / file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of `make demo`, for its dataset")
     parser.add_argument("names", nargs="*", default=list(DRAFTS), help=f"default: all of {', '.join(DRAFTS)}")
-    chosen = parser.parse_args()
-    if unknown := sorted(set(chosen.names) - set(DRAFTS)):
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(DRAFTS)):
         parser.error(f"no draft is called {', '.join(unknown)}; there are {', '.join(DRAFTS)}")
     os.chdir(ROOT)
-    if len(chosen.names) == 1:
-        make(chosen.names[0], chosen.demo)
+    if len(arguments.names) == 1:
+        make(arguments.names[0], arguments.demo)
         return
-    for name in chosen.names:  # a process for each, since accelerate keeps the state of one run
-        subprocess.run([sys.executable, __file__, "--demo", str(chosen.demo), name], check=True)
+    for name in arguments.names:  # a process for each, since accelerate keeps the state of one run
+        subprocess.run([sys.executable, __file__, "--demo", str(arguments.demo), name], check=True)
 
 
 if __name__ == "__main__":

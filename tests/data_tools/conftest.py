@@ -1,4 +1,4 @@
-"""Fixtures of the data tools: folders that hold a small tokenizer, and where asked a model config."""
+"""Fixtures of the data tools: folders that hold a small tokenizer, and, for some tests, a model config."""
 
 import json
 import shutil

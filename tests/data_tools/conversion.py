@@ -28,7 +28,7 @@ class Runs:
         return {"target": str(self.target), "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
 
     def convert(self, source: Path, layout: str, *options: str) -> tuple[Path, str]:
-        """The folder written and what was printed; raises SystemExit where the program ends with a message."""
+        """The output folder and the printed text; raises SystemExit where the program ends with a message."""
         output = self.root / f"{source.name}-{layout}"
         main(["--input", str(source), "--output", str(output), "--layout", layout, "--overwrite", *options])
         return output, self.capsys.readouterr().out

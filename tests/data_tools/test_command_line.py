@@ -1,4 +1,4 @@
-"""How the data programs read their flags, and the `slipstream` command with its verbs."""
+"""Flags of the data programs, and the `slipstream` command with its verbs."""
 
 import re
 from dataclasses import dataclass, field

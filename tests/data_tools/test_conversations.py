@@ -204,7 +204,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> No
 
 
 def save_tools(folder: Path, kind: str, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Rows in a file, a folder or on the hub; what to give for `data`."""
+    """The value of `data` for rows in a file, a folder or on the hub."""
     path = folder / f"tools.{kind}"
     if kind == "jsonl":
         write_jsonl(path, rows)

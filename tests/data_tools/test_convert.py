@@ -1,4 +1,4 @@
-"""`slipstream convert`: every layout and back, bit by bit; layer ids in each reader's convention; what is refused."""
+"""`slipstream convert`: every layout and back, bit by bit; layer ids in each reader's convention; refusals."""
 
 import json
 from collections.abc import Callable

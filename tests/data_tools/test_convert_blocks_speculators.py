@@ -77,7 +77,7 @@ def test_states_and_scores_equal_those_of_the_library(
 
 
 def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -> Tensor:
-    """(N, S, H) of the blocks at ANCHORS."""
+    """States (N, S, H) of the blocks at ANCHORS."""
     batch = collate([[(tokens, [False] + [True] * (LENGTH - 1))]], LENGTH)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, LENGTH + 8)
     attention = SDPABlockAttention(batch.positions.flatten(), rope)
@@ -90,7 +90,7 @@ def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -
 
 
 def assert_equal_scores(lattice: Lattice, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor) -> None:
-    """By the library's own functions, predecessor by predecessor."""
+    """Compares scores with the library's own functions, predecessor by predecessor."""
 
     def scores(slot: int, previous: Tensor) -> Tensor:
         """previous (N,) target ids -> (N, k) of the slot's candidates."""

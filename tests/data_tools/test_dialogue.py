@@ -116,7 +116,7 @@ def drive(template: str | None, questions: list[str], answers: list[Answer], kee
 
 
 def say(content: str, *, reasoning: str = "", ids: bool = False, **fields: Any) -> Answer:
-    """An answer of which the text came back, or with `ids` its tokens, the end token included."""
+    """An answer that came back as text, or with `ids` as tokens, the end token included."""
     message = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
     fields = {"finish_reason": "stop", "text": content, **fields}
     token_ids = build_tokenizer(CHATML)(fields["text"])["input_ids"] if ids else None

@@ -1,4 +1,4 @@
-"""Coverage and what it costs, against sums written out and a simulated draft."""
+"""Coverage and its cost, against sums written out and a simulated draft."""
 
 import random
 

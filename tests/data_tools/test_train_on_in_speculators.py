@@ -68,7 +68,7 @@ def train(kind: str, draft: Path, target: Path, output: Path) -> Path:
 
 
 def check_trained(network: Any, draft: Path, trained: Path, target: Path) -> None:
-    """It is `draft` but for some small steps; one that began anew would have nothing of its weights."""
+    """It is `draft` but for some small steps; a draft that began anew would share none of its weights."""
     values = json.loads((trained / "config.json").read_text())
     assert drafter_of(values, str(trained)) == values["speculators_model_type"]
     loaded = [load_draft(network, folder, load_config(target), torch.float32, CPU) for folder in (draft, trained)]

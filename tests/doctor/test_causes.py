@@ -376,7 +376,7 @@ def test_block_drafts(healthy: Callable[..., Subject], answers: Answers) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["sample_from_anchor", "shift_label", "nested", "option"])
 def test_an_anchor_that_is_said_to_draft(field: str, healthy: Callable[..., Subject], answers: Answers) -> None:
-    """Whichever field says so; the field that is wrong is named."""
+    """The doctor names the field that is wrong, for every field that may say so."""
     good = healthy("dflash").with_values(drafter=None, sample_from_anchor=None)
     inner = {**good.files.values["dflash_config"], "shift_label": True}
     bad = {

@@ -1,4 +1,4 @@
-"""The replay accepts what the engine does that serves the draft, round by round: windows, and every head of a block."""
+"""The replay accepts the engine's tokens, round by round: windows, and every head of a block."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -133,7 +133,7 @@ def test_loops() -> None:
 
 @pytest.mark.slow
 def test_prompts_on_which_the_target_loops(tmp_path: Path) -> None:
-    """Digits, of which the bundled target makes nothing."""
+    """Digits, which the bundled target does not understand."""
     rng = random.Random(0)
     data = tmp_path / "data.jsonl"
     texts = [" ".join(str(rng.randrange(10)) for _ in range(20)) for _ in range(6)]

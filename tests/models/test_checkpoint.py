@@ -1,4 +1,4 @@
-"""Checkpoints: where names lead, what is fetched of a hub id, which files hold the weights, and damaged ones."""
+"""Checkpoints: resolved names, files fetched from the hub, files that hold the weights, and damaged files."""
 
 import json
 import shutil
@@ -135,7 +135,7 @@ SMALL = {"config.json", "tokenizer.model", "chat_template.jinja"}
 CLUTTER = {"consolidated.safetensors", "pytorch_model.bin", "modeling.py", "original/model.safetensors"}
 SHARDS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 INDEX = "model.safetensors.index.json"
-# What a repository holds beside SMALL and CLUTTER -> the weights that are read.
+# Files of a repository beside SMALL and CLUTTER -> the weights that are read.
 REPOSITORIES: dict[str, tuple[set[str], set[str]]] = {
     "index": ({INDEX, *SHARDS, "model-old.safetensors"}, SHARDS),
     "one file": ({"model.safetensors", "model.fp16.safetensors"}, {"model.safetensors"}),

@@ -1,4 +1,4 @@
-"""Checkpoints that compressed-tensors writes itself, against the weights and the logits that it makes of them."""
+"""Checkpoints that compressed-tensors writes itself, against the weights and logits that it computes from them."""
 
 import copy
 from pathlib import Path

@@ -122,7 +122,7 @@ NO_EFFECT = {
     "pretraining_tp": "how the products were cut, which transformers no longer does",
     "use_cache": "the same logits either way",
 }
-# What a refusal may name instead: the field that the key makes wrong.
+# Fields that a refusal may name instead, because the key makes them wrong.
 ALSO_NAMED = {
     "hidden_size": ("head_dim", "short_factor"),
     "num_attention_heads": ("num_key_value_heads", "head_dim", "short_factor", "hidden_size"),

@@ -1,4 +1,4 @@
-"""DFLASH: default layers, configs; the public file exactly, other trainers' layouts, and what is refused."""
+"""DFLASH: default layers, configs; the public file exactly, other trainers' layouts, and refusals."""
 
 import json
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_a_vocabulary_may_leave_out_tokens(config: Callable[..., DFlashConfig]) 
         module.set_vocabulary(torch.tensor([2, 5, 120]))
 
 
-# What the trainers write besides the network's shape. DeepSpec's fields stand at the top and name no drafter.
+# Fields that the trainers write besides the network's shape. DeepSpec's stand at the top and name no drafter.
 ZLAB = {"drafter": None, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dtype": "bfloat16", "bos_token_id": 1}
 DEEPSPEC = {
     **dict.fromkeys(("drafter", "dflash_config", "sample_from_anchor"), None),

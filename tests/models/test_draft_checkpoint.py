@@ -1,4 +1,4 @@
-"""Which tensors of a draft are copies of the target's, and weights that no draft can have."""
+"""Tensors of a draft that are copies of the target's, and weights that no draft can have."""
 
 from collections.abc import Callable
 from pathlib import Path

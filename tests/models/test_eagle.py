@@ -1,4 +1,4 @@
-"""The EAGLE network against its fp64 oracle; its files, those of other trainers, and what is refused."""
+"""The EAGLE network against its fp64 oracle; its files, those of other trainers, and refusals."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""EAGLE3: the network's formula and start; the public file exactly, other trainers' layouts, and what is refused."""
+"""EAGLE3: the network's formula and start; the public file exactly, other trainers' layouts, and refusals."""
 
 import json
 from collections.abc import Callable
@@ -241,7 +241,7 @@ def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
 
 
 def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft) -> None:
-    """Whether the head reads a normed state: a final norm that no step ever used is as it was initialised."""
+    """The final norm shows if the head reads a normed state: if no step ever used it, it is as it was initialised."""
     draft.change(values={"norm_output": False})
     draft.assert_loads_equal()
     draft.change(values={"drafter": None})

@@ -274,7 +274,7 @@ def test_a_model_that_does_not_name_its_decoder_is_refused() -> None:
 
 
 def test_a_multiplier_of_an_unlisted_name_is_found() -> None:
-    """By what the model makes of states, not by a list."""
+    """The model's own output decides, not a list of names."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     head = model.lm_head
     forward = model.lm_head.forward
@@ -303,7 +303,7 @@ def test_a_final_norm_that_no_draft_has_is_refused() -> None:
 
 
 def test_mxfp4_experts_become_numbers_in_transformers(tmp_path: Path) -> None:
-    """Which sharded targets run in: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
+    """Sharded targets run in it: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
     sizes = SHAPE | {"intermediate_size": 32, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **EXPERTS)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layouts of their files, what is missing in these, and gpt-oss's layer."""
+"""Mixtures of experts: the layouts of their files, missing parts, and gpt-oss's layer."""
 
 import re
 from collections.abc import Callable

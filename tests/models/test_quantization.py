@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each layout against transformers on dequantised weights, and what is refused."""
+"""Quantised checkpoints: each layout against transformers on dequantised weights, and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints with quantised experts: each layout against transformers on dequantised weights, and what is refused."""
+"""Checkpoints with quantised experts: each layout against transformers on dequantised weights, and refusals."""
 
 import copy
 import json

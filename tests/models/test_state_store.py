@@ -1,4 +1,4 @@
-"""Captured states on disk: what comes back, what it takes, and what is noticed when files are damaged."""
+"""Captured states on disk: they come back with few reads, and damaged files are noticed."""
 
 import json
 import os
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: Stat
 
 @pytest.mark.parametrize("name", ["tokens", "supervised", "features", "features_scales", "last_hidden", "lengths"])
 def test_no_tensor_may_change(tmp_path: Path, name: str) -> None:
-    """Written with the checksums of what it was before."""
+    """Writes it with the checksums of its earlier content."""
     form = make_form(dtype="fp8")
     index = write_store(tmp_path, form)
     content = shard_path(tmp_path, 0).read_bytes()

@@ -1,4 +1,4 @@
-"""Token maps: which ids they hold, in which order; our file and those of other programs."""
+"""Token maps: their ids and the order of these; our file and those of other programs."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Loading: parts of fused projections, tied heads, what does not fit, memory, loading again."""
+"""Loading: parts of fused projections, tied heads, weights that do not fit, memory, loading again."""
 
 import weakref
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def load(tensors: dict[str, Tensor], dtype: torch.dtype | None = torch.float32) 
 def test_parts_of_a_projection_are_joined_and_taken_apart_again(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the file has them apart or joined, and however few rows are converted at once."""
+    """For files with apart and with joined projections, and for any number of rows converted at once."""
     monkeypatch.setattr(linear, "CHUNK", chunk)
     tensors = file_of(empty_block())
     rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "mlp.gate_proj": 12, "mlp.up_proj": 12}

@@ -1,4 +1,4 @@
-"""Whole runs of the training programs: how tests start them, what they leave, and whether two are the same."""
+"""Whole runs of the training programs: tests start them, read their outputs, and compare two runs."""
 
 import io
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def records(output: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what differs between two equal runs."""
+    """metrics.jsonl without the fields that differ between two equal runs."""
     lines = read_metrics(output / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 

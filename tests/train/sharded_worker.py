@@ -52,7 +52,7 @@ def look_at(path: Path) -> dict[str, Any]:
 
 
 def is_equal(unsharded: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
-    """On rows of this process alone, of a length of its own, two documents each."""
+    """Compares them on rows of this process alone, of a length of its own, two documents each."""
     rank = distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, 120, (2, width + rank), generator=generator).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Packing and order against dict and loop models; what cannot be trained on is refused."""
+"""Packing and order against dict and loop models; data that cannot be trained on is refused."""
 
 import itertools
 from pathlib import Path

@@ -248,7 +248,7 @@ def test_calibration_finds_what_the_head_should_have_said() -> None:
 
 @torch.no_grad()
 def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedModel) -> None:
-    """Whichever process has a row, and though one that runs out of rows repeats the first."""
+    """For any share of the rows among processes, of which one that runs out of rows repeats the first."""
     training = rough_training(target_model, "dspark").eval()
     rows = documents(4)
     batches = [collate([row], 32, number) for number, row in enumerate(rows)]

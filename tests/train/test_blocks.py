@@ -1,4 +1,4 @@
-"""Blocks and what they see, against the rules read out loud over documents and tokens."""
+"""Blocks and their masks, against the rules read out loud over documents and tokens."""
 
 from itertools import pairwise
 
@@ -95,7 +95,7 @@ def test_anchors_are_drawn_from_the_possible_ones(limit: int) -> None:
 def naive_mask(
     blocks: Blocks, rows: list[list[Document]], batch_shape: torch.Size, window: int | None, kind: Mask
 ) -> Tensor:
-    """(N * S, C + N * S) by loops; C context rows, then every block's slots."""
+    """The mask (N * S, C + N * S) by loops; C context rows, then every block's slots."""
     document_of = {}
     for number, (start, (tokens, _)) in enumerate(flat_documents(rows, batch_shape[1])):
         document_of |= dict.fromkeys(range(start, start + len(tokens)), number)

@@ -1,4 +1,4 @@
-"""DFLASH's training against the draft run one block at a time, and what its loss must not depend on."""
+"""DFLASH's training against the draft run one block at a time, and the inputs that its loss must not depend on."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whole DFLASH runs: what does not change them, what they leave behind."""
+"""Whole DFLASH runs: interrupted ones end alike, and their outputs."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A whole EAGLE run, and that the server accepts what was learnt."""
+"""A whole EAGLE run, and a server that accepts its proposals."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shipped accelerate configurations on two GPUs: whatever shares weights out, the loss curve is DDP's."""
+"""The shipped accelerate configurations on two GPUs: for every way to shard weights, the loss curve is DDP's."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Whole runs: what does not change them (kills), what they leave behind, what they refuse."""
+"""Whole runs: kills do not change them, their outputs, and refusals."""
 
 import json
 import re

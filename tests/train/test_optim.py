@@ -1,4 +1,4 @@
-"""Steps, rows and learning rate of a run, whatever the number of processes, against a walk through it;
+"""Steps, rows and learning rate of a run, for any number of processes, against a walk through it;
 how Muon and AdamW share a draft's parameters."""
 
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads() -> None:
 
 
 def test_muon_moves_alike_in_full_precision() -> None:
-    """On CPUs without bf16 products: torch's own iterations are the oracle, as far as bf16 goes."""
+    """CPUs without bf16 products: torch's own iterations are the oracle, up to bf16 rounding."""
     steps: list[Tensor] = []
     for kind in (torch.optim.Muon, FullPrecisionMuon):
         generator = torch.Generator().manual_seed(0)

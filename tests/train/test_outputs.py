@@ -35,7 +35,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture
 def run(tmp_path: Path, finished: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy that the test may change."""
     return shutil.copytree(finished, tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""`--dry_run`: the numbers of a plan against the real draft, target and run, and that it needs and leaves no files."""
+"""`--dry_run`: the numbers of a plan against the real draft, target and run, and no files needed or left."""
 
 import re
 import shutil

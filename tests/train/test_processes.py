@@ -25,7 +25,7 @@ def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments
 
 
 def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: int | None) -> list[tuple[int, ...]]:
-    """Documents that a run on so many processes was trained on."""
+    """Documents on which a run with this number of processes was trained."""
     if num_processes == 1:
         return [tuple(document) for document in recorded_run.train(flags, stop_in)]
     job = folder / "job.json"

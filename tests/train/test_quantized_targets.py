@@ -1,4 +1,4 @@
-"""Quantised targets, through the real programs: what drafts learn from them, and what they start from."""
+"""Quantised targets, through the real programs: drafts learn and start from them."""
 
 import shutil
 from itertools import chain
@@ -31,7 +31,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> Path:
 
 
 def quantise(name: str, plain: Path, folder: Path) -> dict[str, Tensor]:
-    """Writes the target in a layout to `folder`, and next to it one of the same weights in 32 bits. Returns these."""
+    """Writes the target in a layout to `folder`, and beside it the same weights in 32 bits. Returns these."""
     values = save_quantized(LAYOUTS[name], plain, folder)
     shutil.copytree(plain, folder.with_name("same"))
     save_file(values, folder.with_name("same") / "model.safetensors", metadata={"format": "pt"})

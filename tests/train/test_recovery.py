@@ -109,7 +109,7 @@ def assert_checkpoint(checkpoint: Path, expected: Path) -> None:
 
 
 def assert_whole(output: Path, expected: Path) -> None:
-    """Whatever bears the name of a checkpoint is one of the undisturbed run's; that run kept all."""
+    """Every folder with a checkpoint's name equals the undisturbed run's, which kept all."""
     for folder in step_folders(output):
         assert_checkpoint(folder, expected / folder.name)
     best = output / "best"

@@ -1,4 +1,4 @@
-"""Which answers become samples, and that their spans hold the characters of the tokens that were accepted."""
+"""Answers that become samples, and their spans, which hold the characters of the accepted tokens."""
 
 import json
 from collections.abc import Callable

@@ -88,7 +88,7 @@ def check_served(
 
 
 def whole(tokens: list[int]) -> Batch:
-    """One document of which all is supervised."""
+    """One document that is supervised as a whole."""
     return collate([[(tokens, [False] + [True] * (len(tokens) - 1))]], 64)
 
 

@@ -34,7 +34,7 @@ def ran(
     target_path: Path,
     make_target: Callable[[str], Path],
 ) -> Path:
-    """The folder of all that two processes did (sharded_worker.py), the runs by program and sharding."""
+    """The folder with the output of two processes (sharded_worker.py), the runs by program and sharding."""
     if request.param == "gpu" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp(f"sharded-{request.param}")
@@ -55,7 +55,7 @@ def ran(
 
 
 def found(ran: Path) -> list[dict[str, Any]]:
-    """By process."""
+    """Results by process."""
     return [json.loads((ran / f"jobs.{rank}.json").read_text()) for rank in range(2)]
 
 

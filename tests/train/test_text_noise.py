@@ -1,4 +1,4 @@
-"""The noise behind a text: it makes the target say it, and is nothing but noise otherwise."""
+"""Posterior noise of a text: with it the target samples the text, and its law is that of the noise."""
 
 import math
 
@@ -14,7 +14,7 @@ DRAFT = torch.tensor([1.0, 1.5, -0.5, 1.0, 0.0, -1.0])  # another distribution, 
 
 
 def test_the_text_is_what_the_noise_makes_the_target_say() -> None:
-    """Texts that were sampled with noise of their own: what is drawn for them has the law of that noise, and a draft
+    """Texts that were sampled with noise of their own: the posterior noise has the law of that noise, and a draft
     meets the text as often as with it."""
     ids = torch.arange(SIZE)
     rows = torch.arange(ROWS)
