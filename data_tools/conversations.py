@@ -1,7 +1,9 @@
 """A row's columns to an example, whatever the format.
 
-Formats, in this order: `input_ids` + `loss_mask`; `messages` or `conversations` (OpenAI's role/content or ShareGPT's
-from/value); `prompt` + `completion`; `text`. A malformed row raises RowError with its place and fault.
+Formats, in this order: `input_ids` + `loss_mask`; a conversation; `text`; questions alone. Columns of a conversation:
+`messages` or `conversations` (OpenAI's role/content or ShareGPT's from/value), `prompt` + `completion`, `instruction` +
+`output` (Alpaca's), `prompt` + `chosen` (preferences), `turns` (MT-bench's); several must agree. A malformed row raises
+RowError with its place and fault.
 
 Invariant: a row passes the checks that the server makes of a request's messages; only other names of roles are read
 beyond, and calls in forms that came before `tool_calls`.
@@ -31,7 +33,12 @@ ROLE_ALIASES = {  # in lower case
 }
 CALLING_ROLES = ("function_call", "tool_call")  # the content of such a turn is an assistant's call, as JSON
 SHAREGPT = {"from": "role", "value": "content"}
-FORMATS = "messages, conversations, prompt + completion, text or input_ids + loss_mask"
+FORMATS = (
+    "messages, conversations, prompt + completion, instruction + output, prompt + chosen, turns, text, prompt, "
+    "question or input_ids + loss_mask"
+)
+
+Conversation = tuple[list[Message], frozenset[int]]  # messages, and the indices of answers not to supervise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +69,11 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
             tokens = _tokens(columns["input_ids"], columns["loss_mask"])
             return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
         check_weight("weight", columns.get("weight", 1), (1,))
-        conversation = _conversation(columns, present, has_template)
+        conversation = _conversation(_answered_forms(columns, present, has_template))
+        if conversation is None and not _is_text(present):
+            conversation = _conversation(_question_forms(columns, present))
         if conversation is not None:
-            messages, unsupervised = _messages(*conversation)
+            messages, unsupervised = conversation
             tools = _tools(columns.get("tools"))
             return Example(id=identity, messages=messages, unsupervised=unsupervised, tools=tools, is_cut=is_cut)
         if {"prompt", "completion"} <= present:
@@ -85,22 +94,92 @@ def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> st
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _conversation(columns: Mapping[str, Any], present: set[str], has_template: bool) -> tuple[Any, str] | None:
-    """The messages of a row and the column that holds them; None if it is no conversation."""
+def _is_text(present: set[str]) -> bool:
+    """Whether a row that holds no conversation is plain text."""
+    return {"prompt", "completion"} <= present or "text" in present
+
+
+def _conversation(forms: Mapping[str, Any]) -> Conversation | None:
+    """The longest of `forms`, the raw messages by the columns that hold them; None without any. Raises ValueError if
+    they contradict each other; one with the same questions and no answers does not."""
+    conversations = {name: _messages(messages, name) for name, messages in forms.items()}
+    if not conversations:
+        return None
+    name, longest = max(conversations.items(), key=lambda item: len(item[1][0]))
+    for another, (messages, _) in conversations.items():
+        if messages != longest[0] and messages != _without_answers(longest[0]):
+            raise ValueError(f"{name} and {another} hold different conversations; leave the columns of one out")
+    return longest
+
+
+def _without_answers(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] != "assistant"]
+
+
+def _answered_forms(columns: Mapping[str, Any], present: set[str], has_template: bool) -> dict[str, Any]:
+    """The raw messages of each form that gives answers or several turns, by the columns that hold them."""
+    forms: dict[str, Any] = {}
     for column in ("messages", "conversations"):
         if column in present:
-            messages = _parse_json(columns[column], column)
-            return (_system(columns) + messages if isinstance(messages, list) else messages), column
-    if not {"prompt", "completion"} <= present:
-        return None
-    prompt = columns["prompt"]
-    completion = columns["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return [*prompt, *completion], "prompt + completion"
-    if not has_template:
-        return None
-    turns = (("user", "prompt", prompt), ("assistant", "completion", completion))
-    return [{"role": role, "content": _string(name, text)} for role, name, text in turns], "prompt + completion"
+            forms[column] = _parse_json(columns[column], column)
+    if {"prompt", "completion"} <= present:
+        texts = [columns["prompt"], columns["completion"]]
+        if has_template or not any(isinstance(text, str) for text in texts):
+            forms["prompt + completion"] = [*_turns(columns, "prompt"), *_turns(columns, "completion", "assistant")]
+    if {"instruction", "output"} <= present:
+        forms["instruction + output"] = [*_instruction(columns), *_turns(columns, "output", "assistant")]
+    if "chosen" in present and {"prompt", "rejected"} & present:
+        forms["prompt + chosen"] = _chosen(columns)
+    if isinstance(columns.get("turns"), list):
+        texts = [_string(f"turns.{index}", text) for index, text in enumerate(columns["turns"])]
+        forms["turns"] = [{"role": "user", "content": text} for text in texts]
+    return _with_system(columns, forms)
+
+
+def _question_forms(columns: Mapping[str, Any], present: set[str]) -> dict[str, Any]:
+    """The raw messages of each form that gives a question alone, by the column that holds it."""
+    forms: dict[str, Any] = {column: _turns(columns, column) for column in ("prompt", "question") if column in present}
+    if "instruction" in present:
+        forms["instruction"] = _instruction(columns)
+    return _with_system(columns, forms)
+
+
+def _turns(columns: Mapping[str, Any], column: str, role: str = "user") -> list[Any]:
+    """The messages of a column that holds them, or one of `role` with the text that it holds."""
+    value = columns[column]
+    return value if isinstance(value, list) else [{"role": role, "content": _string(column, value)}]
+
+
+def _instruction(columns: Mapping[str, Any]) -> list[Message]:
+    """Alpaca's question: the instruction, and on the next line its input, if there is one."""
+    texts = [_string(column, columns[column]) for column in ("instruction", "input") if columns.get(column)]
+    return [{"role": "user", "content": "\n".join(texts)}]
+
+
+def _chosen(columns: Mapping[str, Any]) -> list[Any]:
+    """The prompt and the chosen answer to it, which may repeat the prompt. Raises ValueError for another prompt."""
+    prompt = [] if columns.get("prompt") is None else _turns(columns, "prompt")
+    answer = _turns(columns, "chosen", "assistant")
+    turns = _messages(answer, "chosen")[0]
+    if turns[0]["role"] == "assistant":
+        if not prompt:
+            raise ValueError("chosen holds an answer alone; add its question as prompt")
+        return [*prompt, *answer]
+    questions = _messages(prompt, "prompt")[0] if prompt else []
+    is_prefix = turns[: len(questions)] == questions
+    is_turn = isinstance(columns.get("prompt"), str) and questions[0] in turns
+    if not is_prefix and not is_turn:
+        raise ValueError("prompt and chosen hold different questions; leave one out, or the row")
+    return answer
+
+
+def _with_system(columns: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
+    """`forms` after the system prompt that rows may have in a column of its own."""
+    system = columns.get("system")
+    if not system or not forms:
+        return dict(forms)
+    message = {"role": "system", "content": _string("system", system)}
+    return {name: [message, *form] if isinstance(form, list) else form for name, form in forms.items()}
 
 
 def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
@@ -114,7 +193,7 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
     return {"input_ids": input_ids, "loss_mask": loss_mask}
 
 
-def _messages(entries: Any, column: str) -> tuple[list[Message], frozenset[int]]:
+def _messages(entries: Any, column: str) -> Conversation:
     """Messages as the server reads them, and the indices of answers that must not be supervised."""
     if not isinstance(entries, list):
         return read_messages(entries, column), frozenset()
@@ -172,12 +251,6 @@ def _string(name: str, value: Any) -> str:
         raise ValueError(f"{name} holds a {type(value).__name__}, not text")
     check_text(name, value)
     return value
-
-
-def _system(columns: Mapping[str, Any]) -> list[Message]:
-    """ShareGPT rows may have a column for the system prompt."""
-    system = columns.get("system")
-    return [{"role": "system", "content": _string("system", system)}] if system else []
 
 
 def _tools(value: Any) -> list[Any] | None:

@@ -112,10 +112,14 @@ def split_questions(messages: Sequence[Message]) -> list[list[Message]]:
     """The messages before each answer.
 
     Every user turn and every result of a tool gets an answer, except where the conversation goes on with calls of
-    tools: these stay in it, since their results belong to them. Other answers are left out.
+    tools: these stay in it, since their results belong to them. Other answers are left out. Turns of a user that follow
+    each other are a question together, unless the conversation has no answer at all.
     """
+    is_answered = any(message["role"] == "assistant" for message in messages)
     questions: list[list[Message]] = [[]]
     for message in messages:
+        if message["role"] == "user" and not is_answered and is_question(questions[-1]):
+            questions.append([])
         if message["role"] != "assistant" or message.get("tool_calls"):
             questions[-1].append(message)
         elif is_question(questions[-1]):

@@ -46,8 +46,10 @@ def mask_conversation(
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     supervised = [index for index in answers if index not in unsupervised]
+    if not answers:
+        raise RowDropped("no_assistant_turn", "the row has no answer; make answers with `slipstream regenerate`")
     if not supervised:
-        raise RowDropped("no_assistant_turn", "nothing to supervise")
+        raise RowDropped("no_assistant_turn", "every answer has weight 0")
     documents: list[Document] = []
     for index in supervised if turns == "all" else supervised[-1:]:
         turn = read_turn(chat, messages[: index + 1], tools, end_ids, is_cut=is_cut and index == answers[-1])

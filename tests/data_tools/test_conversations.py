@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
+from hypothesis import given, settings, strategies
 
 from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
@@ -43,6 +44,80 @@ def example(columns: dict[str, Any], **options: Any) -> Any:
 def test_conversation_formats_are_one(columns: dict[str, Any]) -> None:
     result = example({"id": 7, **columns})
     assert (result.id, result.messages, result.tools, result.text, result.input_ids) == ("7", TURNS, None, None, None)
+
+
+def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
+    """The columns of a form, and its messages: questions and answers in alternation, or questions alone."""
+    question = texts[0]
+    pair = chat(*texts[:2])
+    whole = chat(*texts)
+    worse = {"role": "assistant", "content": "worse"}
+    preference = {"chosen": whole[-1:], "rejected": [worse]}
+    forms: dict[str, tuple[dict[str, Any], list[Any]]] = {
+        "alpaca": ({"instruction": question, "input": "", "output": texts[1]}, pair),
+        "alpaca with input": (
+            {"instruction": question, "input": "5, 8", "output": texts[1]},
+            chat(f"{question}\n5, 8", texts[1]),
+        ),
+        "instruction": ({"instruction": question}, pair[:1]),
+        "prompt": ({"prompt": question}, pair[:1]),
+        "question": ({"question": question, "answer": 4}, pair[:1]),
+        "messages as prompt": ({"prompt": whole[:-1]}, whole[:-1]),
+        "turns": ({"turns": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
+        "chosen text": ({"prompt": question, "chosen": texts[1], "rejected": "worse"}, pair),
+        "chosen text after messages": ({"prompt": whole[:-1], "chosen": texts[-1], "rejected": "worse"}, whole),
+        "chosen message": ({"prompt": whole[:-1], **preference}, whole),
+        "chosen conversation": ({"chosen": whole, "rejected": [*whole[:-1], worse]}, whole),
+        "its first question": ({"prompt": question, "chosen": whole, "rejected": [*whole[:-1], worse]}, whole),
+    }
+    return forms[kind]
+
+
+FORMS = ["alpaca", "alpaca with input", "instruction", "prompt", "question", "messages as prompt", "turns"]
+FORMS += ["chosen text", "chosen text after messages", "chosen message", "chosen conversation", "its first question"]
+COLUMNS = ("messages", "conversations", "completion", "text", "tools", "weight", "input", "finish_reason", "rejected")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@settings(max_examples=30, deadline=None)
+@given(data=strategies.data())
+def test_each_form_gives_the_messages_written_by_hand(kind: str, data: strategies.DataObject) -> None:
+    """Whichever optional columns are missing or null."""
+    length = data.draw(strategies.sampled_from([2, 4]))
+    texts = data.draw(strategies.lists(strategies.text(min_size=1), min_size=length, max_size=length))
+    columns, messages = form_of(kind, texts)
+    if data.draw(strategies.booleans()):
+        columns["system"] = "Be kind."
+        messages = [{"role": "system", "content": "Be kind."}, *messages]
+    nulls = data.draw(strategies.sets(strategies.sampled_from(COLUMNS)))
+    needed = {"alpaca with input": {"input"}, "chosen conversation": {"rejected"}}.get(kind, set())
+    columns |= dict.fromkeys(nulls - needed)
+    assert example(columns).messages == messages
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_each_form_is_read_from_parquet_with_other_rows(tmp_path: Path, kind: str) -> None:
+    """Arrow lends every row the columns of all others."""
+    columns, messages = form_of(kind, ["Hello", "fine", "And?", "good"])
+    other = {"id": "other", "category": "writing", "messages": TURNS}
+    rows = [{**dict.fromkeys(other), **columns}, {**dict.fromkeys(columns), **other}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = read_rows(ConversationOptions(data=(str(path),)))
+    assert [to_example(row, row.columns()).messages for row in read] == [messages, TURNS]
+
+
+def test_forms_that_agree_are_one() -> None:
+    for columns in (
+        {"messages": TURNS, "turns": ["Hello"]},
+        {"messages": TURNS, "prompt": "Hello", "chosen": TURNS, "rejected": chat("Hello", "bad")},  # UltraFeedback's
+        {"messages": TURNS, "prompt": "another"},  # a question alone says less than a conversation
+        {"instruction": "Hello", "input": "", "output": "fine", "text": "rendered"},
+        {"conversations": TURNS, "instruction": "Hello", "response": "fine"},
+    ):
+        assert example(columns).messages == TURNS
+    assert example({"text": "Hello", "prompt": "Hel"}).text == "Hello"
+    assert example({"prompt": "Hello", "question": "Hello"}).messages == TURNS[:1]
 
 
 def test_other_formats() -> None:
@@ -100,7 +175,22 @@ def test_answers_of_weight_0_are_not_supervised() -> None:
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ({"question": "?"}, "has question; expected messages, conversations"),
+        ({"quiz": "?"}, "has quiz; expected messages, conversations"),
+        ({"messages": TURNS, "conversations": chat("Hello", "no")}, "messages and conversations hold different conv"),
+        ({"messages": TURNS, "turns": ["Hello", "And?"]}, "messages and turns hold different conversations; leave"),
+        (
+            {"instruction": "Hello", "output": "fine", "prompt": "Hello", "chosen": "good", "rejected": "bad"},
+            "instruction + output and prompt + chosen hold different conversations",
+        ),
+        ({"prompt": "a", "question": "b"}, "prompt and question hold different conversations"),
+        ({"prompt": "a", "chosen": chat("b", "fine"), "rejected": "x"}, "prompt and chosen hold different questions"),
+        ({"prompt": TURNS[:1], "chosen": chat("b", "c")}, "prompt and chosen hold different questions"),
+        ({"chosen": "fine", "rejected": "bad"}, "chosen holds an answer alone; add its question as prompt"),
+        ({"prompt": "a", "chosen": 1}, "chosen holds a int, not text"),
+        ({"turns": ["a", None]}, "turns.1 holds a NoneType, not text"),
+        ({"turns": []}, "turns must be a list of at least one message"),
+        ({"instruction": "a", "output": ["b", "c"]}, "instruction + output.1 is a str"),
+        ({"instruction": "a", "input": 3}, "input holds a int, not text"),
         (
             {"messages": [*TURNS, {"role": "critic", "content": "no"}]},
             "messages.2.role is 'critic'; it must be one of system, developer, user, assistant, tool",

@@ -39,6 +39,7 @@ def turns(letters: str) -> list[dict[str, Any]]:
         ("uc", [[0]]),
         ("uct", [[0, 1, 2]]),
         ("ucau", [[0, 1, 3]]),
+        ("suu", [[0, 1], [2]]),
         ("sa", []),
         ("uas", [[0]]),
     ],
@@ -71,6 +72,21 @@ def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
     assert reader.dropped == {"duplicate": 2}
     assert reader.ids == {identity: position for position, identity in enumerate(ids)}
     assert [dialogue.id for dialogue in read(tmp_path, rows)[0]] == ids
+
+
+@pytest.mark.parametrize(
+    ("columns", "questions"),
+    [
+        ({"prompt": "Hello", "chosen": "fine", "rejected": "bad"}, ["Hello"]),
+        ({"prompt": chat("Hello"), "chosen": None, "rejected": chat("", "bad")[1:]}, ["Hello"]),
+        ({"question": "Hello"}, ["Hello"]),
+        ({"turns": ["Hello", "And?"]}, ["Hello", "And?"]),
+        ({"instruction": "Hello", "input": "there", "output": None}, ["Hello\nthere"]),
+    ],
+)
+def test_questions_of_every_form_are_answered(tmp_path: Path, columns: dict[str, Any], questions: list[str]) -> None:
+    [dialogue], _ = read(tmp_path, [columns])
+    assert dialogue.questions == [chat(question) for question in questions]
 
 
 def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def test_some_answers_are_supervised(options: dict[str, Any], answers: set[int])
         assert mask(template, CONVERSATION, **options) == join(build_tokenizer(template), pieces)
 
 
+def test_a_row_with_no_answer_to_supervise_is_dropped() -> None:
+    with pytest.raises(RowDropped, match="no_assistant_turn: every answer has weight 0"):
+        mask(CHATML, CONVERSATION, unsupervised={2, 4})
+
+
 def test_turns_after_the_last_answer_are_left_out() -> None:
     assert mask(CHATML, [*CONVERSATION, {"role": "user", "content": "more"}]) == mask(CHATML, CONVERSATION)
 
@@ -120,7 +125,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
          "{% if add_generation_prompt %}<|head|><think>{% endif %}", chat("Hello", "fine"), "prompt_rewritten"),
         (CHATML, chat("Hello", "fine")[1:], "starts_with_assistant"),
         (CHATML_TAGGED, chat("Hello", "fine", "What?")[1:] + chat("", "four")[1:], "starts_with_assistant"),
-        (CHATML, chat("Hello"), "no_assistant_turn"),
+        (CHATML, chat("Hello"), "no_assistant_turn: the row has no answer; make answers with `slipstream regenerate`"),
         (CHATML, chat("Hello", ""), "empty_answer: message 2"),
         (CHATML, [*chat("Hello"), {**chat("", "fine")[1], "reasoning_content": "hm"}], "reasoning_not_rendered"),
         ("{% for m in messages %}{{ m['role'] + '\n' + m['content'].split('</think>')[-1] + '\n' }}{% endfor %}"

@@ -132,13 +132,15 @@ def test_every_format_meets_in_one_dataset(tmp_path: Path, target: Path) -> None
     rows = [
         {"conversations": [{"from": "human", "value": "What is 1?"}, {"from": "gpt", "value": "It is 1."}]},
         {"prompt": "What is 2?", "completion": "It is 2."},
+        {"instruction": "What is 3?", "input": "", "output": "It is 3."},
+        {"prompt": "What is 4?", "chosen": "It is 4.", "rejected": "It is 5."},
         {"text": "Hello there"},
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "messages": chat("not", "used")},
     ]
     dataset, _ = prepare(tmp_path, target, rows, "--heldout", "0")
     text = tokenizer("Hello there")["input_ids"]
     assert as_set(dataset, "train") == {
-        *(tuple(map(tuple, expected(target, number))) for number in (1, 2)),
+        *(tuple(map(tuple, expected(target, number))) for number in (1, 2, 3, 4)),
         (tuple(text), (True,) * len(text)),
         ((5, 6, 7), (False, True, True)),
     }
@@ -250,7 +252,12 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         ([], (), "no row to prepare; the data is empty"),
         (ROWS[:2], ("--where", "split=z"), "no row to prepare; all 2 rows fail --where"),
         (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
-        ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
+        (
+            [{"prompt": "x"}],
+            (),
+            r"none of 1 rows could be kept \(no_assistant_turn 1\); .* the row has no answer; make answers with "
+            "`slipstream regenerate`",
+        ),
         (ROWS[:1], ("--heldout", "0.5"), "leaves none of 1 rows to train on"),
         (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
         (ROWS[:1], ("--target", "/absent"), "target /absent does not exist"),
