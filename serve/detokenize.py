@@ -21,7 +21,7 @@ TRANSFORMERS = ["transformers.tokenization_utils_base", "transformers.tokenizati
 PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later tokens; one, however many there are
-MOST_BYTES = 4  # of a character
+MOST_BYTES = 4  # bytes of a character
 PROMPT_TAIL = 8  # tokens of a prompt with which its continuation is decoded
 
 
@@ -220,9 +220,9 @@ class TextStream:
         self._num_shown = len(self._window)  # tokens of the window whose text is complete
         self._pending = ""  # decoded, held back because it may begin a stop string
         self._push_sizes: list[int] = []
-        self.num_tokens = 0  # of the answer, up to the one that completes a stop string
+        self.num_tokens = 0  # tokens of the answer, up to the one that completes a stop string
         self.stopped = False  # found a stop string; later tokens are ignored
-        self.starts: list[int] = []  # of each token but a last stop id: characters before it; 0 without pieces
+        self.starts: list[int] = []  # characters before each token but a last stop id; 0 without pieces
         self._num_decoded = self.num_returned = 0  # characters
         self._is_over = False
 

@@ -31,7 +31,7 @@ from slipstream.serve.engine.build import (
     pick_max_model_len,
     pick_prompt_tokens,
 )
-from slipstream.serve.engine.calibration import given_text
+from slipstream.serve.engine.calibration import read_user_text
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.memory import GRAPH_BYTES
 from slipstream.serve.options import ServeConfig, find_target
@@ -59,7 +59,7 @@ class Network:
     weights: int  # bytes
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    format: str | None = None  # of quantised weights
+    format: str | None = None  # format of quantised weights
     read: int = 0  # bytes that are read to make them
     dequantized: int = 0  # bytes of the largest 4-bit layer in 16 bits
 
@@ -68,7 +68,7 @@ class DryRun:
     """Raises ValueError, as the server would, for options that do not fit one another or the target."""
 
     def __init__(self, config: ServeConfig) -> None:
-        given_text(config)
+        read_user_text(config)
         name, path = find_target(config, weights=False)
         self.model = load_config(path, config.trust_remote_code)
         self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, self.model, config.device))
@@ -189,7 +189,7 @@ def read_draft(
     stored = read_json(path / "config.json")
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model.bin")):
         check_unquantized(read_draft_tensors(path), path)
-    elif stored.get("quantization_config"):  # of a hub's draft, whose weights are not fetched
+    elif stored.get("quantization_config"):  # a draft on the hub, whose weights are not fetched
         raise quantized_draft(path, "its config.json has quantization_config")
     values: Mapping[str, Any] = from_speculators(stored)
     network: Any = getattr(find_drafter(draft), "Network", None)

@@ -50,8 +50,8 @@ class Generation:
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    reasoning: str = ""  # of `chat`, whose `text` is the content alone
-    tool_calls: tuple[CallPiece, ...] = ()  # of `chat`: id, name and arguments, JSON text
+    reasoning: str = ""  # with `chat`, whose `text` is the content alone
+    tool_calls: tuple[CallPiece, ...] = ()  # with `chat`: id, name and arguments, JSON text
     metrics: Mapping[str, Any] = field(default_factory=dict)
     trace: list[TokenTrace] | None = None
 

@@ -30,10 +30,10 @@ class Answer:
     prompt_tokens: int = 0  # 0: the server does not tell
     completion_tokens: int = 0
     latency_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, after the request
+    arrivals_s: list[float] = field(default_factory=list)  # arrival of each streamed piece, after the request
     rounds: int = 0  # these four are 0 or empty where the server does not report them for each answer
     decoded_tokens: int = 0  # emitted by rounds
-    drafted_tokens: int = 0  # that rounds verified
+    drafted_tokens: int = 0  # drafted tokens that rounds verified
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
 

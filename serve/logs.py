@@ -1,4 +1,4 @@
-"""How `serve` writes its log: text, or JSON lines that carry the id of the request they belong to.
+"""Writes the log of `serve`: text, or JSON lines with the id of the request that they belong to.
 
 Invariant: a log that cannot be written costs lines, never a request: `LogHandler` counts what a full disk swallows.
 """

@@ -13,7 +13,7 @@ from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, is_checkpoint
 from slipstream.serve.chat.forms import check_parsers
 
-PROMPT_TOKENS = 1024  # of a step, where neither options nor the target ask for more
+PROMPT_TOKENS = 1024  # prompt tokens of a step, unless options or the target ask for more
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 MOST_WHITESPACE = 64  # characters in a row; the grammar of more takes longer to compile
 

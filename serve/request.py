@@ -16,7 +16,7 @@ INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_log
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MOST_LOGPROBS = 20  # as OpenAI
-SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
+SEED_BITS = 53  # bits of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are sampled and when it ends.
+    """Options for sampling a request's tokens and ending it.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. `stop_token_ids` are added to
     the model's own end-of-text ids, which `ignore_eos` switches off. A request without a `seed` draws its own. Front
@@ -313,15 +313,15 @@ class RequestStats:
 
 
 class TokenTrace(NamedTuple):
-    """Where a token of an answer comes from."""
+    """Origin of a token of an answer."""
 
     source: str  # the drafter or host stage that proposed it; "target": nobody did
     position: int  # in its draft, from 1: how many tokens of it were emitted up to this one; 0: the target's own
-    round: int  # of the request, from 1; 0: sampled after a prompt, or after its text when it resumed
+    round: int  # round of the request, from 1; 0: sampled after a prompt, or after its text when it resumed
     # Tokens that were drafted after the same text, verified, and not sampled; None: withheld, another request's text.
     refused: tuple[int | None, ...] = ()
     drafted: int = 0  # drafted tokens of the request that the pass of this round verified
-    rows: int = 0  # of that pass: nodes and prompt tokens of all its requests
+    rows: int = 0  # rows of that pass: nodes and prompt tokens of all its requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +375,6 @@ class EngineInfo:
     vocab_size: int
     kv_cache_tokens: int
     inexact: str = "not known"  # why answers may depend on the requests beside them; empty: they do not
-    fingerprint: str = ""  # of all that answers depend on; where they are inexact, of what the engine runs
-    draft_fingerprint: str = ""  # of the draft's checkpoint, or the name of a drafter that has none
+    fingerprint: str = ""  # hash of everything that answers depend on, with all options where they are inexact
+    draft_fingerprint: str = ""  # hash of the draft's checkpoint, or the name of a drafter that has none
     num_spec_tokens: int = 0  # most tokens that a round drafts

@@ -265,7 +265,7 @@ class BudgetPolicy:
         self._rested = 0  # steps since the last probe
         # Fitted costs know nothing of other widths yet.
         self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
-        # how often a step with prompts follows on one lately
+        # share of steps with prompts that another one follows, lately
         self._had_prompts = False
         self._again = 0.5
         self._steps_without_host = 0  # in a row

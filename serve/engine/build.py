@@ -31,7 +31,7 @@ from slipstream.serve.attention.base import FEATURES, KVFormat, find_backends
 from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
-from slipstream.serve.engine.calibration import fill_scales, given_text, prefill, read_text, scales_of, tokens_of
+from slipstream.serve.engine.calibration import fill_scales, prefill, read_text, read_user_text, scales_of, tokens_of
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import Engine
@@ -58,9 +58,9 @@ FORCED_NODES = 16  # nodes of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # rows that captured passes have for these beside roots, if the drafter needs fewer
 FP8_CAPABILITY = (8, 9)
 EXPERT_TOKENS = 512  # tokens per expert in a long prompt's step: with fewer, blocks have many empty rows
-MOST_PROMPT_TOKENS = 8192  # of a step
-FAST_PROMPT_TOKENS = 2048  # of a step, for --fast: attention that is not exact takes them in much less time
-INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
+MOST_PROMPT_TOKENS = 8192  # prompt tokens of a step
+FAST_PROMPT_TOKENS = 2048  # prompt tokens of a step with --fast, whose attention takes them in much less time
+INPUTS = 64  # products in a fixed order need a multiple of so many inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Builder:
     """Builds an engine in steps; tests change single ones."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.calibration_text = given_text(config)
+        self.calibration_text = read_user_text(config)
         _, path = find_target(config)
         self.path = path
         self.model = model = load_config(path, config.trust_remote_code)

@@ -22,7 +22,7 @@ from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.model_runner import ModelRunner
 
-MOST_TOKENS = 2048  # of the text
+MOST_TOKENS = 2048  # tokens of the text that are used
 CHUNK = 512  # tokens of a pass; a constant, so that neither the draft nor other options change the scales
 MOST_CHARACTERS = 16 * MOST_TOKENS
 # Numbers saturate at so many times the largest one in the text. That costs no precision: codes are floating point, and
@@ -33,7 +33,7 @@ BUNDLED = Path(__file__).parents[2] / "assets" / "gsm8k.jsonl.gz"
 logger = logging.getLogger(__name__)
 
 
-def given_text(config: EngineConfig) -> str | None:
+def read_user_text(config: EngineConfig) -> str | None:
     """Reads the user's text, if the options name one, before weights are loaded, so that a mistake shows at once.
     Raises ValueError if it cannot be read, or if no KV cache is in FP8."""
     file = config.kv_cache_calibration

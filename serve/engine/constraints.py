@@ -52,7 +52,7 @@ class Constrained:
     max_tokens: int
     min_tokens: int
     end_ids: Collection[int]
-    bad_words: Sequence[tuple[int, ...]]  # of two tokens or more: the logits' bias forbids single ones
+    bad_words: Sequence[tuple[int, ...]]  # two tokens or more each: the logits' bias forbids single ones
     matcher: Matcher | None = None
     wants_drafts: bool = True
 
@@ -90,7 +90,7 @@ class Constraints(HostStage):
         self.widths = (1, nodes)
         self._end_ids = frozenset(end_ids)
         self._num_words = -(-vocab_size // WORD_BITS)
-        self._held: dict[int, Constrained] = {}  # by slot
+        self._states: dict[int, Constrained] = {}  # by slot
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
@@ -102,13 +102,13 @@ class Constraints(HostStage):
             state.matcher = self.grammars.matcher(request.compiled_grammar, ends)
         state.push(tokens[len(request.prompt) :])
         if not state.is_done:
-            self._held[slot] = state
+            self._states[slot] = state
 
     def release(self, slot: int, tokens: list[int]) -> None:
-        self._held.pop(slot, None)
+        self._states.pop(slot, None)
 
     def wants(self, slots: list[int]) -> bool:
-        return bool(self._held) and not self._held.keys().isdisjoint(slots)
+        return bool(self._states) and not self._states.keys().isdisjoint(slots)
 
     def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(inputs, Proposed)
@@ -118,7 +118,7 @@ class Constraints(HostStage):
         width = min(width, *self.widths[1:])
         masks = self._masks(indices, inputs)
         for slot, index in indices.items():
-            state = self._held[slot]
+            state = self._states[slot]
             node_masks = masks.get(slot)
             if state.matcher is not None and node_masks is not None:
                 if not node_masks.allowed[0].any():
@@ -127,8 +127,8 @@ class Constraints(HostStage):
                 if tokens:
                     forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
                     masks[slot] = node_masks if late else longer
-        for slot in [slot for slot in inputs.slots if slot in self._held and self._held[slot].is_done]:
-            del self._held[slot]
+        for slot in [slot for slot in inputs.slots if slot in self._states and self._states[slot].is_done]:
+            del self._states[slot]
         return Edits(chains_of(forced), tuple(masks.values()), errors)
 
     def _grown(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
@@ -136,9 +136,9 @@ class Constraints(HostStage):
         whose answers break them."""
         indices = dict[int, int]()
         for index, slot in enumerate(proposed.slots):
-            if slot not in self._held:
+            if slot not in self._states:
                 continue
-            if self._held[slot].push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
+            if self._states[slot].push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
                 indices[slot] = index
             else:
                 errors[slot] = REFUSED
@@ -157,9 +157,9 @@ class Constraints(HostStage):
         trees = list[tuple[list[int], list[int]]]()
         for slot, index in indices.items():
             nodes = proposed.nodes[:, index]
-            matcher = self._held[slot].matcher
+            matcher = self._states[slot].matcher
             if matcher is None:
-                word_masks = self._masks_of_words(slot, self._held[slot], nodes)
+                word_masks = self._masks_of_words(slot, self._states[slot], nodes)
                 masks |= {slot: word_masks} if word_masks is not None else {}
             elif not matcher.is_over:
                 slots.append(slot)

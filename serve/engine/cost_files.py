@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.models.files.atomic import atomic_file
 
 FOLDER_VARIABLE = "SLIPSTREAM_CACHE"
-FORMAT = 2  # of the files, or of how their times are measured; others are measured again
+FORMAT = 2  # version of the files and of the measurement; times of other versions are measured again
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ class CostKey:
     triton: str
     slipstream: str
     model: str  # `text_hash` of its config.json
-    draft: str  # of the draft's config.json, or the drafter's name
+    draft: str  # `text_hash` of the draft's config.json, or the drafter's name
     options: Mapping[str, Any] = field(default_factory=dict)  # dtype, attention, page size, most requests, widths...
 
     def name(self) -> str:

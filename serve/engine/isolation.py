@@ -25,7 +25,7 @@ class IsolatedStages:
         self._fail = fail
         self._running: dict[int, Sequence] = {}  # by slot
         self._failed = set[int]()  # slots
-        self._held = set[tuple[HostStage, int]]()  # that may hold a slot
+        self._admitted = set[tuple[HostStage, int]]()  # stages and slots that they may hold
 
     def admit(self, sequence: Sequence) -> None:
         self._running[sequence.slot] = sequence
@@ -42,7 +42,7 @@ class IsolatedStages:
         for stage in self.stages:
             try:
                 stage.release(slot, sequence.tokens)
-                self._held.discard((stage, slot))
+                self._admitted.discard((stage, slot))
             except Exception as error:
                 if slot not in self._failed:
                     logger.error("%s failed as request %s left", type(stage).__name__, request.id, exc_info=error)
@@ -101,10 +101,10 @@ class IsolatedStages:
 
     def _enter(self, stage: HostStage, sequence: Sequence) -> None:
         key = stage, sequence.slot
-        if key in self._held:  # by this request, or by an earlier one where admission or release have raised
+        if key in self._admitted:  # by this request, or by an earlier one where admission or release have raised
             with suppress(Exception):
                 stage.release(sequence.slot, [])
-        self._held.add(key)
+        self._admitted.add(key)
         stage.admit(sequence.slot, sequence.request, sequence.tokens)
 
     def _tell_if_none(self, stage: HostStage, cause: Exception, num_failed: int) -> None:

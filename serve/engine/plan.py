@@ -39,7 +39,7 @@ class PromptChunk:
     tokens: list[int]
     next_token: int | None  # the one after them; None where the chunk ends its prompt
     is_last: bool  # a token is sampled after it
-    logprobs: int | None = None  # how many likeliest tokens are wanted beside each that follows one of `tokens`
+    logprobs: int | None = None  # number of likeliest tokens to score beside each that follows one of `tokens`
 
     @property
     def end(self) -> int:

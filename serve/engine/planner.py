@@ -35,7 +35,7 @@ from slipstream.serve.request import Logprobs, Output
 class Limits:
     """Sizes of the largest passes."""
 
-    most_nodes: int  # of one request, root included
+    most_nodes: int  # nodes of one request, root included
     of_network: int  # most nodes that the drafter proposes; more come from the host
     reserve: int  # KV tokens that a step may write beyond the committed ones of a request
     prompt_rows: int  # prompt tokens of a step, at most
@@ -78,7 +78,7 @@ class Planner:
         self._tracer = Tracer(drafter, fixed_tokens)
         self._drafter = drafter
         self._number = 0
-        self._sent_version = -1  # of the calibration that the runner has
+        self._sent_version = -1  # version of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
         self._num_sent: dict[int, list[int]] = {}  # by slot and group: pages of its table that plans have named

@@ -35,7 +35,7 @@ class Sequence:
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by chunk, so far
     num_rounds: int = 0
 
     @classmethod
@@ -133,11 +133,11 @@ class Scheduler:
         max_running: int,  # request slots 0..max_running-1
         max_model_len: int,  # prompt + answer, in tokens
         stop_ids: frozenset[int],  # the model's end-of-text ids
-        lookahead: int,  # of the drafter's KV: see serve/engine/kv_cache.py
+        lookahead: int,  # tokens that the drafter's KV looks ahead: see serve/engine/kv_cache.py
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
         on_admit: Callable[[Sequence], None] = lambda _: None,
         on_release: Callable[[Sequence], None] = lambda _: None,
-        max_chunks: int | None = None,  # of a step; None: any number
+        max_chunks: int | None = None,  # chunks of a step; None: any number
     ) -> None:
         self.cache = cache
         self.max_running = max_running

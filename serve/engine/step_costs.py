@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MODES = ("plain", "all")  # of tables: steps that sample by temperature alone, and those with filters or penalties
+MODES = ("plain", "all")  # steps that sample by temperature alone, and those with filters or penalties
 REMEMBERED = 200  # steps over which errors of predictions are measured
 RARELY = 0.95  # the share of steps that `p95` covers
 SLOWER = 1.02  # a pass counts as slower than one of more rows from there on
@@ -28,10 +28,10 @@ OBSERVED = 0.02  # weight of a measured step in the factor of all steps
 FACTOR = 0.7
 DEVIATION = 0.15
 NOISE = 0.2
-MOST_LOG = 0.4  # of a deviation
+MOST_LOG = 0.4  # bound of a deviation's logarithm
 AGE_EACH = 16  # steps after which older measurements count less
-KEEP_LOG = 0.999  # of a deviation, then
-OFF = 0.05  # of a fit: least weight of a step in the deviation of its own size
+KEEP_LOG = 0.999  # decay of a deviation's logarithm, then
+OFF = 0.05  # least weight of a step in the deviation of its size in a fit
 MOST_DEVIATION = 1.5
 KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
@@ -39,7 +39,7 @@ FORGET = 0.99  # weight of a step in a fit after one more step like it
 # and more by the request, by the row, by the drafted node, for drafting at all, and by the nodes drafted per request.
 ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1, 0.05)
 ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5, 0.3)
-TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
+TRUST_ROUGH = 0.01  # weight of these coefficients; a measured step counts as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
 SOLVE = 4  # steps after which coefficients are computed again,
 SOLVE_EACH = 64  # but after each of the first ones

@@ -143,7 +143,7 @@ class AcceptConfig:
         return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def result_options(self) -> dict[str, Any]:
         """Options that decide the results."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
@@ -238,7 +238,7 @@ def accept(config: AcceptConfig) -> None:
     inputs = {"questions": config.questions, "draft": [config.draft], "target": [config.target]}
     check_working_folder(config.output, inputs)
     journal = Journal(
-        output / "answers.jsonl", "slipstream accept", config.kept, identity_of(config), anew=config.overwrite
+        output / "answers.jsonl", "slipstream accept", config.result_options, identity_of(config), anew=config.overwrite
     )
     with journal, tqdm(desc="accept", unit=" answers") as bar:
         record = Record(journal, questions, bar)
@@ -360,7 +360,7 @@ def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[s
         print(shown_table(figures))
         name = config.url or config.draft
         with atomic_file(output / "accept.json") as temporary:
-            result = {"options": config.kept, "figures": [asdict(entry) for entry in figures]}
+            result = {"options": config.result_options, "figures": [asdict(entry) for entry in figures]}
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         with atomic_file(output / "accept.png") as temporary:
             plot(figures, name, temporary)

@@ -99,7 +99,7 @@ class CompareConfig:
         return self.requests or max(4, 2 * level)
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def result_options(self) -> dict[str, Any]:
         """Options that decide the results."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
@@ -139,7 +139,7 @@ def compare(config: CompareConfig) -> None:
     output = Path(config.output)
     identity = asyncio.run(server_identities(config.url, model=config.model, api_key=config.api_key))
     passes = output / "passes.jsonl"
-    with Journal(passes, "slipstream compare", config.kept, identity, anew=config.overwrite) as journal:
+    with Journal(passes, "slipstream compare", config.result_options, identity, anew=config.overwrite) as journal:
         if journal.results:
             print(f"{journal.path} has {len(journal.results)} passes already; --overwrite measures them again")
             if all(is_measured(config, journal.results, level) for level in read_levels(config.concurrency)):
@@ -256,7 +256,7 @@ def report(config: CompareConfig, comparisons: Sequence[Comparison]) -> None:
     output = Path(config.output)
     print(shown_table(comparisons, config.url, greedy=config.temperature == 0))
     with atomic_file(output / "compare.json") as temporary:
-        result = {"options": config.kept, "figures": [asdict(entry) for entry in comparisons]}
+        result = {"options": config.result_options, "figures": [asdict(entry) for entry in comparisons]}
         temporary.write_text(json.dumps(result, indent=2) + "\n")
     with atomic_file(output / "compare.png") as temporary:
         plot(comparisons, config.url, temporary)

@@ -15,13 +15,13 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING = ("default", "on", "off", *EFFORTS)
 PROBE: Prompt = [{"role": "user", "content": "Count from 1 to 30, one number after the other."}]
 Source = Literal["server", "counters", "pieces", "none"]
-"""Where the rounds of an answer come from: the answer itself; the server's counters before and after it; estimated, a
-round for each streamed piece; nobody counted them."""
+"""Origin of an answer's rounds: the answer itself; the server's counters before and after it; an estimate, a round for
+each streamed piece; none, since nobody counted them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How questions are asked. `thinking`: see `template_variables`; `concurrency`: conversations at once."""
+    """Options for asking questions. `thinking`: see `template_variables`; `concurrency`: conversations at once."""
 
     temperature: float
     thinking: str

@@ -50,7 +50,7 @@ def kind_of(metrics: str | None) -> Kind:
 
 
 def read_counts(metrics: str | None) -> RoundCounts | None:
-    """The counts of a text of /metrics, summed over engines; None if it has no counters of speculation."""
+    """Reads the counts of a text of /metrics, summed over engines; None if it has no counters of speculation."""
     kind = kind_of(metrics)
     totals = defaultdict[str, float](float)
     positions = defaultdict[int, float](float)
@@ -65,8 +65,8 @@ def read_counts(metrics: str | None) -> RoundCounts | None:
         position = POSITION.search(labels)
         if position is not None and name in BY_POSITION:
             positions[int(position[1]) - BY_POSITION[name]] += value
-    at = tuple(int(positions[index]) for index in range(max(positions, default=-1) + 1))
-    return counts_of(kind, totals, at)
+    counts = tuple(int(positions[index]) for index in range(max(positions, default=-1) + 1))
+    return counts_of(kind, totals, counts)
 
 
 def counts_of(kind: Kind, totals: dict[str, Any], positions: tuple[int, ...]) -> RoundCounts | None:

@@ -67,7 +67,7 @@ def test_twenty_runs_of_simulated_servers(
     for attempt in range(20):
         config = CompareConfig(**options, output=str(tmp_path / str(attempt)))
         sides = [Side(Client(name, connections=8, model=name), salts=False) for name in "AB"]
-        with Journal(tmp_path / str(attempt), "slipstream compare", config.kept, None) as journal:
+        with Journal(tmp_path / str(attempt), "slipstream compare", config.result_options, None) as journal:
             asyncio.run(measure_level(config, prompts, 8, sides, journal))
             speed = compare_passes(journal.results, 2)[1].speed
         assert speed is not None
