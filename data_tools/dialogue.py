@@ -6,9 +6,10 @@ tokens of its answers, or messages that the chat template renders as what the mo
 
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.data_tools.conversations import Example, content_hash, to_example
@@ -17,6 +18,8 @@ from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.chat.messages import Message
+
+SAMPLE_ID = re.compile(r"#\d+$")  # ends the ids of all samples of a row but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,13 @@ Conversing = Generator[Prompt, Answer, Result]  # send(None) starts it; send(ans
 
 @dataclass(slots=True)
 class DialogueReader:
-    """The dialogues of the input in order, without duplicates. Counts the rows it drops."""
+    """The dialogues of the input in order, without duplicates, `samples` of each. Counts the rows it drops.
+
+    The first sample has the row's id, the others `id#1`, `id#2` and so on: more samples change no earlier one.
+    """
 
     options: ConversationOptions
+    samples: int = 1
     ids: dict[str, int] = field(default_factory=dict)  # id -> position in the input, of every dialogue yielded
     dropped: Counter[str] = field(default_factory=Counter)
     _contents: dict[str, str] = field(default_factory=dict)  # id -> content hash
@@ -71,7 +78,7 @@ class DialogueReader:
         for example in itertools.islice(self._examples(), self.options.limit):
             dialogue = None if example is None else self._dialogue(example)
             if dialogue is not None:
-                yield dialogue
+                yield from self._samples(dialogue)
 
     def _examples(self) -> Iterator[Example | None]:
         """Rows that `where` lets through; None for a malformed one."""
@@ -98,14 +105,20 @@ class DialogueReader:
             return None
         content = content_hash(list(itertools.chain(*questions)), example.tools)
         identity = content if example.id is None else example.id
-        if self._contents.get(identity, content) != content:
-            identity = f"{identity}-{content[:12]}"  # another conversation has this id: lengthen it
+        if SAMPLE_ID.search(identity) or self._contents.get(identity, content) != content:
+            # A sample of a row, or another conversation, has this id.
+            identity = f"{identity}-{content[:12]}"
         if identity in self.ids:
             self.dropped["duplicate"] += 1
             return None
         self._contents[identity] = content
-        self.ids[identity] = len(self.ids)
         return Dialogue(identity, questions, example.tools)
+
+    def _samples(self, dialogue: Dialogue) -> Iterator[Dialogue]:
+        for number in range(self.samples):
+            identity = f"{dialogue.id}#{number}" if number else dialogue.id
+            self.ids[identity] = len(self.ids)
+            yield replace(dialogue, id=identity)
 
 
 def split_questions(messages: Sequence[Message]) -> list[list[Message]]:

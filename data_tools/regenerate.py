@@ -145,7 +145,7 @@ def regenerate(config: RegenerateConfig) -> None:
     if continues:
         check_options(options, output, dropped_path, report_path)
     failed = read_failed(report_path) if continues else set()
-    reader = DialogueReader(config)
+    reader = DialogueReader(config, config.samples)
     total = sum(1 for _ in tqdm(reader, unit=" rows", desc="read", leave=False))
     if not total and not reader.dropped:
         raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
@@ -159,8 +159,9 @@ def regenerate(config: RegenerateConfig) -> None:
     ):
         progress = Progress(journal, dropped, bar)
         write_report(report_path, {"options": options, "failed_ids": sorted(failed)})
+        waiting = in_order(DialogueReader(config, config.samples), journal.ids | dropped.ids, failed)
         try:
-            answer_all(config, source, in_order(DialogueReader(config), journal.ids | dropped.ids, failed), progress)
+            answer_all(config, source, waiting, progress)
         finally:
             report = summary(options, reader, progress, dropped, failed)
             write_report(report_path, report)
@@ -279,8 +280,9 @@ def is_dropped(path: Path) -> bool:
 
 
 def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, report_path: Path) -> None:
-    """Raises ValueError if `output` has rows made with other options; one that their version did not have counts as its
-    default. A run that ended before its first row, for example with a misspelt target, does not bind the next."""
+    """Raises ValueError if `output` has rows made with other options, or with more samples; an option that their
+    version did not have counts as its default. A run that ended before its first row, for example with a misspelt
+    target, does not bind the next."""
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     earlier = option_defaults(RegenerateConfig) | read_json(report_path).get("options", {})
@@ -289,7 +291,12 @@ def check_options(options: Mapping[str, Any], output: Path, dropped_path: Path, 
             f"target {options['target']} or its chat template has changed since {output} was started; name another "
             "output or add --overwrite"
         )
-    earlier |= {"target_hash": options["target_hash"]}
+    if earlier["samples"] > options["samples"]:
+        raise ValueError(
+            f"samples is {options['samples']}, but {output} was started with {earlier['samples']}; give as many "
+            "or more, name another output or add --overwrite"
+        )
+    earlier |= {"target_hash": options["target_hash"], "samples": options["samples"]}
     for name, value in options.items():
         if earlier.get(name) != value:
             raise ValueError(
@@ -311,7 +318,8 @@ def summary(
         reasons = reader.dropped + Counter(json.loads(line)["reason"] for line in file)
     return {
         "options": options,
-        "rows_in": len(reader.ids) + reader.dropped.total(),
+        "rows_in": len(reader.ids) // reader.samples + reader.dropped.total(),
+        "samples": len(reader.ids),
         "rows_kept": len(progress.journal.ids),
         "rows_dropped": dict(reasons.most_common()),
         "rows_failed": len(progress.failures),

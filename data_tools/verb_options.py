@@ -16,7 +16,7 @@ from slipstream.serve.request import SamplingParams
 ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
 # Options of regenerate that change answers: only the same ones continue a file.
 RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut")
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut", "samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,8 @@ class RegenerateConfig(ConversationOptions):
     """Each row gets its own seed, derived from this one and the row's id."""
     cut: Literal["keep", "drop"] = "keep"
     """Keep or drop rows whose answer max_tokens ended."""
+    samples: int = 1
+    """Answers to each prompt, with seeds of their own; above 1 needs a temperature above 0."""
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
@@ -108,7 +110,12 @@ class RegenerateConfig(ConversationOptions):
             if not is_url(url):
                 raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
         check_at_least(self, 0, "retries", "retry_pause")
-        check_at_least(self, 1, "concurrency", "max_failures")
+        check_at_least(self, 1, "concurrency", "max_failures", "samples")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples}, but at temperature 0 all answers to a prompt are the same; add "
+                "--temperature 0.8, or leave samples out"
+            )
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; give a number of seconds above 0")
         unknown = self.engine.keys() - {option.name for option in fields(EngineConfig)}

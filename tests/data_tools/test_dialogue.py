@@ -74,6 +74,17 @@ def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
     assert [dialogue.id for dialogue in read(tmp_path, rows)[0]] == ids
 
 
+def test_ids_of_samples_are_unique_and_stable(tmp_path: Path) -> None:
+    rows = [{"id": "a#1", "messages": chat("Hi")}, {"id": "a", "messages": chat("Hello")}, {"messages": chat("What?")}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = ConversationOptions(data=(str(path),))
+    ids = [[dialogue.id for dialogue in DialogueReader(options, samples)] for samples in (1, 2, 3)]
+    assert [len(set(names)) for names in ids] == [3, 6, 9]
+    assert ids[1] == [name for first in ids[0] for name in (first, f"{first}#1")]
+    assert ids[2] == [name for first in ids[0] for name in (first, f"{first}#1", f"{first}#2")]
+    assert ids[0][1] == "a"
+
+
 @pytest.mark.parametrize(
     ("columns", "questions"),
     [

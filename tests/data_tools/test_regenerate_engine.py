@@ -114,10 +114,17 @@ def test_rows_that_the_engine_ends_are_failures(
     assert report(tmp_path)["rows_failed"] == 2
 
 
+@pytest.mark.parametrize(("words", "total"), [((), 30), (("--samples", 2, "--temperature", 1), 60)])
 def test_a_run_is_continued_where_it_was_interrupted(
-    tmp_path: Path, target: Path, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    target: Path,
+    words: tuple[object, ...],
+    total: int,
+    llms: list[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
-    rows = run(tmp_path, "--target", target)
+    rows = run(tmp_path, "--target", target, *words)
     stream = FakeLLM.stream
 
     def interrupted(self: FakeLLM, requests: Any) -> Iterator[Output]:
@@ -128,17 +135,17 @@ def test_a_run_is_continued_where_it_was_interrupted(
 
     monkeypatch.setattr(FakeLLM, "stream", interrupted)
     with pytest.raises(SystemExit) as caught:
-        run(tmp_path, "--target", target, "--overwrite")
+        run(tmp_path, "--target", target, "--overwrite", *words)
     assert caught.value.code == 130
     monkeypatch.setattr(FakeLLM, "stream", stream)
     prefix = lines(tmp_path)
-    assert 0 < len(prefix) < 30
+    assert 0 < len(prefix) < total
     capsys.readouterr()
-    assert run(tmp_path, "--target", target) == rows
+    assert run(tmp_path, "--target", target, *words) == rows
     messages = capsys.readouterr().err
-    assert f"{len(prefix)}/30" in messages, "rows of the earlier run count"
-    assert "30/30" in messages
-    assert len({request.id for request in llms[-1].requests}) == 30 - len(prefix)
+    assert f"{len(prefix)}/{total}" in messages, "rows of the earlier run count"
+    assert f"{total}/{total}" in messages
+    assert len({request.id for request in llms[-1].requests}) == total - len(prefix)
 
 
 @pytest.mark.usefixtures("llms")
@@ -159,6 +166,25 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     (tmp_path / "out.jsonl.dropped").write_text('{"id": "row0", "reason": "cut_by_max_tokens"}\n')
     assert len(run(tmp_path, "--target", target, "--seed", 1, rows=ROWS[:2])) == 2
     assert report(tmp_path)["rows_dropped"] == {}
+
+
+def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: list[FakeLLM], capsys: Any) -> None:
+    words = ("--target", target, "--temperature", 1)
+    single = run(tmp_path, *words, rows=ROWS[3:6])
+    assert run(tmp_path, *words, "--samples", 2, rows=ROWS[3:6])[::2] == single, "rows of the file are kept"
+    rows = run(tmp_path, *words, "--samples", 3, rows=ROWS[3:6])
+    assert {request.id for request in llms[-1].requests} == {"row3#2", "row4#2", "row5#2"}
+    ids = [f"row{number}{sample}" for number in (3, 4, 5) for sample in ("", "#1", "#2")]
+    assert [row["id"] for row in rows] == ids
+    expected = [answered({**ROWS[3 + place // 3], "id": identity}) for place, identity in enumerate(ids)]
+    assert [row["messages"] for row in rows] == expected, "each sample goes on with its own answers"
+    assert len({str(messages) for messages in expected}) == 9
+    figures = report(tmp_path)
+    assert [figures[name] for name in ("rows_in", "samples", "rows_kept")] == [3, 9, 9]
+    message = error(capsys, tmp_path, *words, "--samples", 2, rows=ROWS[3:6])
+    assert "samples is 2, but" in message
+    assert "was started with 3; give as many or more" in message
+    assert run(tmp_path, *words, "--samples", 3, "--overwrite", rows=ROWS[3:6]) == rows
 
 
 @pytest.mark.usefixtures("llms")
@@ -209,6 +235,11 @@ def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
         (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
         (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("--target", "x", "--concurrency", "0"), "concurrency is 0"),
+        (("--target", "x", "--samples", "0", "--temperature", "1"), "samples is 0; give at least 1"),
+        (
+            ("--target", "x", "--samples", "2"),
+            "samples is 2, but at temperature 0 all answers to a prompt are the same",
+        ),
         (("--target", "/absent"), "target /absent does not exist"),
         (("--endpoint", "http://a", "--timeout", "0"), "timeout is 0.0; give a number of seconds above 0"),
     ],
