@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's endpoints over one engine process."""
+"""The HTTP server: OpenAI's endpoints for one engine process."""
 
 import asyncio
 import json
@@ -54,13 +54,13 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request as RequestOfEngine
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
-LONG_SCORED = 256  # tokens whose log-probabilities or traces a thread writes, while the event loop serves others
+LONG_SCORED = 256  # tokens above which a thread writes log-probabilities and traces, not the event loop
 
 Fields = dict[str, Any]  # of a body
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 AnyCall = Call | ResponseCall
-Taken = TypeVar("Taken")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class Api:
         deadline = Deadline.after(self._request_timeout)
         try:
             async with deadline.watched():
-                call, left = await self._take(partial(self._read_call, kind), request)
-                requests = await self._with_grammar(call, left)
+                call, disconnect = await self._take(partial(self._read_call, kind), request)
+                requests = await self._with_grammar(call, disconnect)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
@@ -105,7 +105,7 @@ class Api:
         completion = Completion(self.engine, self.metrics, watched=call.stream, deadline=deadline)
         requests = [replace(choice, client=request.state.client) for choice in requests]
         completion.submit(requests, call.stop, call.answers, call.echoes)
-        left.add_done_callback(lambda _: completion.abort())
+        disconnect.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
         return await self._whole(call, completion)
@@ -121,10 +121,10 @@ class Api:
 
     async def _convert(self, read: Callable[[Fields], dict[str, Any]], request: Request) -> Response:
         try:
-            answer, left = await self._take(read, request)
+            answer, disconnect = await self._take(read, request)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
-        left.cancel()
+        disconnect.cancel()
         return JSONResponse(answer)
 
     async def models(self, _: Request) -> Response:
@@ -185,38 +185,38 @@ class Api:
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
-    async def _take(self, read: Callable[[Fields], Taken], request: Request) -> tuple[Taken, asyncio.Task[None]]:
-        """What is read from the body, and a task that ends when the client leaves. Raises ClientDisconnect.
+    async def _take(self, read: Callable[[Fields], Result], request: Request) -> tuple[Result, asyncio.Task[None]]:
+        """Reads the body and returns the result and a task that ends when the client leaves. Raises ClientDisconnect.
 
         Parsing and tokenising can take seconds, so a thread does them while the event loop serves others.
         """
         async with self.bodies.read(request) as raw:
-            left = self._watch(request)
-            return await self._while_there(left, self._read_in_pool(read, raw)), left
+            disconnect = self._watch(request)
+            return await self._while_connected(disconnect, self._read_in_pool(read, raw)), disconnect
 
-    async def _read_in_pool(self, read: Callable[[Fields], Taken], raw: bytes) -> Taken:
-        """What is read on a thread. Schemas of tools may cost far more than their bytes tell, so bodies with tools have
-        threads of their own, as long bodies do."""
+    async def _read_in_pool(self, read: Callable[[Fields], Result], raw: bytes) -> Result:
+        """Reads the body on a thread. Bodies with tools have separate threads, as long bodies do, since their schemas
+        may cost far more than their size suggests."""
 
         def parsed() -> Fields:
             return parse_json(raw, self.frontend.limits.values)
 
-        def read_cheap() -> tuple[Fields, Taken | None]:
+        def read_cheap() -> tuple[Fields, Result | None]:
             fields = parsed()
             return fields, None if fields.get("tools") else read(fields)
 
         if len(raw) > SHORT_BODY_BYTES:
             return await self.long_pool.run(lambda: read(parsed()))
-        fields, taken = await self.short_pool.run(read_cheap)
-        return await self.tools_pool.run(read, fields) if taken is None else taken
+        fields, result = await self.short_pool.run(read_cheap)
+        return await self.tools_pool.run(read, fields) if result is None else result
 
-    async def _with_grammar(self, call: AnyCall, left: asyncio.Task[None]) -> Sequence[RequestOfEngine]:
-        """The requests of a call, whose grammar is translated. Raises ApiError for one that does not compile within the
-        limits; ClientDisconnect."""
+    async def _with_grammar(self, call: AnyCall, disconnect: asyncio.Task[None]) -> Sequence[RequestOfEngine]:
+        """Returns the requests of a call with their grammar translated. Raises ApiError if it does not compile within
+        the limits; ClientDisconnect."""
         if call.answers.grammar is None:
             return call.requests
         try:
-            grammar = await self._while_there(left, self.trials.admit(call.answers.grammar))
+            grammar = await self._while_connected(disconnect, self.trials.admit(call.answers.grammar))
         except ValueError as error:
             field = call.answers.grammar_field
             raise ApiError(400, f"{field}: {error}", field) from error
@@ -224,22 +224,22 @@ class Api:
             raise ApiError(429, str(error), code="server_overloaded") from error
         except Unavailable as error:
             raise ApiError(503, f"{error}; try again later", code="server_overloaded") from error
-        return [replace(one, params=replace(one.params, grammar=grammar)) for one in call.requests]
+        return [replace(request, params=replace(request.params, grammar=grammar)) for request in call.requests]
 
-    async def _while_there(self, left: asyncio.Task[None], work: Coroutine[Any, Any, Taken]) -> Taken:
-        """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect."""
+    async def _while_connected(self, disconnect: asyncio.Task[None], work: Coroutine[Any, Any, Result]) -> Result:
+        """Awaits `work` and cancels it when the client leaves. Raises ClientDisconnect."""
         task = asyncio.create_task(work)
-        left.add_done_callback(lambda _: task.cancel())
+        disconnect.add_done_callback(lambda _: task.cancel())
         try:
             return await task
         except asyncio.CancelledError:
-            if left.done():
+            if disconnect.done():
                 raise ClientDisconnect from None
             task.cancel()
             raise
 
-    def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Taken], fields: Fields) -> Taken:
-        """Runs on a thread of a pool."""
+    def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Result], fields: Fields) -> Result:
+        """Checks the body and uses it. Runs on a thread of a pool."""
         body = read_body(kind, fields, ignore_unknown=self._ignore_unknown)
         self.frontend.check_model(body.model)
         return use(body)
@@ -259,7 +259,7 @@ class Api:
                 pieces[delta.index].append(delta)
         finally:
             completion.abort()
-        answers = [Delta.join(own) for own in pieces]
+        answers = [Delta.join(deltas) for deltas in pieces]
 
         def respond() -> Response:
             return JSONResponse(call.whole(answers, completion))
@@ -274,10 +274,10 @@ class Api:
                 yield sse(event)
             async for delta in completion.deltas():
                 if num_described(delta) > LONG_SCORED:
-                    written = await asyncio.to_thread(lambda own: [*map(sse, call.pieces(own))], delta)
+                    texts = await asyncio.to_thread(lambda delta: [*map(sse, call.pieces(delta))], delta)
                 else:
-                    written = [*map(sse, call.pieces(delta))]
-                for text in written:
+                    texts = [*map(sse, call.pieces(delta))]
+                for text in texts:
                     yield text
             for event in call.closing(completion):
                 yield sse(event)
@@ -292,19 +292,19 @@ class Api:
         finally:
             completion.abort()
 
-    def _check_room(self, num_asked: int) -> None:
+    def _check_room(self, num_choices: int) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="server_shutting_down")
         if (problem := self.engine_problem) is not None:
             raise ApiError(503, problem, code="engine_failed" if self.engine.failure else "engine_unresponsive")
         if self.engine.is_congested:
             raise ApiError(503, "the engine is not taking requests; try again later", code="server_overloaded")
-        if self.engine.num_open + num_asked > self.max_open:
+        if self.engine.num_open + num_choices > self.max_open:
             message = f"{self.engine.num_open} of at most {self.max_open} requests are open; try again later"
             raise ApiError(429, message, code="server_overloaded")
 
     def _watch(self, request: Request) -> asyncio.Task[None]:
-        """A task that ends when the client hangs up or has the whole answer."""
+        """Starts a task that ends when the client hangs up or has the whole answer."""
 
         async def wait_for_end() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -335,7 +335,7 @@ def num_described(delta: Delta) -> int:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to an error. Errors meant for clients show their text; others are logged under an id that is sent."""
+    """Returns the answer to an error: the text of errors meant for clients, and for others the id of a log entry."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ToolError):
@@ -382,7 +382,7 @@ def create_app(api: Api) -> Starlette:
         Route("/ready", guarded(api.ready)),
         Route("/metrics", guarded(api.prometheus)),
     ]
-    known = ", ".join(route.path for route in routes if "{" not in route.path)
+    paths = ", ".join(route.path for route in routes if "{" not in route.path)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -390,10 +390,10 @@ def create_app(api: Api) -> Starlette:
             api.guard.check(request.scope["path"], request.headers.get("authorization"))
         except ApiError as refused:
             return api.error_response(refused)
-        asked = shorten(f"{request.method} {request.scope['path']}")
-        message = f"{asked}: {error.detail}"
+        request_line = shorten(f"{request.method} {request.scope['path']}")
+        message = f"{request_line}: {error.detail}"
         if error.status_code == 404:
-            message = f"{asked} is not supported; this server has {known}"
+            message = f"{request_line} is not supported; this server has {paths}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
     origins = api.cors_origins

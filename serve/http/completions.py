@@ -41,13 +41,13 @@ class TracedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice; the last one has a finish reason."""
+    """New text of one choice. The last delta has a finish reason."""
 
     index: int
     pieces: Sequence[Piece]
     finish_reason: FinishReason | Literal["tool_calls"] | None
-    scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
-    traced: Sequence[TracedToken] = ()  # likewise, and those without text
+    scored: Sequence[Scored] = ()  # tokens of the pieces, if the client wants log-probabilities
+    traced: Sequence[TracedToken] = ()  # the same for traces, with tokens that have no text
     tokens: Sequence[int] = ()  # new ones, whether their text is held back or not
     num_tokens: int = 0  # of the choice so far, these included
 
@@ -65,11 +65,11 @@ class Delta:
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
-        """One for several of a choice, in order."""
-        pieces = [piece for one in deltas for piece in one.pieces]
-        scored = [token for one in deltas for token in one.scored]
-        traced = [token for one in deltas for token in one.traced]
-        tokens = [token for one in deltas for token in one.tokens]
+        """Joins several deltas of a choice, in order."""
+        pieces = [piece for delta in deltas for piece in delta.pieces]
+        scored = [token for delta in deltas for token in delta.scored]
+        traced = [token for delta in deltas for token in delta.traced]
+        tokens = [token for delta in deltas for token in delta.tokens]
         last = deltas[-1]
         return cls(last.index, pieces, last.finish_reason, scored, traced, tokens, last.num_tokens)
 
@@ -102,16 +102,16 @@ class Choice:
         self._text = text
         self._completion = completion
         self._asked = self._arrival = time.perf_counter()
-        self._notes = NOTES.get()  # of the HTTP request, which outputs of the engine do not know
+        self._notes = NOTES.get()  # of the HTTP request, whose context the engine's outputs do not have
         self._has_tokens = False
         self._echo = echo  # until it is sent
         self._num_chars = 0 if echo is None else len(echo.text)
         self._waiting: list[Scored] = []  # tokens whose text is held back
-        self._num_scored = 0  # tokens that do not wait any more
-        self._untold: list[TracedToken] = []  # tokens whose trace is not sent yet
+        self._num_scored = 0  # tokens whose text is sent
+        self._pending_traces: list[TracedToken] = []  # tokens whose trace is not sent yet
         self._num_traced = 0  # tokens whose trace is sent
-        self._tokens: list[int] = []  # whose ids are not sent yet
-        self._num_told = 0  # tokens whose ids are sent
+        self._tokens: list[int] = []  # ids that are not sent yet
+        self._num_sent = 0  # tokens whose ids are sent
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
@@ -138,18 +138,18 @@ class Choice:
             note_choice(reason, self.stats, self._notes)
         has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
         if pieces or scored or reason is not None:
-            told = "tool_calls" if has_calls else reason
+            finish_reason = "tool_calls" if has_calls else reason
             scored += self._settled(output)
             traced = self._traced(is_last=reason is not None)
             tokens = self._new_tokens()
-            self._completion.put(Delta(self._index, pieces, told, scored, traced, tokens, self._num_told))
+            self._completion.put(Delta(self._index, pieces, finish_reason, scored, traced, tokens, self._num_sent))
 
     def _new_tokens(self) -> list[int]:
-        """Those up to the one that completes a stop string, a last stop id among them."""
-        told = self._tokens[: self._text.num_tokens - self._num_told]
+        """Returns the new tokens up to the end of a stop string, with a stop id at the end."""
+        tokens = self._tokens[: self._text.num_tokens - self._num_sent]
         self._tokens.clear()
-        self._num_told += len(told)
-        return told
+        self._num_sent += len(tokens)
+        return tokens
 
     def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         if self.parser is not None:
@@ -162,9 +162,9 @@ class Choice:
         return 0 if self.parser is None else self.parser.num_reasoning(self._text.starts)
 
     def _keep(self, output: Output) -> None:
-        """The log-probabilities and traces of its tokens, until their text is sent."""
+        """Stores the log-probabilities and traces of an output's tokens until their text is sent."""
         if output.trace is not None:
-            self._untold += map(TracedToken, output.tokens, output.trace)
+            self._pending_traces += map(TracedToken, output.tokens, output.trace)
         if output.logprobs is None:
             return
         starts = self._text.starts[self._num_scored + len(self._waiting) :][: len(output.tokens)]
@@ -173,26 +173,26 @@ class Choice:
         self._waiting += scored_tokens(output.tokens[:count], places, output.logprobs[:count])
 
     def _num_settled(self, *, is_last: bool) -> int:
-        """Tokens whose text is sent by now: of reasoning and calls, too, and of the markers beside them. Fewer than
-        before, where the parser has taken something back."""
+        """Counts the tokens whose text is sent, including reasoning, calls and markers. The count may fall, if the
+        parser has taken something back."""
         if self.parser is not None and not is_last:
             return bisect_left(self._text.starts, self.parser.num_consumed)
         return self._text.num_settled
 
     def _traced(self, *, is_last: bool) -> list[TracedToken]:
-        """The tokens whose text is sent now, if their traces are wanted; in the end also those that have no text, up to
-        the one that completes a stop string."""
+        """Returns the tokens whose text is sent now, if the client wants traces. At the end also those without text, up
+        to the end of a stop string."""
         if not self.request.params.wants_trace:
             return []
-        num_told = self._text.num_tokens if is_last else self._num_settled(is_last=False)
-        count = max(num_told - self._num_traced, 0)
-        told = self._untold[:count]
-        self._untold = self._untold[count:]
+        num_due = self._text.num_tokens if is_last else self._num_settled(is_last=False)
+        count = max(num_due - self._num_traced, 0)
+        traced = self._pending_traces[:count]
+        self._pending_traces = self._pending_traces[count:]
         self._num_traced += count
-        return told
+        return traced
 
     def _settled(self, output: Output) -> list[Scored]:
-        """The tokens whose text is sent now, if their log-probabilities are wanted."""
+        """Returns the tokens whose text is sent now, if the client wants log-probabilities."""
         if self.request.params.logprobs is None:
             return []
         num_settled = max(self._num_settled(is_last=output.finish_reason is not None), self._num_scored)
@@ -228,7 +228,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a call is given up: `seconds` after it came, by the clock of time.monotonic; None: never."""
+    """The time limit of a call: `seconds` after its arrival. `at`: by time.monotonic. None: no limit."""
 
     seconds: float | None = None
     at: float | None = None
@@ -239,10 +239,10 @@ class Deadline:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Raises TimeoutError where the block does not end in time."""
-        left = None if self.at is None else max(self.at - time.monotonic(), 0)
+        """Raises TimeoutError if the block does not end in time."""
+        remaining = None if self.at is None else max(self.at - time.monotonic(), 0)
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(remaining):
                 yield
         except TimeoutError as error:
             message = f"the answer did not end within {self.seconds:g} s (request_timeout); ask for less"
@@ -272,12 +272,13 @@ class Completion:
     def submit(
         self, requests: Sequence[Request], stop: Sequence[str], answers: AnswerFormat, echoes: Sequence[Echo] = ()
     ) -> None:
-        """`echoes`: what each choice repeats, if they do. Raises EngineError if there is no engine."""
+        """Sends requests to the engine. `echoes`: the prompts that the choices repeat, if they do. Raises EngineError
+        if there is no engine."""
         stop = answers.stops(stop)
         is_counted = self._watched or answers.has_reasoning
         for index, request in enumerate(requests):
             params = request.params
-            watched = is_counted or params.logprobs is not None  # tokens have their places in the text
+            watched = is_counted or params.logprobs is not None  # log-probabilities need the tokens' places in the text
             prompt = request.prompt if answers.continues else ()
             text = TextStream(answers.decoder, stop, watched=watched, min_tokens=params.min_tokens, prompt=prompt)
             parser = None if answers.parser is None else answers.parser()
@@ -338,7 +339,7 @@ class Completion:
         return total
 
     def usage(self, num_choices: int) -> dict[str, Any]:
-        """OpenAI's. Each prompt has `num_choices` choices and is counted once."""
+        """Returns OpenAI's usage. Each prompt has `num_choices` choices and is counted once."""
         total = self.stats()
         prompts = self.stats(every=num_choices)
         return {
@@ -351,14 +352,14 @@ class Completion:
             },
         }
 
-    def told_metrics(self, num_spec_tokens: int) -> dict[str, Any]:
-        """vLLM's, which it sends for single choices; here they are sums over all. `num_spec_tokens`: most tokens that a
-        round drafts for a choice."""
+    def vllm_metrics(self, num_spec_tokens: int) -> dict[str, Any]:
+        """Returns vLLM's metrics, summed over all choices; vLLM sends them for single choices only. `num_spec_tokens`:
+        most tokens that a round drafts for a choice."""
         return {"speculative_decoding": self.stats().speculative_decoding(num_spec_tokens)}
 
 
 class Call(NamedTuple):
-    """The parts of a body that are kept while it is answered; and OpenAI's objects and events for the answers."""
+    """The parts of a body that its answers need, and OpenAI's objects and events for the answers."""
 
     id: str
     created: int  # seconds since 1970
@@ -367,15 +368,15 @@ class Call(NamedTuple):
     is_chat: bool
     stream: bool
     include_usage: bool  # in the last event of a stream
-    continuous_usage: bool  # of its choice in every event before, where usage is null otherwise
+    continuous_usage: bool  # of the choice, in every event before; otherwise null
     stop: Sequence[str]
     num_choices: int  # per prompt
-    requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
+    requests: Sequence[Request]  # the first has the seed of the call
     answers: AnswerFormat
     shows_reasoning: bool
-    echoes: Sequence[Echo]  # what each repeats, if they do
-    logprobs: int | None  # likeliest tokens wanted beside each of the answer; None: no log-probabilities
-    prompt_logprobs: int | None  # the same, of the prompt
+    echoes: Sequence[Echo]  # prompts that the choices repeat, if they do
+    logprobs: int | None  # likeliest tokens to list for each token of the answer; None: no log-probabilities
+    prompt_logprobs: int | None  # the same for the prompt
     wants_trace: bool
     num_spec_tokens: int  # most tokens that a round drafts for a choice
     texts: TokenTexts
@@ -386,24 +387,40 @@ class Call(NamedTuple):
         is_chat = isinstance(body, ChatBody)
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests, answers = frontend.read(body, call_id)
-        shows_reasoning = isinstance(body, ChatBody) and body.include_reasoning
-        head = call_id, int(time.time()), frontend.model_name, frontend.fingerprint, is_chat
         speculation = body.asked_speculation
-        num_spec_tokens = frontend.num_spec_tokens if speculation.enabled else 0
-        scored = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs
-        asked = body.stream, body.include_usage, body.continuous_usage, body.stop, body.n
-        tail = speculation.trace, num_spec_tokens, frontend.texts
-        return cls(*head, *asked, requests, answers, shows_reasoning, *scored, *tail, body.return_token_ids)
+        return cls(
+            id=call_id,
+            created=int(time.time()),
+            model=frontend.model_name,
+            fingerprint=frontend.fingerprint,
+            is_chat=is_chat,
+            stream=body.stream,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            stop=body.stop,
+            num_choices=body.n,
+            requests=requests,
+            answers=answers,
+            shows_reasoning=isinstance(body, ChatBody) and body.include_reasoning,
+            echoes=frontend.echoes(body, requests),
+            logprobs=body.answer_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            wants_trace=speculation.trace,
+            num_spec_tokens=frontend.num_spec_tokens if speculation.enabled else 0,
+            texts=frontend.texts,
+            wants_token_ids=body.return_token_ids,
+        )
 
     def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
-        """`answers`: all of each choice."""
+        """Returns the whole answer. `answers`: all text of each choice."""
         choices = [self._choice(answer) for answer in answers]
         kind = "chat.completion" if self.is_chat else "text_completion"
         body = {**self._head(kind), "choices": choices, **self.counts(completion)}
         if self.prompt_logprobs is not None:
             scored = [self._scored_prompt(choice) for choice in completion.choices]
-            for owner, own in zip([body] if self.is_chat else choices, scored, strict=False):  # a chat has one prompt
-                owner["prompt_logprobs"] = own
+            owners = [body] if self.is_chat else choices  # a chat has one prompt
+            for owner, entries in zip(owners, scored, strict=False):
+                owner["prompt_logprobs"] = entries
         return body
 
     def _scored_prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
@@ -415,15 +432,16 @@ class Call(NamedTuple):
         )
 
     def opening(self) -> list[dict[str, Any]]:
-        """Events before any text: chat answers begin with the role."""
+        """Returns the events before any text: chat answers begin with the role."""
         if not self.is_chat:
             return []
         first = {"role": "assistant", "content": ""}
         return [self._event([self._part(index, first, None)], 0) for index in range(len(self.requests))]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events, in the order of a message: reasoning, content, calls. The last one has the finish reason, which has
-        an event of its own after calls; the last one with text has the log-probabilities and traces."""
+        """Returns the events of a delta in the order of a message: reasoning, content, calls. The last event has the
+        finish reason, which follows calls in a separate event; the last event with text has log-probabilities and
+        traces."""
         if not self.is_chat:
             return [self._event([self._choice(delta)], delta.num_tokens)]
         parts = list[dict[str, Any]]()
@@ -433,7 +451,7 @@ class Call(NamedTuple):
             parts.append(self._reasoning(delta))
         parts += [{"content": text}] if text else []
         for call in calls:
-            parts += [{"tool_calls": [one]} for one in call_events(call)]
+            parts += [{"tool_calls": [event]} for event in call_events(call)]
         place = max(len(parts) - 1, 0)  # of the log-probabilities
         has_more = delta.finish_reason or delta.scored or delta.traced or (delta.tokens and self.wants_token_ids)
         if (delta.finish_reason is not None and calls) or (not parts and has_more):
@@ -449,12 +467,12 @@ class Call(NamedTuple):
         return [self._event([choice], delta.num_tokens) for choice in choices]
 
     def closing(self, completion: Completion) -> list[dict[str, Any]]:
-        """Events after all text."""
+        """Returns the events after all text."""
         return [{**self._event([]), **self.counts(completion)}] if self.include_usage else []
 
     def counts(self, completion: Completion) -> dict[str, Any]:
-        """OpenAI's usage and vLLM's metrics."""
-        return {"usage": completion.usage(self.num_choices), "metrics": completion.told_metrics(self.num_spec_tokens)}
+        """Returns OpenAI's usage and vLLM's metrics."""
+        return {"usage": completion.usage(self.num_choices), "metrics": completion.vllm_metrics(self.num_spec_tokens)}
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [error.body]
@@ -465,7 +483,7 @@ class Call(NamedTuple):
         return {**head, "system_fingerprint": self.fingerprint, "seed": seed}
 
     def _event(self, choices: list[dict[str, Any]], num_tokens: int = 0) -> dict[str, Any]:
-        """`num_tokens`: of the choice so far."""
+        """Returns an event of a stream. `num_tokens`: tokens of the choice so far."""
         event = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": choices}
         if self.include_usage:
             event["usage"] = (
@@ -474,7 +492,7 @@ class Call(NamedTuple):
         return event
 
     def _usage_of(self, index: int, num_tokens: int) -> dict[str, int]:
-        """vLLM's: of one choice, so far."""
+        """Returns the usage of one choice so far, as vLLM does."""
         num_prompt = len(self.requests[index].prompt)
         return {
             "prompt_tokens": num_prompt,
@@ -483,7 +501,7 @@ class Call(NamedTuple):
         }
 
     def _reasoning(self, answer: Delta) -> dict[str, Any]:
-        """By both names that clients read."""
+        """Returns the reasoning by both names that clients read."""
         return dict.fromkeys(("reasoning_content", "reasoning"), answer.reasoning or None)
 
     def _part(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
@@ -537,14 +555,14 @@ def whole_call(call: CallPiece) -> dict[str, Any]:
 
 
 def call_events(call: CallPiece) -> list[dict[str, Any]]:
-    """A call's id and name come once, without arguments, which follow."""
+    """Returns a call's id and name, once and without arguments, and then its arguments."""
     head = {"index": call.index, **whole_call(replace(call, arguments=""))}
     more = {"index": call.index, "function": {"arguments": call.arguments}}
     return [*([head] if call.name else []), *([more] if call.arguments else [])]
 
 
 def sse(event: Mapping[str, Any]) -> str:
-    """One server-sent event, named if it has a type. ASCII, since many readers take U+2028, U+2029 and U+0085 for line
-    ends."""
+    """Writes a server-sent event, named if it has a type. ASCII, since many readers take U+2028, U+2029 and U+0085 for
+    line ends."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -48,10 +48,10 @@ def raise_file_limit() -> None:
 
 
 def connection_limit(max_open: int) -> int:
-    """How many connections a server with at most `max_open` open requests accepts."""
+    """Returns the number of connections that a server with at most `max_open` open requests accepts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(MIN_CONNECTION_LIMIT, CONNECTIONS_PER_REQUEST * max_open)
-    limit = max(1, min(wanted, soft - RESERVED_FILES)) if soft != resource.RLIM_INFINITY else wanted
+    demand = max(MIN_CONNECTION_LIMIT, CONNECTIONS_PER_REQUEST * max_open)
+    limit = max(1, min(demand, soft - RESERVED_FILES)) if soft != resource.RLIM_INFINITY else demand
     if limit < max_open:
         message = "only %d files can be open: accepting %d connections, fewer than max_running + max_waiting = %d; %s"
         logger.warning(message, soft, limit, max_open, "raise `ulimit -n`")
@@ -59,7 +59,7 @@ def connection_limit(max_open: int) -> int:
 
 
 class Parser(h11.Connection):
-    """h11's, which would take a body of any number of chunks, and one whose length is told twice.
+    """h11's parser, which also refuses bodies with too many chunks or with two statements of their length.
 
     A proxy that goes by Content-Length would see another end of such a request than a server that goes by its chunks,
     and so take a part of one client's body for the next client's request (RFC 9112, section 6.1).
@@ -188,7 +188,7 @@ class ConnectionTracker:
         self._stalled.pop(connection, None)
 
     def _close_oldest(self) -> bool:
-        """Closes the connection that has waited longest for its client. False if none is waiting."""
+        """Closes the connection that has waited longest for its client. Returns False if none waits."""
         while self._waiting:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -203,7 +203,7 @@ class ConnectionTracker:
             pass
 
     def _close_stalled(self) -> None:
-        """Those that still take some bytes get more time."""
+        """Closes connections whose clients read nothing. A client that still takes bytes gets more time."""
         now = time.monotonic()
         for connection, (since, size) in list(self._stalled.items()):
             if connection.transport.get_write_buffer_size() < size:
@@ -215,13 +215,14 @@ class ConnectionTracker:
                 connection.transport.abort()
 
     async def close_late(self) -> None:
-        """A task that refuses requests that are not received in time, and gives up answers that nobody reads."""
+        """Refuses requests that do not arrive in time and drops answers that nobody reads. Runs as a task."""
         while True:
             await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4, STALL_SECONDS / 4))
             self._close_stalled()
             latest = time.monotonic() - REQUEST_SECONDS
-            late = [one for one, since in self._waiting.items() if since < latest and not one.is_idle]
-            for connection in late:
+            for connection, since in list(self._waiting.items()):
+                if since >= latest or connection.is_idle:
+                    continue
                 del self._waiting[connection]
                 if not connection.is_answering:
                     connection.refuse(ApiError(408, f"the request was not received within {REQUEST_SECONDS:.0f} s"))
@@ -234,7 +235,7 @@ class Report:
         self._written_at = -math.inf
 
     def is_due(self) -> bool:
-        """Whether the line may be written, which counts as done."""
+        """Whether the line may be written now. A line that may counts as written."""
         is_due = time.monotonic() - self._written_at > REPORT_SECONDS
         if is_due:
             self._written_at = time.monotonic()

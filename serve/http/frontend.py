@@ -107,11 +107,11 @@ class Frontend:
             raise ApiError(404, message, "model", "model_not_found")
 
     def check_choices(self, body: CallBody) -> None:
-        num_asked = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
-        if num_asked > self.limits.choices:
+        num_choices = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
+        if num_choices > self.limits.choices:
             message = (
-                f"the call asks for {num_asked} choices (prompts times n); the limit is {self.limits.choices}, half of "
-                "max_running + max_waiting"
+                f"the call asks for {num_choices} choices (prompts times n); the limit is {self.limits.choices}, "
+                "half of max_running + max_waiting"
             )
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
@@ -119,9 +119,13 @@ class Frontend:
         if isinstance(body, TokenizeBody):
             tools = tuple(read_tools(body.tools, ignore_unknown=self._ignore_unknown))
             return ToolChoice(tools, "auto" if tools else "none")
-        given = body.tools, body.tool_choice, body.parallel_tool_calls
-        is_flat = isinstance(body, ResponsesBody)
-        return read_choice(*given, is_flat=is_flat, ignore_unknown=self._ignore_unknown)
+        return read_choice(
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+            is_flat=isinstance(body, ResponsesBody),
+            ignore_unknown=self._ignore_unknown,
+        )
 
     def chat_prompt(self, body: Conversation | TokenizeBody, choice: ToolChoice) -> list[int]:
         assert body.messages is not None
@@ -132,8 +136,9 @@ class Frontend:
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
-        asked = (None, "") if isinstance(body, TokenizeBody) else (body.reasoning_effort, body.effort_field)
-        variables = self.chat.variables(*asked) | body.chat_template_kwargs
+        variables = {**body.chat_template_kwargs}
+        if not isinstance(body, TokenizeBody):
+            variables = self.chat.variables(body.reasoning_effort, body.effort_field) | variables
         tools = [tool.definition for tool in choice.tools] or None
         try:
             messages = self.chat.named_reasoning(body.messages)
@@ -152,7 +157,7 @@ class Frontend:
         return self.encode(text, body.prompt_field, add_special_tokens=False)
 
     def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        """The answer of /tokenize."""
+        """Answers /tokenize."""
         if body.prompt is None:
             tokens = self.chat_prompt(body, self.tool_choice(body))
         else:
@@ -161,12 +166,12 @@ class Frontend:
         return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": strings}
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
-        """The answer of /detokenize, special tokens included."""
+        """Answers /detokenize, special tokens included."""
         self.check_tokens(body.tokens, "tokens")
         return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """The answer of /tokenizer_info: special tokens, and the chat template for clients that render prompts."""
+        """Answers /tokenizer_info: special tokens, and the chat template for clients that render prompts."""
         template = self.tokenizer.get_chat_template() if self.template is not None else None
         return {
             "tokenizer_class": type(self.tokenizer).__name__,
@@ -192,9 +197,9 @@ class Frontend:
         return prompts
 
     def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        most = self.limits.text_chars
-        if most is not None and len(text) > most:
-            context = f"this model's context holds {self.max_model_len} tokens, at most {most} characters"
+        limit = self.limits.text_chars
+        if limit is not None and len(text) > limit:
+            context = f"this model's context holds {self.max_model_len} tokens, at most {limit} characters"
             message = f"the prompt has {len(text)} characters; {context}"
             raise ApiError(400, message, field, "context_length_exceeded")
         if self.plain_text is not None:
@@ -202,11 +207,12 @@ class Frontend:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def requests(self, body: CallBody, response_id: str) -> list[Request]:
-        """One Request per choice, all choices of the first prompt first. The first Request has the seed of the call."""
+        """Returns one Request per choice, first those of the first prompt. The first Request has the seed of the
+        call."""
         return self.read(body, response_id)[0]
 
     def read(self, body: CallBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
-        """The Requests, and how their answers are read."""
+        """Returns the Requests and the format of their answers."""
         self.check_choices(body)
         grammar, field = grammar_of(body, ignore_unknown=self._ignore_unknown) or (None, "tools")
         if not isinstance(body, CompletionBody):
@@ -230,30 +236,30 @@ class Frontend:
         return requests, replace(answers, grammar_field=field)
 
     def echoes(self, body: CallBody, requests: Sequence[Request]) -> list[Echo]:
-        """What the choices repeat, in order; empty where they repeat nothing."""
+        """Returns the prompts that the choices repeat, in order; empty if they repeat none."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return []
-        found: list[Echo] = []
-        for given, request in zip(body.prompt, requests[:: body.n], strict=True):
+        echoes: list[Echo] = []
+        for prompt, request in zip(body.prompt, requests[:: body.n], strict=True):
             tokens = request.prompt
             text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-            text = given if isinstance(given, str) else text
-            found += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
-        return found
+            text = prompt if isinstance(prompt, str) else text
+            echoes += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
+        return echoes
 
     def sampling_params(self, body: CallBody, prompt_len: int, seed: int, answers: AnswerFormat) -> SamplingParams:
         field = body.prompt_field
         if prompt_len == 0:
             raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
         room = self.max_model_len - prompt_len
-        asked = f"the prompt has {prompt_len} tokens"
+        lengths = f"the prompt has {prompt_len} tokens"
         if body.max_tokens is not None:
-            asked += f" and {body.length_field} is {body.max_tokens}, together {prompt_len + body.max_tokens}"
+            lengths += f" and {body.length_field} is {body.max_tokens}, together {prompt_len + body.max_tokens}"
         if room < (1 if body.max_tokens is None else body.max_tokens):
-            message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
+            message = f"{lengths}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
         unset_max_tokens = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
-        given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+        options = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
         try:
             params = SamplingParams(
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
@@ -264,7 +270,7 @@ class Frontend:
                 bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
                 speculation=body.asked_speculation,
-                **{**self.sampling_defaults, **given},
+                **{**self.sampling_defaults, **options},
             )
             params.check_token_ids(self.vocab_size)
         except ValueError as error:
@@ -285,12 +291,12 @@ def check_prompt_logprobs(body: CompletionBody, num_tokens: int) -> None:
 
 
 def digest(salt: str) -> str:
-    """The engine's namespace for a salt: a digest, since it is stored with every cached prefix."""
+    """Returns the engine's namespace for a salt: a digest, since every cached prefix stores it."""
     return blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:
-    """DEFAULTED_FIELDS as generation_config.json sets them; those it leaves out keep OpenAI's defaults."""
+    """Reads DEFAULTED_FIELDS from generation_config.json. Fields that it leaves out keep OpenAI's defaults."""
     file = path / "generation_config.json"
     if not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Who may use the server: API keys, and a warning where nobody asks for one."""
+"""API keys of the server, and a warning if a server that others can reach asks for none."""
 
 import hmac
 import ipaddress
@@ -31,19 +31,19 @@ class Guard:
         return not self._digests
 
     def check(self, path: str, authorization: str | None) -> str:
-        """The name of the client: a digest of its key, or empty where nothing tells clients apart, since there are no
-        two keys. Raises ApiError (401) unless the path is open or the header has one of the keys."""
+        """Returns the name of the client: a digest of its key, or empty if there are fewer than two keys to tell
+        clients apart. Raises ApiError (401) unless the path is open or the header has one of the keys."""
         if self.is_open or path in self._open_paths:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "this server needs an API key: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
-        sent = digest(key.strip()[:LONGEST_KEY])
-        # All are compared, each in constant time: how long that takes says nothing about any.
-        if not sum(hmac.compare_digest(sent, known) for known in self._digests):
+        key_digest = digest(key.strip()[:LONGEST_KEY])
+        # Compares with all, each in constant time, so that the time reveals nothing about any key.
+        if not sum(hmac.compare_digest(key_digest, other) for other in self._digests):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
-        return client_name(sent) if len(self._digests) > 1 else ""
+        return client_name(key_digest) if len(self._digests) > 1 else ""
 
 
 def digest(key: str) -> bytes:
@@ -51,22 +51,22 @@ def digest(key: str) -> bytes:
 
 
 def client_name(key_digest: bytes) -> str:
-    """Another digest than the one that keys are compared by, since the engine stores it with what it learns."""
+    """Returns a second digest, not the one that keys are compared by, since the engine stores it."""
     return blake2b(key_digest, digest_size=16, person=b"client").hexdigest()
 
 
 def read_keys(config: ServeConfig) -> list[str]:
-    """Of the options, or of the environment if these name none."""
+    """Reads the keys from the options, or from the environment if the options name none."""
     keys = [config.api_key] if config.api_key is not None else []
     if config.api_key_file is not None:
         try:
             lines = Path(config.api_key_file).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"api_key_file {config.api_key_file} cannot be read: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
             raise ValueError(f"api_key_file {config.api_key_file} holds no key; write one on each line")
-        keys += found
+        keys += file_keys
     if not keys and os.environ.get(VARIABLE):
         keys = [os.environ[VARIABLE]]
     for key in keys:
@@ -86,7 +86,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warning(config: ServeConfig, guard: Guard) -> str | None:
-    """What to tell whoever starts a server that others can reach."""
+    """Returns a warning for a server without keys that others can reach, or None."""
     if is_loopback(config.host) or not guard.is_open:
         return None
     return (

@@ -256,7 +256,7 @@ def components(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
         return []
     if part["type"] != "Sequence":
         return [part]
-    return [step for one in part[inner] for step in components(one, inner)]
+    return [step for child in part[inner] for step in components(child, inner)]
 
 
 def spells_everything(parts: dict[str, Any], vocabulary: dict[str, int]) -> bool:
@@ -277,7 +277,7 @@ def keeps_text(part: dict[str, Any]) -> bool:
 
 
 def normalizer_shrinkage(part: dict[str, Any]) -> int | None:
-    """The most characters that it turns into one; None if there is no bound."""
+    """Returns the most characters that a normalizer turns into one; None if there is no bound."""
     kind = part["type"]
     if kind in ("NFC", "NFKC"):
         return 4  # the longest canonical decomposition (Unicode Standard Annex 15)

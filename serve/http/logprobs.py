@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from slipstream.serve.detokenize import TokenTexts
 from slipstream.serve.request import Logprobs
 
-LEAST = -9999.0  # OpenAI's number for what is next to impossible; JSON has no infinity
+LEAST = -9999.0  # OpenAI's number for next to impossible tokens; JSON has no infinity
 
 
 class Scored(NamedTuple):
@@ -30,8 +30,8 @@ class Echo(NamedTuple):
 
 
 def scored_tokens(tokens: Sequence[int], starts: Sequence[int], logprobs: Logprobs) -> list[Scored]:
-    columns = tokens, starts, logprobs.tokens, logprobs.ranks, logprobs.top, logprobs.top_ids
-    return [Scored(*column) for column in zip(*columns, strict=True)]
+    rows = zip(tokens, starts, logprobs.tokens, logprobs.ranks, logprobs.top, logprobs.top_ids, strict=True)
+    return [Scored(*row) for row in rows]
 
 
 def scored_prompt(tokens: Sequence[int], starts: Sequence[int], logprobs: Logprobs) -> list[Scored]:
@@ -39,59 +39,59 @@ def scored_prompt(tokens: Sequence[int], starts: Sequence[int], logprobs: Logpro
 
 
 def chat_logprobs(entries: Iterable[Scored], k: int, texts: TokenTexts) -> dict[str, Any]:
-    """OpenAI's, of a chat answer; `k`: how many of the likeliest tokens."""
+    """Returns OpenAI's log-probabilities of a chat answer. `k`: number of likeliest tokens."""
 
     def described(token: int, logprob: float) -> dict[str, Any]:
         return {"token": texts(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}
 
     content = [
         {
-            **described(one.token, one.logprob or 0.0),
-            "top_logprobs": [described(*pair) for pair in zip(one.top_ids[:k], one.top[:k], strict=True)],
+            **described(entry.token, entry.logprob or 0.0),
+            "top_logprobs": [described(*pair) for pair in zip(entry.top_ids[:k], entry.top[:k], strict=True)],
         }
-        for one in entries
+        for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(entries: Sequence[Scored], k: int, texts: TokenTexts) -> dict[str, Any]:
-    """OpenAI's, of a completion. The likeliest tokens come by their text, and the token itself with them."""
+    """Returns OpenAI's log-probabilities of a completion: the likeliest tokens by text, and the token itself."""
     tops: list[dict[str, float] | None] = []
-    for one in entries:
+    for entry in entries:
         top: dict[str, float] = {}
-        for token, logprob in with_own(one, k):
+        for token, logprob in with_own(entry, k):
             top.setdefault(texts(token), finite(logprob))
-        tops.append(None if one.logprob is None else top)
+        tops.append(None if entry.logprob is None else top)
     return {
-        "tokens": [texts(one.token) for one in entries],
-        "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in entries],
+        "tokens": [texts(entry.token) for entry in entries],
+        "token_logprobs": [None if entry.logprob is None else finite(entry.logprob) for entry in entries],
         "top_logprobs": tops,
-        "text_offset": [one.start for one in entries],
+        "text_offset": [entry.start for entry in entries],
     }
 
 
 def prompt_logprobs(entries: Iterable[Scored], k: int, texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """vLLM's: by token id."""
+    """Returns vLLM's log-probabilities of a prompt, by token id."""
 
-    def described(one: Scored) -> dict[str, Any]:
-        ranks = {token: rank for rank, token in enumerate(one.top_ids[:k], 1)}
+    def described(entry: Scored) -> dict[str, Any]:
+        ranks = {token: rank for rank, token in enumerate(entry.top_ids[:k], 1)}
         return {
             str(token): {
                 "logprob": finite(logprob),
-                "rank": ranks.get(token, one.rank),
+                "rank": ranks.get(token, entry.rank),
                 "decoded_token": texts(token),
             }
-            for token, logprob in with_own(one, k)
+            for token, logprob in with_own(entry, k)
         }
 
-    return [None if one.logprob is None else described(one) for one in entries]
+    return [None if entry.logprob is None else described(entry) for entry in entries]
 
 
-def with_own(one: Scored, k: int) -> list[tuple[int, float]]:
-    """The k likeliest tokens at a token's place, and the token itself if it is not among them."""
-    pairs = list(zip(one.top_ids[:k], one.top[:k], strict=True))
-    if one.logprob is not None and one.token not in one.top_ids[:k]:
-        pairs.append((one.token, one.logprob))
+def with_own(entry: Scored, k: int) -> list[tuple[int, float]]:
+    """Returns the k likeliest tokens at a token's place, and the token itself if it is not among them."""
+    pairs = list(zip(entry.top_ids[:k], entry.top[:k], strict=True))
+    if entry.logprob is not None and entry.token not in entry.top_ids[:k]:
+        pairs.append((entry.token, entry.logprob))
     return pairs
 
 

@@ -118,7 +118,8 @@ class Metrics:
         self._errors.labels(str(status)).inc()
 
     def render(self, engine: "EngineView", accept: str = "") -> tuple[bytes, str]:
-        """All metrics, and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus text."""
+        """Returns all metrics and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus
+        text."""
         try:
             encode, content_type = choose_encoder(accept)
         except TypeError:  # the library fails on a version that is no number
@@ -132,7 +133,7 @@ class Metrics:
 
 
 class EngineView:
-    """What the server knows of its engine at a scrape. `gauges`, by name, become `engine_<name>`."""
+    """The state of the engine at a scrape. `gauges`: by name; each becomes `engine_<name>`."""
 
     def __init__(
         self, gauges: Mapping[str, float], counts: EngineCounts, *, num_open: int, is_up: bool, is_ready: bool

@@ -1,7 +1,7 @@
 """The playground: a page at `/` that chats with the server and shows where each token comes from.
 
 It is made of the files in static/, which use the public API alone. They hold nothing of the server, so they need no
-key; the page asks for one where the API does.
+key; the page asks for a key if the API needs one.
 """
 
 from collections.abc import Awaitable, Callable
@@ -27,7 +27,7 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """Of the page and its files, which are read once."""
+    """Returns routes of the page and its files, which are read once."""
     paths = {f"/playground/{path.name}": path for path in sorted(FOLDER.iterdir())}
     return [Route(path, endpoint(file)) for path, file in {"/": FOLDER / "index.html", **paths}.items()]
 

@@ -73,7 +73,7 @@ class Refusals:
 
 
 def single_line(text: str) -> str:
-    """Text of clients for a log: what is not printable, such as the end of a line, as an escape."""
+    """Escapes characters of a client's text that are not printable, such as line ends, for a log."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
@@ -88,8 +88,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get(HEADER, "")
-        name = asked if VALID_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
+        header = Headers(scope=scope).get(HEADER, "")
+        name = header if VALID_ID.fullmatch(header) else f"req-{uuid.uuid4().hex}"
         notes: dict[str, Any] = {}
         REQUEST_ID.set(name)
         NOTES.set(notes)

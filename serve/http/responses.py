@@ -60,7 +60,7 @@ class ResponseCall:
         return self._ended(completion)
 
     def opening(self) -> list[Event]:
-        """Events before any text."""
+        """Returns the events before any text."""
         response = self._response("in_progress")
         return [self.writer.event(name, response=response) for name in ("created", "in_progress")]
 
@@ -68,21 +68,22 @@ class ResponseCall:
         return self.writer.take(delta)
 
     def closing(self, completion: Completion) -> list[Event]:
-        """The last event."""
+        """Returns the last event."""
         response = self._ended(completion)
         return [self.writer.event(response["status"], response=response)]
 
     def failed(self, error: ApiError) -> list[Event]:
-        """The last event where an answer cannot be finished."""
+        """Returns the last events of an answer that fails."""
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         fault = {"code": codes.get(error.status, "server_error"), "message": error.message}
         closing = self.writer.close("incomplete")
         return [*closing, self.writer.event("failed", response=self._response("failed", error=fault))]
 
     def _ended(self, completion: Completion) -> dict[str, Any]:
-        """The Response with its usage, after the last piece."""
+        """Returns the Response with its usage, after the last piece."""
         usage = completion.usage(1)
-        num_written = usage["prompt_tokens"] - usage[PROMPT_DETAILS]["cached_tokens"]  # what is not read is written
+        # The cache gets the tokens that were not read from it.
+        num_written = usage["prompt_tokens"] - usage[PROMPT_DETAILS]["cached_tokens"]
         counts = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage[PROMPT_DETAILS], "cache_write_tokens": num_written},
@@ -90,10 +91,10 @@ class ResponseCall:
             "output_tokens_details": usage[DETAILS],
             "total_tokens": usage["total_tokens"],
         }
-        told = {"usage": counts, "metrics": completion.told_metrics(self.num_spec_tokens)}
+        totals = {"usage": counts, "metrics": completion.vllm_metrics(self.num_spec_tokens)}
         if self.writer.is_cut:
-            return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **told)
-        return self._response("completed", completed_at=int(time.time()), **told)
+            return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **totals)
+        return self._response("completed", completed_at=int(time.time()), **totals)
 
     def _response(self, status: str, **changes: Any) -> dict[str, Any]:
         empty = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage", "metrics"))
@@ -101,7 +102,7 @@ class ResponseCall:
 
 
 def settings(body: ResponsesBody, request: Request) -> dict[str, Any]:
-    """What was asked for, as OpenAI repeats it in the answer, with the values of what was left out."""
+    """Returns the request's options with their defaults, which OpenAI repeats in the answer."""
     return {
         "background": False,
         "instructions": body.instructions,
@@ -124,7 +125,7 @@ def settings(body: ResponsesBody, request: Request) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class OpenItem:
-    """An output item that is being written. `head`: its fields but what is written."""
+    """An output item in progress. `head`: its fields except its content."""
 
     kind: Kind
     head: dict[str, Any]
@@ -143,7 +144,7 @@ class OpenItem:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What is written, as it is told when it is done."""
+        """The content of the item, as its last event has it."""
         text = "".join(self.texts)
         if self.kind == "call":
             return {"arguments": text}
@@ -154,30 +155,30 @@ class OpenItem:
         return {"type": TOLD[self.kind], **({"annotations": []} if self.kind == "content" else {}), **self.content}
 
     def item(self, status: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        written = self.content if self.kind == "call" else {"content": list(parts)}
-        return {**self.head, "status": status, **written}
+        body = self.content if self.kind == "call" else {"content": list(parts)}
+        return {**self.head, "status": status, **body}
 
 
 class ItemWriter:
     """Writes the output items of one answer."""
 
     def __init__(self, logprobs: int | None, texts: TokenTexts) -> None:
-        """`logprobs`: likeliest tokens wanted beside each token of the text; None: no log-probabilities."""
-        self.items: list[dict[str, Any]] = []  # those that are done
+        """`logprobs`: likeliest tokens to list for each token of the text; None: no log-probabilities."""
+        self.items: list[dict[str, Any]] = []  # finished items
         self.is_cut = False  # the answer ended at max_output_tokens
         self._logprobs = logprobs
         self._texts = texts
         self._num_events = 0
         self._open: OpenItem | None = None
         self._scored: list[Scored] = []  # all tokens so far
-        self._num_told = 0  # tokens that are, or lie before, those of a text
+        self._num_told = 0  # tokens that belong to a text so far, and all before them
 
     def event(self, name: str, **fields: Any) -> Event:
         self._num_events += 1
         return {"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields}
 
     def take(self, delta: Delta) -> list[Event]:
-        """The next pieces of the answer."""
+        """Writes the next pieces of the answer and returns their events."""
         events = list[Event]()
         self._scored += delta.scored
         for piece in joined(delta.pieces):
@@ -198,26 +199,26 @@ class ItemWriter:
         return events
 
     def close(self, status: str) -> list[Event]:
-        """Ends the open item, if there is one."""
+        """Ends the open item, if there is one, and returns its events."""
         if self._open is None:
             return []
-        one = self._open
+        open_item = self._open
         place = self._place
-        item = one.item(status, [one.part])
+        item = open_item.item(status, [open_item.part])
         self._open = None
         self.items.append(item)
-        events = [self.event(f"{TOLD[one.kind]}.done", **place, **one.content)]
-        if one.kind != "call":
-            events.append(self.event("content_part.done", **place, part=one.part))
+        events = [self.event(f"{TOLD[open_item.kind]}.done", **place, **open_item.content)]
+        if open_item.kind != "call":
+            events.append(self.event("content_part.done", **place, part=open_item.part))
         return [*events, self.event("output_item.done", output_index=place["output_index"], item=item)]
 
     def _begin(self, piece: Piece) -> list[Event]:
-        one = self._open = OpenItem.of(piece)
-        item = one.item("in_progress", [])
+        open_item = self._open = OpenItem.of(piece)
+        item = open_item.item("in_progress", [])
         place = self._place
         events = [self.event("output_item.added", output_index=place["output_index"], item=item)]
-        if one.kind != "call":
-            events.append(self.event("content_part.added", **place, part=one.part))
+        if open_item.kind != "call":
+            events.append(self.event("content_part.added", **place, part=open_item.part))
         return events
 
     def _write(self, text: str, entries: list[dict[str, Any]]) -> list[Event]:
@@ -226,29 +227,29 @@ class ItemWriter:
         self._open.entries += entries
         if not text and not entries:
             return []
-        told = {"logprobs": entries} if self._open.kind == "content" else {}
-        return [self.event(f"{TOLD[self._open.kind]}.delta", **self._place, delta=text, **told)]
+        logprobs = {"logprobs": entries} if self._open.kind == "content" else {}
+        return [self.event(f"{TOLD[self._open.kind]}.delta", **self._place, delta=text, **logprobs)]
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the open item is, and what is written of it."""
+        """The fields that locate the open item and its content part."""
         assert self._open is not None
         place = {"item_id": self._open.head["id"], "output_index": len(self.items)}
         return place if self._open.kind == "call" else {**place, "content_index": 0}
 
     def _entries(self, delta: Delta, run: TextPiece) -> list[dict[str, Any]]:
-        """Log-probabilities of the tokens of a run of text. Some may have come before it: they began a call that was
-        none."""
+        """Returns the log-probabilities of a run of text. Some of its tokens may have come before it, if they looked
+        like the beginning of a call."""
         if self._logprobs is None:
             return []
-        own = list[Scored]()
+        tokens = list[Scored]()
         for piece in delta.pieces:
             if isinstance(piece, TextPiece) and piece.kind == run.kind and run.start <= piece.start < run.end:
-                own += self._tokens(piece.start, piece.end)
-        return chat_logprobs(own, self._logprobs, self._texts)["content"]
+                tokens += self._tokens(piece.start, piece.end)
+        return chat_logprobs(tokens, self._logprobs, self._texts)["content"]
 
     def _tokens(self, start: int, end: int) -> list[Scored]:
-        """Those that have a character of the answer in this range, each once."""
+        """Returns the tokens with a character in this range of the answer, each once."""
         first, after = (bisect_left(self._scored, place, key=attrgetter("start")) for place in (start, end))
         is_begun = first == len(self._scored) or self._scored[first].start > start  # by the token before
         first = max(first - is_begun, self._num_told)

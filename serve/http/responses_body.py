@@ -94,7 +94,7 @@ class ResponseStreamOptions(Options):
 
 
 def read_input(value: Any, info: ValidationInfo) -> list[Message]:
-    """A text or items as messages for the chat template. Raises ApiError naming a wrong or unknown field."""
+    """Reads a text or items as messages for the chat template. Raises ApiError naming a wrong or unknown field."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -111,56 +111,56 @@ def read_input(value: Any, info: ValidationInfo) -> list[Message]:
 
 
 class Turns:
-    """Messages of a chat. The items of an answer, its reasoning, text and calls, are one message there."""
+    """Converts items to messages of a chat, in which an answer's reasoning, text and calls are one message."""
 
     def __init__(self, *, ignore_unknown: bool) -> None:
         self.messages: list[Message] = []
         self._ignore_unknown = ignore_unknown
 
-    def add(self, item: Any, where: str) -> None:
+    def add(self, item: Any, path: str) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(kind, str) or kind not in ITEMS:
-            found = f".type is {quote(kind)}" if isinstance(item, dict) else f" is a {type(item).__name__}"
-            message = f"{where}{found}; this server reads items of type {', '.join(ITEMS)}"
-            raise ApiError(400, message, f"{where}.type" if isinstance(item, dict) else where)
+            fault = f".type is {quote(kind)}" if isinstance(item, dict) else f" is a {type(item).__name__}"
+            message = f"{path}{fault}; this server reads items of type {', '.join(ITEMS)}"
+            raise ApiError(400, message, f"{path}.type" if isinstance(item, dict) else path)
         understood, neutral = ITEMS[kind]
-        fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, where)
-        getattr(self, f"_add_{kind}")(fields, where)
+        fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, path)
+        getattr(self, f"_add_{kind}")(fields, path)
 
-    def _add_message(self, item: dict[str, Any], where: str) -> None:
+    def _add_message(self, item: dict[str, Any], path: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise ApiError(400, f"{where}.role is {quote(role)}; it must be one of {', '.join(ROLES)}", f"{where}.role")
-        text = self._text(item.get("content"), f"{where}.content")
+            raise ApiError(400, f"{path}.role is {quote(role)}; it must be one of {', '.join(ROLES)}", f"{path}.role")
+        text = self._text(item.get("content"), f"{path}.content")
         if role != "assistant":
             self.messages.append({"role": role, "content": text})
             return
         answer = self._answer(follows=False)
         answer["content"] += text
 
-    def _add_reasoning(self, item: dict[str, Any], where: str) -> None:
-        text = self._text(item.get("content", ""), f"{where}.content", {"reasoning_text": "text"})
+    def _add_reasoning(self, item: dict[str, Any], path: str) -> None:
+        text = self._text(item.get("content", ""), f"{path}.content", {"reasoning_text": "text"})
         answer = self._answer(follows=False)
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _add_function_call(self, item: dict[str, Any], where: str) -> None:
+    def _add_function_call(self, item: dict[str, Any], path: str) -> None:
         try:
-            function = read_called(item, where)
+            function = read_called(item, path)
         except ToolError as error:
             raise ApiError(400, str(error), error.field) from error
-        call = {"id": call_id(item, where), "type": "function", "function": function}
+        call = {"id": call_id(item, path), "type": "function", "function": function}
         self._answer(follows=True).setdefault("tool_calls", []).append(call)
 
-    def _add_function_call_output(self, item: dict[str, Any], where: str) -> None:
-        text = self._text(item.get("output"), f"{where}.output")
-        message = {"role": "tool", "tool_call_id": call_id(item, where), "content": text}
+    def _add_function_call_output(self, item: dict[str, Any], path: str) -> None:
+        text = self._text(item.get("output"), f"{path}.output")
+        message = {"role": "tool", "tool_call_id": call_id(item, path), "content": text}
         name = item.get("name")
         if not isinstance(name, str | None):
-            raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
+            raise ApiError(400, f"{path}.name must be a string", f"{path}.name")
         self.messages.append(message | ({} if name is None else {"name": name}))
 
     def _answer(self, *, follows: bool) -> Message:
-        """The assistant's message that an item belongs to: the last one, unless a text that ends it stands before.
+        """Returns the assistant's message that an item belongs to: the last message, unless its text has ended it.
         `follows`: the item may come after a text."""
         last = self.messages[-1] if self.messages else None
         is_open = last is not None and last["role"] == "assistant"
@@ -169,20 +169,20 @@ class Turns:
             self.messages.append(last)
         return last
 
-    def _text(self, value: Any, where: str, kinds: dict[str, str] = TEXTS) -> str:
-        """A string, or the texts of parts, joined with nothing between them."""
+    def _text(self, value: Any, path: str, kinds: dict[str, str] = TEXTS) -> str:
+        """Returns a string, or the joined texts of parts."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
-            found = "is missing" if value is None else f"is a {type(value).__name__}"
-            raise ApiError(400, f"{where} {found}; it must be a string or a list of text parts", where)
+            fault = "is missing" if value is None else f"is a {type(value).__name__}"
+            raise ApiError(400, f"{path} {fault}; it must be a string or a list of text parts", path)
         texts = list[str]()
         for index, part in enumerate(value):
-            place = f"{where}.{index}"
+            place = f"{path}.{index}"
             kind = part.get("type") if isinstance(part, dict) else None
             if not isinstance(kind, str) or kind not in kinds:
-                found = f"{place}.type is {quote(kind)}" if isinstance(part, dict) else f"{place} is no object"
-                message = f"{found}; this server reads text alone: parts of type {', '.join(kinds)}"
+                fault = f"{place}.type is {quote(kind)}" if isinstance(part, dict) else f"{place} is no object"
+                message = f"{fault}; this server reads text alone: parts of type {', '.join(kinds)}"
                 raise ApiError(400, message, f"{place}.type" if isinstance(part, dict) else place)
             key = kinds[kind]
             text = self._known(part, {"type", key}, NEUTRAL_IN_PART, place).get(key)
@@ -191,15 +191,15 @@ class Turns:
             texts.append(text)
         return "".join(texts)
 
-    def _known(self, value: dict[str, Any], understood: set[str], neutral: Neutral, where: str) -> dict[str, Any]:
-        return understood_fields(value, understood, neutral, f"{where}.", ignore_unknown=self._ignore_unknown)
+    def _known(self, value: dict[str, Any], understood: set[str], neutral: Neutral, path: str) -> dict[str, Any]:
+        return understood_fields(value, understood, neutral, f"{path}.", ignore_unknown=self._ignore_unknown)
 
 
-def call_id(item: dict[str, Any], where: str) -> str:
-    found = item.get("call_id")
-    if not isinstance(found, str) or not found:
-        raise ApiError(400, f"{where}.call_id is missing; it must be a string", f"{where}.call_id")
-    return found
+def call_id(item: dict[str, Any], path: str) -> str:
+    value = item.get("call_id")
+    if not isinstance(value, str) or not value:
+        raise ApiError(400, f"{path}.call_id is missing; it must be a string", f"{path}.call_id")
+    return value
 
 
 class ResponsesBody(SamplingBody):
@@ -209,7 +209,7 @@ class ResponsesBody(SamplingBody):
     prompt_field = "input"
     length_field: ClassVar[str] = "max_output_tokens"
     effort_field: ClassVar[str] = "reasoning.effort"
-    # What chat has beyond.
+    # Fields of chat that responses do not have.
     n: ClassVar[int] = 1
     add_generation_prompt: ClassVar[bool] = True
     all_prompt_logprobs: ClassVar[int | None] = None
@@ -232,9 +232,9 @@ class ResponsesBody(SamplingBody):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
-        for name, here in NAMES_IN_CHAT.items():
+        for name, field in NAMES_IN_CHAT.items():
             if body.get(name) is not None:
-                raise ApiError(400, f"{name} is a field of other endpoints; send {here}", name)
+                raise ApiError(400, f"{name} is a field of other endpoints; send {field}", name)
         return {name: value for name, value in body.items() if name not in NAMES_IN_CHAT}
 
     @model_validator(mode="after")
@@ -271,18 +271,18 @@ class ResponsesBody(SamplingBody):
     def answer_logprobs(self) -> int | None:
         return self.top_logprobs if LOGPROBS in self.include else None
 
-    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+    def grammars_of_format(self, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
         form = self.text.format or {"type": "text"}
-        where = "text.format"
+        path = "text.format"
         kind = form.get("type")
         if kind in ("text", "json_object"):
-            known(form, {"type"}, {}, f"{where}.")
-            return [(Grammar("json_object"), where)] if kind == "json_object" else []
+            read_fields(form, {"type"}, {}, f"{path}.")
+            return [(Grammar("json_object"), path)] if kind == "json_object" else []
         if kind != "json_schema":
-            message = f"{where}.type is {quote(kind)}; it must be text, json_object or json_schema"
-            raise ApiError(400, message, f"{where}.type")
+            message = f"{path}.type is {quote(kind)}; it must be text, json_object or json_schema"
+            raise ApiError(400, message, f"{path}.type")
         # A schema is always kept to the letter, so `strict` changes nothing.
-        known(form, {"type", "name", "schema"}, {"strict": None, "description": None}, f"{where}.")
+        read_fields(form, {"type", "name", "schema"}, {"strict": None, "description": None}, f"{path}.")
         if not isinstance(form.get("schema"), dict | bool):
-            raise ApiError(400, f"{where}.schema must be an object", f"{where}.schema")
-        return [(Grammar("json_schema", json.dumps(form["schema"])), f"{where}.schema")]
+            raise ApiError(400, f"{path}.schema must be an object", f"{path}.schema")
+        return [(Grammar("json_schema", json.dumps(form["schema"])), f"{path}.schema")]

@@ -1,7 +1,7 @@
 """Request bodies of /v1/completions and /v1/chat/completions, checked field by field.
 
-A field is either understood, or known and sent with a value that has no effect, or refused by name. None is silently
-ignored.
+A field is either understood, or sent with a value that is known to have no effect, or refused by name. No field is
+silently ignored.
 """
 
 import json
@@ -100,24 +100,25 @@ NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back 
 
 
 def understood_fields(
-    body: dict[str, Any], understood: set[str], neutral: Neutral, where: str = "", *, ignore_unknown: bool = False
+    body: dict[str, Any], understood: set[str], neutral: Neutral, path: str = "", *, ignore_unknown: bool = False
 ) -> dict[str, Any]:
-    """The understood fields of `body` that are not null. Raises ApiError naming an unsupported field and, unless these
-    are ignored, an unknown one."""
+    """Returns the understood fields of `body` that are not null. Raises ApiError naming an unsupported field and,
+    unless these are ignored, an unknown field."""
     unknown = sorted(body.keys() - understood - neutral.keys())
     if unknown and not ignore_unknown:
-        names = shorten(", ".join(where + shorten(name) for name in unknown), PLACE_CHARS)
-        raise ApiError(400, f"unknown field: {names}", where + shorten(unknown[0]))
+        names = shorten(", ".join(path + shorten(name) for name in unknown), PLACE_CHARS)
+        raise ApiError(400, f"unknown field: {names}", path + shorten(unknown[0]))
     for name in (body.keys() & neutral.keys()) - understood:
         allowed = neutral[name]
         if allowed is not None and body[name] is not None and not is_one_of(body[name], allowed):
             remedy = " or ".join(["leave it out", *(f"send {json.dumps(value)}" for value in allowed)])
-            raise ApiError(400, f"{where}{name} is not supported by this server; {remedy}", where + name)
+            raise ApiError(400, f"{path}{name} is not supported by this server; {remedy}", path + name)
     return {name: value for name, value in body.items() if name in understood and value is not None}
 
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Equality that tells False from 0: `logprobs: 0` requests something, `logprobs: false` does not."""
+    """Whether a value is allowed. False differs from 0: `logprobs: 0` requests something, `logprobs: false` does
+    not."""
     return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
 
 
@@ -126,7 +127,7 @@ def ignores_unknown(info: ValidationInfo) -> bool:
 
 
 def read_messages(value: Any, info: ValidationInfo) -> list[Message]:
-    """Messages for the chat template. Raises ApiError naming a wrong or unknown field."""
+    """Reads messages for the chat template. Raises ApiError naming a wrong or unknown field."""
     if isinstance(value, list):
         check_length(value, limits.MAX_MESSAGES, "messages")
         check_parts(value)
@@ -146,30 +147,30 @@ def check_parts(messages: list[Any]) -> None:
         raise ApiError(400, message, "messages")
 
 
-def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
-    """`message` without fields that have no effect. Raises ApiError for a field that this server does not know;
+def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
+    """Returns `message` without fields that have no effect. Raises ApiError for a field that this server does not know;
     `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
     role = message.get("role")
     content = message.get("content")
     understood = MESSAGE_FIELDS | (FIELDS_OF_ROLE.get(role, set()) if isinstance(role, str) else set())
-    understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
+    understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{path}.", ignore_unknown=ignore_unknown)
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-            place = f"{where}.content.{index}."
+            place = f"{path}.content.{index}."
             understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
-    return with_calls({name: entry for name, entry in message.items() if name in understood}, where, ignore_unknown)
+    return with_calls({name: entry for name, entry in message.items() if name in understood}, path, ignore_unknown)
 
 
-def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
-    """An assistant's or a tool's message and its calls."""
+def with_calls(message: dict[str, Any], path: str, ignore_unknown: bool) -> dict[str, Any]:
+    """Reads the calls of an assistant's message and checks the call id of a tool's."""
     if not isinstance(message.get("tool_call_id"), str | None):
-        raise ApiError(400, f"{where}.tool_call_id must be a string", f"{where}.tool_call_id")
+        raise ApiError(400, f"{path}.tool_call_id must be a string", f"{path}.tool_call_id")
     if message.get("tool_calls"):
         try:
             calls = message["tool_calls"]
-            place = f"{where}.tool_calls"
+            place = f"{path}.tool_calls"
             message["tool_calls"] = read_calls(calls, place, ignore_unknown=ignore_unknown)
         except ToolError as error:
             raise ApiError(400, str(error), error.field) from error
@@ -177,13 +178,13 @@ def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dic
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
-    """A string, a list of token ids, or a list of either."""
+    """Reads a string, a list of token ids, or a list of either."""
     prompts = value if isinstance(value, list) and not all(type(item) is int for item in value) else [value]
     for index, prompt in enumerate(prompts):
         is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         if not is_tokens and not isinstance(prompt, str):
-            where = f"prompt.{index}" if isinstance(value, list) else "prompt"
-            raise ApiError(400, f"{where} must be a string or a list of token ids, and not empty", "prompt")
+            path = f"prompt.{index}" if isinstance(value, list) else "prompt"
+            raise ApiError(400, f"{path} must be a string or a list of token ids, and not empty", "prompt")
     return prompts
 
 
@@ -199,9 +200,9 @@ def read_bad_words(value: Any) -> list[str]:
     return read_strings("bad_words", value, limits.MAX_BAD_WORDS)
 
 
-def read_strings(field: str, value: Any, most: int) -> list[str]:
+def read_strings(field: str, value: Any, limit: int) -> list[str]:
     strings = value if isinstance(value, list) else [value]
-    check_length(strings, most, field)
+    check_length(strings, limit, field)
     if not all(isinstance(string, str) and string for string in strings):
         raise ApiError(400, f"{field} must be a string or a list of strings, none of them empty", field)
     longest = max(map(len, strings), default=0)
@@ -212,7 +213,7 @@ def read_strings(field: str, value: Any, most: int) -> list[str]:
 
 
 def read_bias(value: Any) -> dict[int, float]:
-    """OpenAI's: token ids, which are strings as JSON's keys, and what is added to their logits."""
+    """Reads OpenAI's logit biases by token id; ids are strings, since they are keys of JSON."""
     if not isinstance(value, dict):
         raise ApiError(400, "logit_bias must be an object from token ids to numbers", "logit_bias")
     check_length(value, limits.MAX_BIASES, "logit_bias")
@@ -232,7 +233,7 @@ def check_logprobs(value: int, info: ValidationInfo) -> int:
 
 
 def no_logprobs(value: Any) -> Any:
-    """Clients of the chat endpoint say false."""
+    """Reads false as null, since clients of the chat endpoint send it."""
     return None if value is False else value
 
 
@@ -240,13 +241,13 @@ NumLogprobs = Annotated[int, AfterValidator(check_logprobs)]
 NumTokens = Annotated[int, Field(lt=2**31)]  # SamplingParams checks the rest
 
 
-def check_length(items: Sized, most: int, field: str) -> None:
-    if len(items) > most:
-        raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
+def check_length(items: Sized, limit: int, field: str) -> None:
+    if len(items) > limit:
+        raise ApiError(400, f"{field} has {len(items)} entries; the limit is {limit}", field)
 
 
 class Fields(BaseModel):
-    """The fields of a request: those of the class are understood, and null is as if left out."""
+    """The fields of a request. The server understands the fields of the class; null means left out."""
 
     model_config = ConfigDict(strict=True)
     neutral: ClassVar[Neutral] = {}
@@ -271,8 +272,9 @@ class Options(BaseModel):
     def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
             raise ApiError(400, f"{cls.place} must be an object", cls.place)
-        known = set(cls.model_fields), cls.neutral, f"{cls.place}."
-        return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
+        understood = set(cls.model_fields)
+        ignore = ignores_unknown(info)
+        return understood_fields(options, understood, cls.neutral, f"{cls.place}.", ignore_unknown=ignore)
 
 
 class StreamOptions(Options):
@@ -323,16 +325,16 @@ class SamplingBody(Fields):
 
     @property
     def asked_speculation(self) -> Speculation:
-        given = self.speculation
-        return Speculation() if given is None else Speculation(given.enabled, given.trace)
+        fields = self.speculation
+        return Speculation() if fields is None else Speculation(fields.enabled, fields.trace)
 
     @property
     def answer_logprobs(self) -> int | None:
-        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
+        """Number of likeliest tokens to list for each token of the answer; None: no log-probabilities."""
         raise NotImplementedError
 
-    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
-        """What OpenAI's own field says that the answer is, and the field that holds it."""
+    def grammars_of_format(self, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        """Returns the grammar that OpenAI's field of the answer's format asks for, and the path of the field."""
         raise NotImplementedError
 
 
@@ -347,7 +349,7 @@ class Body(SamplingBody):
     response_format: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     return_token_ids: bool = False  # vLLM's: `token_ids` beside the text of a choice
-    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
+    # vLLM's: number of likeliest tokens to list for each token of the prompt.
     prompt_logprobs: NumLogprobs | None = None
 
     @model_validator(mode="after")
@@ -361,7 +363,8 @@ class Body(SamplingBody):
 
     @property
     def all_prompt_logprobs(self) -> int | None:
-        """As `answer_logprobs`, of the prompt, whatever wants them."""
+        """Number of likeliest tokens to list for each token of the prompt, for any field that needs them; None:
+        none."""
         return self.prompt_logprobs
 
     @property
@@ -372,8 +375,8 @@ class Body(SamplingBody):
     def continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
-        return _grammars_of_format(self.response_format or {"type": "text"}, known)
+    def grammars_of_format(self, read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        return _grammars_of_format(self.response_format or {"type": "text"}, read_fields)
 
 
 class ChatBody(Body):
@@ -437,98 +440,101 @@ class CompletionBody(Body):
 
 
 def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Grammar, str] | None:
-    """The grammar that a body asks for, and the field that holds it. Raises ApiError."""
-    known = partial(understood_fields, ignore_unknown=ignore_unknown)
-    found = [
-        *body.grammars_of_format(known),
-        *_structured_outputs(body.structured_outputs or {}, known),
+    """Returns the grammar that a body asks for, and the field that holds it. Raises ApiError."""
+    read_fields = partial(understood_fields, ignore_unknown=ignore_unknown)
+    grammars = [
+        *body.grammars_of_format(read_fields),
+        *_structured_outputs(body.structured_outputs or {}, read_fields),
         *((Grammar(kind, text), kind) for kind in ("regex", "ebnf") if (text := getattr(body, kind)) is not None),
         *([(Grammar("json_schema", body.json_schema), "json_schema")] if body.json_schema is not None else []),
     ]
-    if len(found) > 1:
-        raise ApiError(400, f"{found[0][1]} and {found[1][1]} both say what the answer is; send one", found[1][1])
-    return found[0] if found else None
+    if len(grammars) > 1:
+        fields = [field for _, field in grammars[:2]]
+        raise ApiError(400, f"{fields[0]} and {fields[1]} both say what the answer is; send one", fields[1])
+    return grammars[0] if grammars else None
 
 
-def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+def _grammars_of_format(value: dict[str, Any], read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
     kind = value.get("type")
-    where = "response_format"
+    path = "response_format"
     if kind in ("text", "json_object"):
-        known(value, {"type"}, {}, f"{where}.")
-        return [(Grammar("json_object"), where)] if kind == "json_object" else []
+        read_fields(value, {"type"}, {}, f"{path}.")
+        return [(Grammar("json_object"), path)] if kind == "json_object" else []
     if kind == "structural_tag":
-        return [(structural_tag(value, where, known), where)]
+        return [(structural_tag(value, path, read_fields), path)]
     if kind != "json_schema":
-        message = f"{where}.type is {quote(kind)}; it must be text, json_object, json_schema or structural_tag"
-        raise ApiError(400, message, f"{where}.type")
-    known(value, {"type", "json_schema"}, {}, f"{where}.")
-    named = value.get("json_schema")
-    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
-        raise ApiError(400, f"{where}.json_schema must hold name and schema, an object", f"{where}.json_schema")
+        message = f"{path}.type is {quote(kind)}; it must be text, json_object, json_schema or structural_tag"
+        raise ApiError(400, message, f"{path}.type")
+    read_fields(value, {"type", "json_schema"}, {}, f"{path}.")
+    json_schema = value.get("json_schema")
+    if not isinstance(json_schema, dict) or not isinstance(json_schema.get("schema"), dict | bool):
+        raise ApiError(400, f"{path}.json_schema must hold name and schema, an object", f"{path}.json_schema")
     # A schema is always kept to the letter, so `strict` changes nothing.
-    known(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
-    return [(Grammar("json_schema", json.dumps(named["schema"])), f"{where}.json_schema.schema")]
+    read_fields(json_schema, {"name", "schema"}, {"strict": None, "description": None}, f"{path}.json_schema.")
+    return [(Grammar("json_schema", json.dumps(json_schema["schema"])), f"{path}.json_schema.schema")]
 
 
-def structural_tag(value: Any, where: str, known: UnderstoodFields) -> Grammar:
-    """xgrammar's, as an object or its JSON text; in its older form with `structures` and `triggers`, too."""
+def structural_tag(value: Any, path: str, read_fields: UnderstoodFields) -> Grammar:
+    """Reads xgrammar's structural tag: an object or its JSON text, also in the older form with `structures` and
+    `triggers`."""
     tag = value
     if isinstance(value, str):
         limits.check_structure(value, limits.MAX_NODES)  # as of the body, since what follows is recursive
         try:
             tag = json.loads(value)
         except ValueError as error:
-            raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
+            raise ApiError(400, f"{path} is not valid JSON: {error}", path) from error
     if isinstance(tag, dict) and "structures" in tag:
-        known(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
-        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures", known)}
+        read_fields(tag, {"type", "structures", "triggers"}, {}, f"{path}.")
+        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{path}.structures", read_fields)}
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
-        raise ApiError(400, f"{where} must hold format, an object", f"{where}.format")
-    known(tag, {"type", "format"}, {}, f"{where}.")
+        raise ApiError(400, f"{path} must hold format, an object", f"{path}.format")
+    read_fields(tag, {"type", "format"}, {}, f"{path}.")
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag["format"]}))
 
 
-def triggered_tags(structures: Any, triggers: Any, where: str, known: UnderstoodFields) -> dict[str, Any]:
+def triggered_tags(structures: Any, triggers: Any, path: str, read_fields: UnderstoodFields) -> dict[str, Any]:
     is_list = isinstance(structures, list) and structures
-    if not is_list or not all(isinstance(one, dict) and {"begin", "schema", "end"} <= one.keys() for one in structures):
-        raise ApiError(400, f"{where} must be a list of objects with begin, schema and end", where)
-    for index, one in enumerate(structures):
-        known(one, {"begin", "schema", "end"}, {}, f"{where}.{index}.")
+    names = {"begin", "schema", "end"}
+    if not is_list or not all(isinstance(structure, dict) and names <= structure.keys() for structure in structures):
+        raise ApiError(400, f"{path} must be a list of objects with begin, schema and end", path)
+    for index, structure in enumerate(structures):
+        read_fields(structure, names, {}, f"{path}.{index}.")
     tags = [
         {
             "type": "tag",
-            "begin": one["begin"],
-            "content": {"type": "json_schema", "json_schema": one["schema"]},
-            "end": one["end"],
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
         }
-        for one in structures
+        for structure in structures
     ]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _structured_outputs(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
-    """vLLM's."""
-    where = "structured_outputs"
-    found = list[tuple[Grammar, str]]()
+def _structured_outputs(value: dict[str, Any], read_fields: UnderstoodFields) -> list[tuple[Grammar, str]]:
+    """Returns the grammars of vLLM's `structured_outputs` and their fields."""
+    path = "structured_outputs"
+    grammars = list[tuple[Grammar, str]]()
     neutral: Neutral = {"whitespace_pattern": (), "disable_any_whitespace": (False,)}
     neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
     understood = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-    for name, given in known(value, understood, neutral, f"{where}.").items():
-        place = f"{where}.{name}"
-        if name == "json" and isinstance(given, dict | bool | str):
-            found.append((Grammar("json_schema", given if isinstance(given, str) else json.dumps(given)), place))
-        elif name == "json_object" and isinstance(given, bool):
-            found += [(Grammar("json_object"), place)] if given else []
-        elif name == "choice" and isinstance(given, list) and given and all(isinstance(one, str) for one in given):
-            check_length(given, limits.MAX_GRAMMAR_CHOICES, place)
-            found.append((Grammar("choice", json.dumps(given)), place))
+    for name, entry in read_fields(value, understood, neutral, f"{path}.").items():
+        place = f"{path}.{name}"
+        if name == "json" and isinstance(entry, dict | bool | str):
+            grammars.append((Grammar("json_schema", entry if isinstance(entry, str) else json.dumps(entry)), place))
+        elif name == "json_object" and isinstance(entry, bool):
+            grammars += [(Grammar("json_object"), place)] if entry else []
+        elif name == "choice" and isinstance(entry, list) and entry and all(isinstance(text, str) for text in entry):
+            check_length(entry, limits.MAX_GRAMMAR_CHOICES, place)
+            grammars.append((Grammar("choice", json.dumps(entry)), place))
         elif name == "structural_tag":
-            found.append((structural_tag(given, place, known), place))
-        elif name in ("regex", "grammar") and isinstance(given, str):
-            found.append((Grammar("regex" if name == "regex" else "ebnf", given), place))
+            grammars.append((structural_tag(entry, place, read_fields), place))
+        elif name in ("regex", "grammar") and isinstance(entry, str):
+            grammars.append((Grammar("regex" if name == "regex" else "ebnf", entry), place))
         else:
             raise ApiError(400, f"{place} is not what it must be: a schema, a list of texts, or a text", place)
-    return found
+    return grammars
 
 
 class TokenizeBody(Fields):
@@ -561,7 +567,7 @@ AnyBody = TypeVar("AnyBody", bound=Fields)
 
 
 def read_body(kind: type[AnyBody], fields: dict[str, Any], *, ignore_unknown: bool = False) -> AnyBody:
-    """Raises ApiError for the first fault, naming its field."""
+    """Reads a body. Raises ApiError for the first fault, naming its field."""
     try:
         return kind.model_validate(fields, context={"ignore_unknown": ignore_unknown})
     except ValidationError as error:
