@@ -59,7 +59,8 @@ def tokens(questions: list[str]) -> Tensor:
 @pytest.fixture(scope="module")
 def pairs(questions: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """The block draft knows what the target answers, so that part of what it drafts is right."""
-    folder, tokenizer = tmp_path_factory.mktemp("pairs"), AutoTokenizer.from_pretrained(TINY)
+    folder = tmp_path_factory.mktemp("pairs")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     prompts = [tokenizer(question)["input_ids"] for question in questions]
     said = answers(TINY, "none", questions)
     texts = [(len(prompt), prompt + one.tokens) for prompt, one in zip(prompts, said, strict=True)]
@@ -100,7 +101,8 @@ def answers(target: Path, draft: Path | str, prompts: list[str], dtype: str = "f
 
 def check_same_but_for_ties(prompts: list[str], small: list[Generation], big: list[Generation]) -> None:
     """In bf16: greedy answers part only where the small target's best tokens are near, and one does not at all."""
-    model, tokenizer = transformer(TINY, torch.bfloat16), AutoTokenizer.from_pretrained(TINY)
+    model = transformer(TINY, torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     for prompt, one, other in zip(prompts, small, big, strict=True):
         if one.tokens != other.tokens:
             same = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
@@ -169,7 +171,8 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
     """In fp64: the enlargement itself is exact. States as the big target gives them, one behind its final norm."""
     draft, pair = pairs["eagle3"]
     if qk_norm:
-        draft, pair = tmp_path / "draft", tmp_path / "pair"
+        draft = tmp_path / "draft"
+        pair = tmp_path / "pair"
         save_random_draft(TINY, draft, DRAFT_VOCAB, qk_norm=True)
         inflate(InflateConfig(draft=str(draft), target=str(TINY), shape="mid", output=str(pair)))
     tables = [read_tensors(path)["model.embed_tokens.weight"] for path in (TINY, pair / "target")]
@@ -184,7 +187,8 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
         for network, rows in ((small, aux_states), (big, padded))
     ]
     torch.testing.assert_close(states[1][:, :256], states[0], rtol=1e-9, atol=1e-9)
-    expected, logits = small.logits(states[0]), big.logits(states[1])
+    expected = small.logits(states[0])
+    logits = big.logits(states[1])
     torch.testing.assert_close(logits[:, :DRAFT_VOCAB], expected, rtol=1e-9, atol=1e-9)
     assert (logits[:, DRAFT_VOCAB:].amax(-1) < expected.amin(-1) - 100).all()
     assert big.target_ids[:DRAFT_VOCAB].equal(small.target_ids)
@@ -194,7 +198,8 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
 @pytest.mark.parametrize("is_normed", [[True], [True, False], [False, False, True]])
 def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) -> None:
     """Behind the final norm it is CONSTANT * LIFT * sqrt(H / h) / rms, before it CONSTANT."""
-    rms, inflation = 2.0, Inflation(4, 16, CPU, 0)
+    rms = 2.0
+    inflation = Inflation(4, 16, CPU, 0)
     fc = inflation.fusion(torch.randn(4, 4 * len(is_normed)), list(enumerate(is_normed))).float()
     assert not fc[:-1].unflatten(1, (-1, 16))[:, :, -1].any()
     assert fc[-1].count_nonzero() == 1
@@ -248,13 +253,15 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
         network.block(rows.flatten(1), 1000, BLOCK).states for network, rows in ((small, aux_states), (big, padded))
     )
     torch.testing.assert_close(block[:, :256], expected, rtol=1e-9, atol=1e-9)
-    logits, wanted = big.logits(block), small.logits(expected)
+    logits = big.logits(block)
+    wanted = small.logits(expected)
     num_real = len(small.target_ids)
     assert big.target_ids[:num_real].equal(small.target_ids)
     assert big.target_ids[num_real:].equal(SMALL_VOCAB + torch.arange(len(big.target_ids) - num_real))
     torch.testing.assert_close(logits[:, :num_real], wanted, rtol=1e-9, atol=1e-9)
     assert (logits[:, num_real:].amax(-1) < wanted.amin(-1) - 100).all()
-    rows, known = (padded.flatten(1), aux_states.flatten(1)), list(range(1000, 1031))
+    rows = (padded.flatten(1), aux_states.flatten(1))
+    known = list(range(1000, 1031))
     drafted = [one.chain(x, known, 4, BLOCK, 5, 0.5) for one, x in zip((big, small), rows, strict=True)]
     assert drafted[0][0] == drafted[1][0]
     assert drafted[0][1] == pytest.approx(drafted[1][1])
@@ -262,7 +269,8 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
 
 def write_big_draft(small: Path, folder: Path) -> dict[int, int | None]:
     """Without a target. Returns the states that it reads -> those of the small draft."""
-    draft, shape = load_small_draft(str(small), load_config(TINY)), SHAPES["mid"]
+    draft = load_small_draft(str(small), load_config(TINY))
+    shape = SHAPES["mid"]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(draft.big_config(shape).to_json()))
     makers = draft.tensors(Inflation(256, 1024, CPU, 0), shape)
@@ -318,7 +326,8 @@ def test_states_and_layers_are_where_the_config_says(pairs: Pairs) -> None:
     assert big["dflash_config"]["target_layer_ids"] == [0, 1, 4, 5, 8]  # 1, 4 and 8 are the small ones
     assert big["dflash_config"]["mask_token_id"] == small["dflash_config"]["mask_token_id"]
     assert (big["block_size"], big["num_hidden_layers"], big["target"]) == (BLOCK, 5, str(pair / "target"))
-    old, new = read_tensors(draft), read_tensors(pair / "draft")
+    old = read_tensors(draft)
+    new = read_tensors(pair / "draft")
     for index, place in enumerate((0, 2)):
         name = "mlp.down_proj.weight"
         assert new[f"layers.{place}.{name}"][:256, :512].equal(old[f"layers.{index}.{name}"])

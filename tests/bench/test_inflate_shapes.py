@@ -125,7 +125,8 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(model: dict[str, Any], draft: Any, shape: dict[str, Any], message: str) -> None:
-    config, sizes = replace(load_config(TINY), **model), replace(SHAPES["mid"], **shape)
+    config = replace(load_config(TINY), **model)
+    sizes = replace(SHAPES["mid"], **shape)
     with pytest.raises(ValueError, match=message):
         draft().check(config, sizes)
 

@@ -17,7 +17,9 @@ from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.random_drafts import save_random_draft
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
-PROMPT, ANSWER = 6, 12  # tokens of each row
+# tokens of each row
+PROMPT = 6
+ANSWER = 12
 FAKE = """#!{python}
 import json, shutil, sys
 from pathlib import Path
@@ -33,7 +35,8 @@ else:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, generator = tmp_path_factory.mktemp("peer") / "data", np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("peer") / "data"
+    generator = np.random.default_rng(0)
     mask = np.arange(PROMPT + ANSWER) >= PROMPT
     rows = [(generator.integers(4, 4000, PROMPT + ANSWER, dtype=np.int32), mask) for _ in range(16)]
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(TINY))}

@@ -89,7 +89,8 @@ def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureF
 
 def test_drafts_of_forced_tokens_are_compared(tmp_path: Path) -> None:
     """Answers that follow a schema are the same with them and without, and take fewer rounds."""
-    schema, output = tmp_path / "schema.json", tmp_path / "lines"
+    schema = tmp_path / "schema.json"
+    output = tmp_path / "lines"
     schema.write_text(
         '{"type": "object", "properties": {"apples in each box": {"const": 12}}, "required": ["apples in each box"]}'
     )
@@ -159,7 +160,8 @@ class FakeEngines:
 def test_it_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engines, path = FakeEngines(), tmp_path / "lines.jsonl"
+    engines = FakeEngines()
+    path = tmp_path / "lines.jsonl"
     monkeypatch.setattr(serving, "measuring", engines.measuring)
     command = [*SIZES, "--target", str(TINY), "--draft", "ngram", "--input-len", "0", "--ignore-eos", "false"]
     command += ["--output", str(path), "--resume"]
@@ -181,7 +183,8 @@ def test_it_goes_on_where_it_was_interrupted(
     changed = json.loads(lines[1])
     changed["answers"][0] += 1
     path.write_text("\n".join([lines[0], json.dumps(changed), lines[2], '{"bench": "serv']))  # killed while it wrote
-    engines.interrupted_at, engines.calls = None, []
+    engines.interrupted_at = None
+    engines.calls = []
     main(command)
     assert [call[:1] + call[2:3] for call in engines.calls] == [("ngram", 3)] * 2
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -271,7 +274,9 @@ def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
 
 def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path: Path) -> None:
     tasks = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(2 * 381 + 1, "a")
-    first, again, third = tasks[0], tasks[381], tasks[-1]
+    first = tasks[0]
+    again = tasks[381]
+    third = tasks[-1]
     assert first.prompt == again.prompt == third.prompt != tasks[1].prompt
     assert len({task_namespace("at 8", task) for task in (first, again, third)}) == 3
     assert task_namespace("at 8", tasks[1]) == "at 8"
@@ -320,7 +325,8 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
         with pytest.raises(ValueError, match=f"broken.jsonl{message}"):
             read_questions(tmp_path / "broken.jsonl")
     (tmp_path / "one.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
-    kind, sizes = str(tmp_path / "one.jsonl"), {"input_len": 0, "output_len": 3}
+    kind = str(tmp_path / "one.jsonl")
+    sizes = {"input_len": 0, "output_len": 3}
     asked, cut = (
         Workload(tokenizer=tokenizer, kind=kind, template=template, **sizes).tasks(1, "a")[0]  # type: ignore[arg-type]
         for template in ({}, {"add_generation_prompt": False})

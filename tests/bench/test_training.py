@@ -23,11 +23,13 @@ def test_the_arithmetic_is_what_torch_counts(heads: str, reduced: bool) -> None:
     CPU, and those of the convolutions' taps, which are no matrix products; a scorer's attention it sees."""
     sizes = {"sequence": 96, "rows": 2, "document": 32, "anchors": 9, "block": 5, "layers": 2}
     config = StepConfig(shape="tiny", heads=heads, reduced=reduced, **sizes)  # type: ignore[arg-type]
-    training, batch = build(config, torch.device("cpu")), make_batch(config)
+    training = build(config, torch.device("cpu"))
+    batch = make_batch(config)
     assert isinstance(training, DFlashTraining)
     with FlopCounterMode(display=False) as counter:
         training.loss(batch)[0].backward()
-    counted, unseen = step_flops(training, batch), {"target attention", "block attention", "convolutions' taps"}
+    counted = step_flops(training, batch)
+    unseen = {"target attention", "block attention", "convolutions' taps"}
     assert sum(count for name, count in counted.items() if name not in unseen) + repeated(training, batch) == sum(
         counter.get_flop_counts()["Global"].values()
     )
@@ -39,17 +41,22 @@ def repeated(training: DFlashTraining, batch: Batch) -> int:
     tokens, forward and backward."""
     config = training.draft.config
     if config.selector_rank:
-        slots, columns = len(training.backbone(batch).states), config.selector_top_k
+        slots = len(training.backbone(batch).states)
+        columns = config.selector_top_k
     else:
-        slots, columns = len(training.backbone(batch).whole) * config.num_proposals, config.num_candidates + 1
+        slots = len(training.backbone(batch).whole) * config.num_proposals
+        columns = config.num_candidates + 1
     return 4 * config.hidden_size * slots * columns if config.selector_rank or config.lilicorr else 0
 
 
 def test_taps_count_a_multiplication_and_an_addition() -> None:
     """Three times, forward and for both gradients; nothing comes before a block's first row."""
     config = StepConfig(shape="tiny", heads="dflash2", sequence=32, document=32, anchors=3, block=4, layers=1)
-    training, batch = build(config, torch.device("cpu")), make_batch(config)
-    blocks, hidden, convolutions = 3, 64, 4
+    training = build(config, torch.device("cpu"))
+    batch = make_batch(config)
+    blocks = 3
+    hidden = 64
+    convolutions = 4
     terms = sum(1 for row in range(4) for tap in range(2) if row >= tap)
     assert step_flops(training, batch)["convolutions' taps"] == 3 * 2 * terms * blocks * hidden * convolutions
 
