@@ -1,9 +1,9 @@
 """A row's columns to an example, whatever the format.
 
-Formats, in this order: `input_ids` + `loss_mask`; a conversation; `text`; questions alone. Columns of a conversation:
-`messages` or `conversations` (OpenAI's role/content or ShareGPT's from/value), `prompt` + `completion`, `instruction` +
-`output` (Alpaca's), `prompt` + `chosen` (preferences), `turns` (MT-bench's); several must agree. A malformed row raises
-RowError with its place and fault.
+Formats, in this order: `input_ids` + `loss_mask`, or `token_rows` of both; a conversation; `text`; questions alone.
+Columns of a conversation: `messages` or `conversations` (OpenAI's role/content or ShareGPT's from/value), `prompt` +
+`completion`, `instruction` + `output` (Alpaca's), `prompt` + `chosen` (preferences), `turns` (MT-bench's); several must
+agree. A malformed row raises RowError with its place and fault.
 
 Invariant: a row passes the checks that the server makes of a request's messages; only other names of roles are read
 beyond, and calls in forms that came before `tool_calls`.
@@ -38,17 +38,18 @@ FORMATS = (
     "question or input_ids + loss_mask"
 )
 
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "token_rows")
+Tokens = tuple[Sequence[int], Sequence[int]]  # input_ids, and the loss_mask, which is as long
 Conversation = tuple[list[Message], frozenset[int]]  # messages, and the indices of answers not to supervise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Exactly one of `input_ids`, `messages` and `text` is set."""
+    """Exactly one of `documents`, `messages` and `text` is set."""
 
     id: str | None = None
-    input_ids: Sequence[int] | None = None
-    loss_mask: Sequence[int] = ()  # as long as input_ids
-    tokenizer_hash: str | None = None  # of the tokenizer that input_ids come from, where the row says so
+    documents: Sequence[Tokens] | None = None
+    tokenizer_hash: str | None = None  # of the tokenizer that the documents come from, where the row says so
     messages: list[Message] | None = None
     unsupervised: frozenset[int] = frozenset()  # indices of answers whose `weight` is 0
     tools: list[Any] | None = None
@@ -65,9 +66,9 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
     present = {name for name, value in columns.items() if value is not None}
     try:
         check_text("id", identity)
-        if {"input_ids", "loss_mask"} <= present:
-            tokens = _tokens(columns["input_ids"], columns["loss_mask"])
-            return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
+        documents = _documents(columns, present)
+        if documents is not None:
+            return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), documents=documents)
         check_weight("weight", columns.get("weight", 1), (1,))
         conversation = _conversation(_answered_forms(columns, present, has_template))
         if conversation is None and not _is_text(present):
@@ -182,7 +183,19 @@ def _with_system(columns: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[s
     return {name: [message, *form] if isinstance(form, list) else form for name, form in forms.items()}
 
 
-def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
+def _documents(columns: Mapping[str, Any], present: set[str]) -> list[Tokens] | None:
+    """The tokens that a row holds: those of one document, or a list of several; None if it has none."""
+    if {"input_ids", "loss_mask"} <= present:
+        return [_tokens(columns["input_ids"], columns["loss_mask"])]
+    if "token_rows" not in present:
+        return None
+    rows = columns["token_rows"]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("token_rows must be a list of objects with input_ids and loss_mask that is not empty")
+    return [_tokens(row.get("input_ids"), row.get("loss_mask")) for row in rows]
+
+
+def _tokens(input_ids: Any, loss_mask: Any) -> Tokens:
     if not isinstance(input_ids, list) or not isinstance(loss_mask, list) or not input_ids:
         raise ValueError("input_ids and loss_mask must be lists that are not empty")
     if len(input_ids) != len(loss_mask):
@@ -190,7 +203,7 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
     wrong = next((value for value in loss_mask if value not in (0, 1)), None)
     if wrong is not None:
         raise ValueError(f"loss_mask holds {wrong!r}; it must be 0 or 1")
-    return {"input_ids": input_ids, "loss_mask": loss_mask}
+    return input_ids, loss_mask
 
 
 def _messages(entries: Any, column: str) -> Conversation:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.data_tools.conversations import Example, content_hash, to_example
+from slipstream.data_tools.conversations import TOKEN_COLUMNS, Example, content_hash, to_example
 from slipstream.data_tools.masking import Document, is_empty, read_turn
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
@@ -87,7 +87,7 @@ class DialogueReader:
                 columns = row.columns()
                 if matches(columns, self.options.conditions, row.place):
                     # Without the tokens of an earlier run: the model answers again.
-                    example = to_example(row, {**columns, "input_ids": None, "loss_mask": None})
+                    example = to_example(row, {**columns, **dict.fromkeys(TOKEN_COLUMNS)})
                     if example.messages is None:
                         raise RowError(f"{row.place}: is not a conversation; only those have answers to regenerate")
                     yield example
@@ -164,7 +164,7 @@ def converse(
     assert dialogue.questions
     messages: list[Message] = []
     answers: list[tuple[int, Answer]] = []  # each with the number of messages up to it
-    document: Document | None = ([], [])  # None once the tokens of the conversation are not those of its answers
+    documents: list[Document] | None = []  # None once the tokens of an answer are not known
     try:
         for question in dialogue.questions:
             messages = [*messages, *question]
@@ -177,30 +177,35 @@ def converse(
                 return Result(id=dialogue.id, dropped="empty_answer")
             messages = [*messages, answer.message]
             answers.append((len(messages), answer))
-            document = _extend(document, prompt_ids, answer)
+            documents = _extend(documents, prompt_ids, answer)
             if is_cut or answer.message.get("tool_calls"):
                 break
-        if chat is not None and document is None:
+        if chat is not None and documents is None:
             for length, earlier in answers:
                 check_written(chat, messages[:length], dialogue.tools, earlier, end_ids)
     except RowDropped as error:
         return Result(id=dialogue.id, dropped=error.reason)
-    return Result(id=dialogue.id, row=_row(dialogue, messages, answers, document if chat else None, chat))
+    return Result(id=dialogue.id, row=_row(dialogue, messages, answers, documents if chat else None, chat))
 
 
-def _extend(document: Document | None, prompt_ids: list[int], answer: Answer) -> Document | None:
-    """`document` with the rest of the next prompt and its answer; None if one of them is not known, or another."""
-    if document is None or answer.token_ids is None or prompt_ids[: len(document[0])] != document[0]:
+def _extend(documents: list[Document] | None, prompt_ids: list[int], answer: Answer) -> list[Document] | None:
+    """`documents` with an answer and its prompt: in the last one if the prompt goes on with it, else, where the
+    template renders an earlier answer otherwise, in another. None if the tokens are not known."""
+    if documents is None or answer.token_ids is None:
         return None
-    mask = document[1] + [False] * (len(prompt_ids) - len(document[1])) + [True] * len(answer.token_ids)
-    return prompt_ids + answer.token_ids, mask
+    mask: list[bool] = []
+    if documents and prompt_ids[: len(documents[-1][0])] == documents[-1][0]:
+        mask = documents[-1][1]
+        documents = documents[:-1]
+    mask = mask + [False] * (len(prompt_ids) - len(mask)) + [True] * len(answer.token_ids)
+    return [*documents, (prompt_ids + answer.token_ids, mask)]
 
 
 def _row(
     dialogue: Dialogue,
     messages: Sequence[Message],
     answers: Sequence[tuple[int, Answer]],
-    document: Document | None,
+    documents: list[Document] | None,
     chat: ChatTemplate | None,
 ) -> dict[str, Any]:
     """The row to write. Calls that were in the input are not the model's: they get weight 0."""
@@ -215,9 +220,10 @@ def _row(
         row["tools"] = dialogue.tools
     if last.model is not None:
         row["model"] = last.model
-    if chat is not None and document is not None:
-        ids, mask = document
-        row |= {"input_ids": ids, "loss_mask": list(map(int, mask)), "tokenizer_hash": chat.tokenizer_hash}
+    if chat is not None and documents is not None:
+        tokens = [{"input_ids": ids, "loss_mask": list(map(int, mask))} for ids, mask in documents]
+        row |= tokens[0] if len(tokens) == 1 else {"token_rows": tokens}
+        row["tokenizer_hash"] = chat.tokenizer_hash
     return row
 
 

@@ -6,7 +6,8 @@ A row of served answers has one of these forms, tried in this order:
     an OpenAI response          `choices` of message, text or token_ids; also inside `response` and `body` (batch files)
     token ids                   `token_ids` or `output_ids`, the end token included
     a logged answer             `response`, a text
-    what `regenerate` writes    `input_ids` + `loss_mask`, else `messages`, of which answers count, but for `weight` 0
+    what `regenerate` writes    `input_ids` + `loss_mask`, or `token_rows` of both, else `messages`, of which answers
+                                count, but for `weight` 0
     plain text                  `text`, or `prompt` + `completion`
 
 Text is tokenised as it is, without a chat template. Unless `finish_reason` is length, an answer ends in the end token,
@@ -103,9 +104,10 @@ class RowTokenizer:
         )
 
     def _documents(self, example: Example, place: str) -> list[Document]:
-        if example.input_ids is not None:
-            check_ids(example.input_ids, self.target, place, example.tokenizer_hash)
-            return [(list(example.input_ids), [bool(value) for value in example.loss_mask])]
+        if example.documents is not None:
+            for ids, _ in example.documents:
+                check_ids(ids, self.target, place, example.tokenizer_hash)
+            return [(list(ids), [bool(value) for value in mask]) for ids, mask in example.documents]
         if example.text is not None:
             return [self._plain(example)]
         if self.chat is None:
@@ -241,9 +243,10 @@ class AnswerTokenizer(RowTokenizer):
     def _example(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
         """Answers of a row in one of the formats that conversations come in."""
         example = to_example(row, columns, has_template=False)
-        if example.input_ids is not None:
-            check_ids(example.input_ids, self.target, row.place, example.tokenizer_hash)
-            return [list(itertools.compress(example.input_ids, example.loss_mask))]
+        if example.documents is not None:
+            for ids, _ in example.documents:
+                check_ids(ids, self.target, row.place, example.tokenizer_hash)
+            return [list(itertools.compress(ids, mask)) for ids, mask in example.documents]
         if example.messages is None:
             return [self._text((example.text or "",), example.is_cut)]
         answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]

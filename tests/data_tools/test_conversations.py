@@ -43,7 +43,7 @@ def example(columns: dict[str, Any], **options: Any) -> Any:
 )  # fmt: skip
 def test_conversation_formats_are_one(columns: dict[str, Any]) -> None:
     result = example({"id": 7, **columns})
-    assert (result.id, result.messages, result.tools, result.text, result.input_ids) == ("7", TURNS, None, None, None)
+    assert (result.id, result.messages, result.tools, result.text, result.documents) == ("7", TURNS, None, None, None)
 
 
 def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
@@ -123,7 +123,9 @@ def test_forms_that_agree_are_one() -> None:
 def test_other_formats() -> None:
     assert example({"text": "Hello"}).text == "Hello"
     tokens = example({"input_ids": [3, 4], "loss_mask": [0, True], "messages": TURNS})
-    assert (tokens.input_ids, list(tokens.loss_mask), tokens.messages) == ([3, 4], [0, 1], None)
+    assert (tokens.documents, tokens.messages) == ([([3, 4], [0, 1])], None)
+    both = [{"input_ids": [3, 4], "loss_mask": [0, 1]}, {"input_ids": [5], "loss_mask": [1]}]
+    assert example({"token_rows": both, "messages": TURNS}).documents == [([3, 4], [0, 1]), ([5], [1])]
     assert example({"input_ids": None, "loss_mask": None, "messages": TURNS}).messages == TURNS
     plain = example({"prompt": "Hello", "completion": "fine"}, has_template=False)
     assert (plain.prompt, plain.text, plain.messages) == ("Hello", "fine", None)
@@ -227,6 +229,8 @@ def test_answers_of_weight_0_are_not_supervised() -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids has 2 entries, loss_mask 1"),
         ({"input_ids": [], "loss_mask": []}, "not empty"),
         ({"input_ids": [1], "loss_mask": [2]}, "loss_mask holds 2"),
+        ({"token_rows": []}, "token_rows must be a list of objects with input_ids and loss_mask that is not empty"),
+        ({"token_rows": [{"input_ids": [1]}]}, "input_ids and loss_mask must be lists"),
     ],
 )
 def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str) -> None:

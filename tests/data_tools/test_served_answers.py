@@ -78,9 +78,16 @@ def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
         {"text": "nor this", "output_ids": [7, 7], "meta_info": {"finish_reason": {"type": "stop"}}},
         {"token_ids": [5]},
         {"input_ids": [9, 9, 4, 2], "loss_mask": [0, 0, 1, 1], "tokenizer_hash": loaded.hash},
+        {
+            "token_rows": [
+                {"input_ids": [9, 9, 4, 2], "loss_mask": [0, 0, 1, 1]},
+                {"input_ids": [7, 6], "loss_mask": [0, 1]},
+            ]
+        },
     ]
     outcomes = list(tokenize_rows([row(columns) for columns in rows], AnswerTokenizer(loaded, TokenizeOptions())))
-    assert [ids.tolist() for outcome in outcomes for ids, _ in outcome.documents] == [[9, 8, 2], [7, 7], [5], [4, 2]]
+    answers = [ids.tolist() for outcome in outcomes for ids, _ in outcome.documents]
+    assert answers == [[9, 8, 2], [7, 7], [5], [4, 2], [4, 2, 6]]
 
 
 def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.data_tools.conversations import to_example
+from slipstream.data_tools.dialogue import Answer, Dialogue, converse
 from slipstream.data_tools.masking import mask_conversation
+from slipstream.data_tools.rows import Row
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 
@@ -156,3 +159,39 @@ def test_what_is_supervised_is_what_the_target_has_to_write(name: str, tags: tup
                 supervised.append((ids[:start], ids[start:end]))
     assert supervised == expected
     assert len(documents) == (1 if turns == "last" else family.num_documents)
+
+
+@pytest.mark.parametrize("lost", ["", " Hello"])
+@pytest.mark.parametrize("name", ZOO)
+def test_answers_with_known_tokens_stay_where_the_template_renders_them_otherwise(name: str, lost: str) -> None:
+    """A template that strips earlier thinking makes a document of each answer, after the prompt that it renders; so
+    does one that cannot render an answer, part of which is `lost` in its message."""
+    family = ZOO[name]
+    tokenizer = build_tokenizer(family.template.replace("[", "").replace("]", ""), family.end)
+    chat_template = ChatTemplate(tokenizer, date="2024-07-26", variables=family.variables)
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, **family.variables}
+    prompts = [tokenizer.apply_chat_template(family.messages[:turn], **options)["input_ids"] for turn in (1, 3)]
+    answers = [
+        tokenizer(answer.replace(family.end, lost + family.end), add_special_tokens=False)["input_ids"]
+        for answer in family.answers
+    ]
+    conversing = converse(Dialogue("x", [[family.messages[0]], [family.messages[2]]]), chat_template, keep_cut=True)
+    assert next(conversing).token_ids == prompts[0]
+    first, last = (
+        Answer(message=message, finish_reason="stop", num_tokens=len(ids), token_ids=ids)
+        for message, ids in zip(family.messages[1::2], answers, strict=True)
+    )
+    assert conversing.send(first).token_ids == prompts[1]
+    with pytest.raises(StopIteration) as stop:
+        conversing.send(last)
+    row = stop.value.value.row
+    assert row["messages"] == family.messages
+
+    documents = [
+        (prompt + ids, [0] * len(prompt) + [1] * len(ids)) for prompt, ids in zip(prompts, answers, strict=True)
+    ]
+    if family.num_documents == 1 and not lost:
+        mask = documents[0][1] + documents[1][1][len(documents[0][1]) :]
+        documents = [(documents[1][0], mask)]
+    assert to_example(Row("file, line 1", row), row).documents == documents
+    assert ("token_rows" in row, "input_ids" in row) == (len(documents) == 2, len(documents) == 1)
