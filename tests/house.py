@@ -24,7 +24,7 @@ AREAS = {
     "tests": ("tests",),
 }
 SLACK = 2000  # tokens by which an area may be smaller than its number
-SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][a-z_0-9]*(, [a-z][a-z_0-9]*)*: \S.*")
+SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][a-z_0-9/]*(, [a-z][a-z_0-9/]*)*: \S.*")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 
 

@@ -59,9 +59,12 @@ def llama(_values: Mapping[str, Any]) -> Traits:
     return Traits(windows="none", mlp_bias=True)
 
 
-def mistral(_values: Mapping[str, Any]) -> Traits:
-    """Mistral and Mixtral."""
-    return Traits(windows="alike", attention_bias=False)
+def mistral(values: Mapping[str, Any]) -> Traits:
+    """Mistral and Mixtral. transformers reads a Mistral that names `layer_types` as a Ministral, with windows by
+    layer."""
+    is_mistral = values.get("model_type") in ("mistral", "ministral")
+    has_layer_types = is_mistral and values.get("layer_types") is not None
+    return Traits(windows="by_layer" if has_layer_types else "alike", attention_bias=False)
 
 
 def qwen2(_values: Mapping[str, Any]) -> Traits:

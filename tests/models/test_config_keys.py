@@ -183,7 +183,8 @@ def reference_model(path: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     torch.manual_seed(0)
     config.get_text_config().initializer_range = 0.1
-    model = getattr(transformers, config.architectures[0])(config).float().eval()
+    # The class of the config, which is not always the one that config.json names: a Mistral may be a Ministral.
+    model = AutoModelForCausalLM._model_mapping[type(config)](config).float().eval()
     model.set_attn_implementation("eager")
     roughen(model)
     return model
