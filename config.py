@@ -287,12 +287,15 @@ def option_defaults(config_class: type, prefix: str = "") -> dict[str, Any]:
     types = get_type_hints(config_class)
     defaults = dict[str, Any]()
     for option in fields(config_class):
-        name, kind = prefix + option.name, types[option.name]
-        for section in filter(is_dataclass, (kind, *get_args(kind))):
-            defaults |= option_defaults(section, f"{name}.")
-        value = option.default if option.default_factory is MISSING else option.default_factory()
+        name = prefix + option.name
+        kind = types[option.name]
+        for section in (kind, *get_args(kind)):
+            if isinstance(section, type) and is_dataclass(section):
+                defaults |= option_defaults(section, f"{name}.")
+        value: Any = option.default if option.default_factory is MISSING else option.default_factory()
         if value is not MISSING:
-            defaults |= flatten({name: asdict(value) if is_dataclass(value) else value})
+            is_section = is_dataclass(value) and not isinstance(value, type)
+            defaults |= flatten({name: asdict(value) if is_section else value})
     return defaults
 
 
