@@ -101,7 +101,7 @@ def engine_held(server: Server) -> Iterator[None]:
 
 def send_post(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request has been sent, and no answer is read."""
-    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=20)
+    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=120)
     sent = json.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
     connection.sendall(f"{head}\r\n\r\n{sent}".encode())

@@ -31,7 +31,7 @@ def own_server(byte_target: str) -> Iterator[Server]:
 
 
 def send(server: Server, sent: bytes) -> socket.socket:
-    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=20)
+    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=120)
     connection.sendall(sent)
     return connection
 

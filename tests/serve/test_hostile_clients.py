@@ -38,7 +38,7 @@ VALUES = NUMBERS + [shape % number for shape, number in product(SHAPES, NUMBERS)
 
 def raw(server: Server, sent: bytes, *, half_closes: bool = False) -> bytes:
     """All that comes back on a connection that sends `sent` and, with `half_closes`, says that it is done."""
-    with socket.create_connection(server.listener.getsockname()[:2], timeout=20) as connection:
+    with socket.create_connection(server.listener.getsockname()[:2], timeout=120) as connection:
         try:
             connection.sendall(sent)
             if half_closes:
@@ -66,7 +66,7 @@ def own_server(byte_target: str) -> Iterator[Server]:
 @pytest.mark.parametrize("path", KINDS)
 def test_numbers_of_any_size_in_any_field(own_server: Server, path: str, every: int) -> None:
     whole = json.dumps(WHOLE[path] | ({LENGTHS[path]: 2} if path in LENGTHS else {}))[:-1]
-    with httpx.Client(base_url=own_server.url, timeout=20) as client:
+    with httpx.Client(base_url=own_server.url, timeout=120) as client:
         fields = list(KINDS[path].model_fields)
         for field, value in list(product(fields, VALUES))[::every]:
             body = f"{whole}, {json.dumps(field)}: {value}}}"

@@ -94,7 +94,7 @@ def test_a_body_that_is_too_long_is_refused_while_it_is_read_or_before(client: h
     assert str(BODY_BYTES) in response.json()["error"]["message"]
     assert client.post(COMPLETIONS, content=chunks(10 * BODY_BYTES), headers=JSON).status_code == 413
     assert server.api.bodies.num_bytes == 0
-    with socket.create_connection(server.listener.getsockname()[:2], timeout=20) as connection:
+    with socket.create_connection(server.listener.getsockname()[:2], timeout=120) as connection:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {BODY_BYTES + 1}\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 "), "before it is sent"
