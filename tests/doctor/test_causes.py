@@ -16,7 +16,7 @@ from slipstream.doctor.diagnosis import EARLY, Diagnosis, diagnose, first_cause
 from slipstream.doctor.readings import with_layers, without_flag
 from slipstream.doctor.replay import Replay, Round, Score, Subject
 from slipstream.doctor.texts import Renderer, batches_of, read_conversations
-from slipstream.models.drafts.base import HEAD, DraftFiles, DraftNetwork, write_draft
+from slipstream.models.drafts.base import HEAD, Choices, DraftFiles, DraftNetwork, write_draft
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget
@@ -111,7 +111,7 @@ def bundled() -> Answers:
     config = DoctorConfig(draft=str(draft), target=str(TARGET), **data)  # type: ignore[arg-type]
     conversations = read_conversations(config, TEXTS)
     renderer = Renderer(load_target_tokenizer(config), config.date, {})
-    with open_engine(TARGET, draft, "eagle3", config.choices, DEPTH, ANSWER) as engine:
+    with open_engine(TARGET, draft, "eagle3", Choices.of(config), DEPTH, ANSWER) as engine:
         texts, _ = engine.answer([renderer.prompt(conversation) for conversation in conversations], conversations)
     target = load_target(TARGET, load_config(TARGET), torch.float32, CPU)
     return TARGET, target, batches_of(texts, 1 << 20), []
