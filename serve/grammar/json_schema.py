@@ -128,9 +128,12 @@ class _Rewriter:
             return self.enum({canonical(value, place, name, self.work): value for value in values})
         if not isinstance(value, list) or not value:
             raise Unsupported(place, name, "must be a list of schemas, and not empty")
-        if name != "allOf" and any(part is not False for part in value):
-            value = [part for part in value if part is not False]
-        visited = [self.visit(part, f"{place}/{name}/{index}", depth + 1) for index, part in enumerate(value)]
+        drops_false = name != "allOf" and any(part is not False for part in value)
+        visited = [
+            self.visit(part, f"{place}/{name}/{index}", depth + 1)
+            for index, part in enumerate(value)
+            if part is not False or not drops_false
+        ]
         if name == "allOf":
             result: dict[str, Any] = {}
             for part in visited:
