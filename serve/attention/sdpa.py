@@ -25,7 +25,8 @@ from slipstream.serve.runner.kv import KVSlots, NetworkKV
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MANY_REQUESTS = 16  # whose pass over equal numbers of tokens is one call on a CPU
+MANY_REQUESTS = 16  # from here on a CPU attends to requests with equal numbers of queries in one call
+MOST_AT_ONCE = 16384  # tokens that such a call copies, padded to the longest request
 
 
 class View(NamedTuple):
@@ -150,15 +151,19 @@ class Backend(base.Backend):
     def _attend(self, q: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor:
         """q (T, Q, D) of a segment -> the same shape.
 
-        On a CPU a few requests are computed one by one: no node is padded, and the copy of a request's keys stays in
-        the cache until they are read. With many of them one call is faster, since calls take the time.
+        On a CPU requests are computed one by one: no node is padded, and the copy of a request's keys stays in the
+        cache until they are read. Of many short requests the calls take the time, so they share one.
         """
         is_even = len(set(segment.counts)) == 1
-        if is_even and (q.is_cuda or len(segment.counts) >= MANY_REQUESTS):
+        if is_even and (q.is_cuda or self._is_one_call(layer, segment)):
             return self._attend_pages(q, self._view(layer, segment).pages, self._bias(layer, mask, segment), layer)
         shares = self._shares(layer, mask, segment)
         parts = [self._attend_pages(q[share.queries], share.pages, share.bias, layer) for share in shares]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _is_one_call(self, layer: AttentionLayer, segment: Segment) -> bool:
+        num_tokens = self._view(layer, segment).pages.numel() * self.page_size
+        return len(segment.counts) >= MANY_REQUESTS and num_tokens <= MOST_AT_ONCE
 
     def _attend_pages(self, q: Tensor, pages: Tensor, bias: Tensor | None, layer: AttentionLayer) -> Tensor:
         """q (b * count, Q, D) attends to pages (b, p) -> the same shape. No bias: of a whole prompt on a GPU."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.rope import rotate_and_store
+from slipstream.serve.attention import sdpa
 from slipstream.serve.attention.base import NO_BACKENDS, Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
@@ -181,6 +182,30 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
     check_stored(scene, before, metadata, tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(set(case.query_lens)) == 1])
+def test_many_requests_share_a_call_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as their keys, padded to the longest request, are few."""
+    scene = scene_of(name)
+    calls: list[int] = []
+    attend_pages = SDPABackend._attend_pages
+
+    def record(backend: SDPABackend, q: Tensor, pages: Tensor, *arguments: Any) -> Tensor:
+        calls.append(len(pages))
+        return attend_pages(backend, q, pages, *arguments)
+
+    monkeypatch.setattr(SDPABackend, "_attend_pages", record)
+    monkeypatch.setattr(sdpa, "MANY_REQUESTS", 2)
+    count = len(scene.case.query_lens)
+    for limit, expected_calls in ((sdpa.MOST_AT_ONCE, [count]), (0, [1] * count)):
+        monkeypatch.setattr(sdpa, "MOST_AT_ONCE", limit)
+        calls.clear()
+        attention = SDPABackend(scene.kv, scene.ropes)
+        attention.plan(scene.metadata(0))
+        out = attention.attend(*scene.qkv, scene.layer(), scene.case.mask)
+        torch.testing.assert_close(out.double(), expected(scene), atol=1e-5, rtol=1e-5)
+        assert calls == expected_calls
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
