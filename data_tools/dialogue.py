@@ -29,6 +29,7 @@ class Dialogue:
         list[Message]
     ]  # before each answer: turns of the user, the system and tools, and calls of the latter
     tools: list[Any] | None = None
+    sample_of: str | None = None  # id of the row's first sample; None for that one
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class DialogueReader:
         for number in range(self.samples):
             identity = f"{dialogue.id}#{number}" if number else dialogue.id
             self.ids[identity] = len(self.ids)
-            yield replace(dialogue, id=identity)
+            yield replace(dialogue, id=identity, sample_of=dialogue.id if number else None)
 
 
 def split_questions(messages: Sequence[Message]) -> list[list[Message]]:
@@ -216,6 +217,8 @@ def _row(
     ]
     last = answers[-1][1]
     row: dict[str, Any] = {"id": dialogue.id, "messages": weighted, "finish_reason": last.finish_reason}
+    if dialogue.sample_of is not None:
+        row["sample_of"] = dialogue.sample_of
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
     if last.model is not None:

@@ -44,19 +44,33 @@ class Tally:
     first: Tokens | None = None  # document that was kept
 
     def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Conversation]:
-        """Yields the documents of each kept row."""
+        """Yields the documents of each kept row. Samples of one prompt, which follow each other, come together, so that
+        they stay in one split."""
+        documents: list[Tokens] = []
+        prompt_id = None
         for outcome in outcomes:
-            self.filtered += outcome.status == "filtered"
-            self.rows += outcome.status != "filtered"
-            self.truncated += outcome.truncated
-            if outcome.status == "kept":
-                self.first = self.first or outcome.documents[0]
-                yield outcome.documents
-            elif outcome.status != "filtered":
-                reason = outcome.reason or "malformed"
-                self.dropped[reason] += 1
-                self.examples.setdefault(reason, []).append(outcome.detail)
-                del self.examples[reason][EXAMPLES_PER_REASON:]
+            self._count(outcome)
+            if outcome.status != "kept":
+                continue
+            if documents and (outcome.sample_of is None or outcome.sample_of != prompt_id):
+                yield documents
+                documents = []
+            documents += outcome.documents
+            prompt_id = outcome.sample_of or outcome.id
+        if documents:
+            yield documents
+
+    def _count(self, outcome: Outcome) -> None:
+        self.filtered += outcome.status == "filtered"
+        self.rows += outcome.status != "filtered"
+        self.truncated += outcome.truncated
+        if outcome.status == "kept":
+            self.first = self.first or outcome.documents[0]
+        elif outcome.status != "filtered":
+            reason = outcome.reason or "malformed"
+            self.dropped[reason] += 1
+            self.examples.setdefault(reason, []).append(outcome.detail)
+            del self.examples[reason][EXAMPLES_PER_REASON:]
 
     def check(self) -> None:
         """Raises ValueError if no row was kept."""

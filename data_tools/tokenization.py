@@ -51,6 +51,8 @@ class Outcome:
     detail: str = ""  # place and fault of a dropped or bad row
     truncated: bool = False
     documents: tuple[Tokens, ...] = ()
+    id: str | None = None  # of a kept row
+    sample_of: str | None = None  # id of the first sample of the same prompt, where `regenerate` made several
 
 
 class RowTokenizer:
@@ -96,6 +98,8 @@ class RowTokenizer:
             raise RowDropped("too_few_supervised_tokens", detail)
         return Outcome(
             status="kept",
+            id=None if columns.get("id") is None else str(columns["id"]),
+            sample_of=None if columns.get("sample_of") is None else str(columns["sample_of"]),
             truncated=any(len(ids) > length for ids, _ in documents),
             documents=tuple(
                 (np.array(ids[:length], np.int32), np.array(mask[:length], np.bool_))

@@ -208,6 +208,27 @@ def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_fold
     assert supervised[1].startswith("is ")
 
 
+def test_samples_of_a_prompt_stay_in_one_split(tmp_path: Path, target: Path) -> None:
+    """Also where the first sample was dropped. Ids that only look like those of samples mean nothing."""
+    rows: list[dict[str, Any]] = []
+    for number in range(20):
+        for sample in range(number % 4 == 0, 3):
+            name = f"row{number}" + (f"#{sample}" if sample else "")
+            origin = {"sample_of": f"row{number}"} if sample else {}
+            rows.append({"id": name, **origin, "messages": chat(f"What is {number}?", f"Answer {sample}.")})
+    dataset, report = prepare(tmp_path, target, rows, "--heldout", "0.3")
+    assert report["rows_kept"] == len(rows) == 55
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    questions = {
+        split: {tokenizer.decode(row["input_ids"]).split("What is ")[1].split("?")[0] for row in dataset[split]}
+        for split in ("train", "heldout")
+    }
+    assert (len(questions["train"]), len(questions["heldout"])) == (14, 6)
+    assert questions["train"].isdisjoint(questions["heldout"])
+    foreign = [{**row, "id": f"gsm8k#{index}", "sample_of": None} for index, row in enumerate(rows)]
+    assert prepare(tmp_path, target, foreign, "--heldout", "0.2")[1]["split_rows"] == {"train": 44, "heldout": 11}
+
+
 def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     target = make_folder(LLAMA, end="<|eot|>")
     dataset, report = prepare(tmp_path, target, ROWS[:1], "--heldout", "0", "--date", "2023-03-05")

@@ -176,6 +176,7 @@ def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: li
     assert {request.id for request in llms[-1].requests} == {"row3#2", "row4#2", "row5#2"}
     ids = [f"row{number}{sample}" for number in (3, 4, 5) for sample in ("", "#1", "#2")]
     assert [row["id"] for row in rows] == ids
+    assert [row.get("sample_of") for row in rows[:4]] == [None, "row3", "row3", None]
     expected = [answered({**ROWS[3 + place // 3], "id": identity}) for place, identity in enumerate(ids)]
     assert [row["messages"] for row in rows] == expected, "each sample goes on with its own answers"
     assert len({str(messages) for messages in expected}) == 9
