@@ -114,8 +114,8 @@ class Checkpoints:
     newest: int = 0  # step of the newest checkpoint that this run loaded or wrote
 
     def __post_init__(self) -> None:
-        # As they read back from progress.json.
-        self.identity, self.defaults = (json.loads(json.dumps(flatten(x))) for x in (self.identity, self.defaults))
+        self.identity = _as_read(self.identity)
+        self.defaults = _as_read(self.defaults)
 
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if `resume` is
@@ -235,6 +235,11 @@ class Checkpoints:
                 (folder / "state" / "progress.json").write_text(json.dumps(values, indent=2) + "\n")
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
+
+
+def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat options as they read back from progress.json."""
+    return dict(json.loads(json.dumps(flatten(options))))
 
 
 def state_form(accelerator: Accelerator) -> dict[str, Any]:

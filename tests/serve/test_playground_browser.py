@@ -190,8 +190,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "one")
     ask(page, "two", waits=False)
-    page.locator("#status", has_text="answering").wait_for(state="attached")
-    page.locator("#status", has_text="Done").wait_for(state="attached")
+    page.locator(".summary").nth(1).wait_for(state="attached")
     first = page.locator(".answer").first.locator(".token").all_text_contents()
     assert asked[1]["messages"][:2] == [
         {"role": "user", "content": "one"},
@@ -202,6 +201,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Serv
     assert page.locator(".turn").count() == 0
     ask(page, "three", tokens=200, waits=False)
     page.locator(".answer .token").nth(3).wait_for()
+    page.locator("#status", has_text="answering").wait_for(state="attached")
     page.get_by_role("button", name="Stop").click()
     page.locator(".summary", has_text="stopped").wait_for()
     with httpx.Client(base_url=server.url, timeout=120) as client:
