@@ -1,11 +1,11 @@
-"""Packs a prepared dataset into batches. The order of rows depends on the seed alone.
+"""Packs prepared datasets into batches. The order of rows depends on the seed alone.
 
-Rows hold whole documents, up to `max_length` tokens; a longer document is cut, never split over rows. Letters: B rows,
-S tokens in a row.
+Rows hold whole documents of one folder, up to `max_length` tokens; a longer document is cut, never split over rows. An
+epoch has a folder's rows as often as its weight says. Letters: B rows, S tokens in a row.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,35 +36,125 @@ class Batch:
         return int(self.supervised.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The documents of one folder in a split, which follow those of the folder before."""
+
+    name: str
+    num_documents: int
+    passes: float = 1.0  # times that an epoch has its rows: the weight
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShare:
+    """A folder's usable documents, packed into rows."""
+
+    name: str
+    passes: float  # times that an epoch has its rows: the weight
+    rows: range  # its rows among all
+    num_documents: int
+    num_tokens: int
+    num_supervised: int
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows in an epoch: to the nearest whole row, and one at least."""
+        return max(1, round(self.passes * len(self.rows)))
+
+    @property
+    def actual_passes(self) -> float:
+        """Times that an epoch has a row, on average."""
+        return self.epoch_rows / len(self.rows)
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens, {self.num_supervised:,} of "
+            f"them supervised, in {len(self.rows):,} rows"
+        )
+
+    def draw(self, seed: Sequence[int]) -> np.ndarray:
+        """(epoch_rows,) int64 rows: all as often as the whole part of the weight says, a random choice once more."""
+        times, rest = divmod(self.epoch_rows, len(self.rows))
+        choice = np.random.default_rng(seed).permutation(len(self.rows))[:rest]
+        return self.rows.start + np.concatenate((np.tile(np.arange(len(self.rows)), times), choice))
+
+
 class PackedRows:
     """The usable documents of one split, packed into rows."""
 
-    def __init__(self, dataset: Dataset, max_length: int, limit: int | None = None) -> None:
-        """`limit` keeps the first documents only. Raises ValueError for a split that supervises nothing."""
-        self.dataset = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+    def __init__(self, dataset: Dataset, max_length: int, shares: Sequence[Share] = ()) -> None:
+        """`shares` of the folders whose documents `dataset` joins; default: it is all of one. Raises ValueError for a
+        folder that supervises nothing."""
+        self.dataset = dataset
         self.max_length = max_length
-        lengths, targets, self.cut = measure(self.dataset, max_length)
-        documents = np.flatnonzero(targets)
-        if not len(documents):
-            raise ValueError(
-                f"no document of {len(self.dataset)} has two supervised tokens in a row within data.max_length "
-                f"{max_length}; raise data.max_length, or prepare conversations that have answers"
-            )
-        self.num_dropped = len(self.dataset) - len(documents)
-        self.num_documents = len(documents)
-        self.num_tokens = int(lengths[documents].sum())
-        self.num_supervised = int(targets.sum())
-        self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
+        lengths, targets, self.cut = measure(dataset, max_length)
+        self.rows: list[list[int]] = []
+        self.shares: list[PackedShare] = []
+        first = 0
+        for share in shares or [Share("", len(dataset))]:
+            last = first + share.num_documents
+            self._pack(share, first, lengths[first:last], targets[first:last])
+            first = last
+        assert first == len(dataset)
+        self.num_documents = sum(share.num_documents for share in self.shares)
+        self.num_dropped = len(dataset) - self.num_documents
+        self.num_tokens = sum(share.num_tokens for share in self.shares)
+        self.num_supervised = sum(share.num_supervised for share in self.shares)
         # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
         self.add_states: Callable[[Batch, list[int]], Batch] | None = None
 
+    def _pack(self, share: Share, first: int, lengths: np.ndarray, targets: np.ndarray) -> None:
+        """Appends the rows of a folder's documents, numbered from `first` on."""
+        usable = np.flatnonzero(targets)
+        if not len(usable):
+            raise ValueError(
+                f"no document of {len(lengths)}{' in ' * bool(share.name)}{share.name} has two supervised tokens in a "
+                f"row within data.max_length {self.max_length}; raise data.max_length, or prepare conversations that "
+                "have answers"
+            )
+        rows = pack(lengths[usable], self.max_length)
+        place = range(len(self.rows), len(self.rows) + len(rows))
+        self.rows += [[first + int(usable[item]) for item in row] for row in rows]
+        self.shares.append(
+            PackedShare(
+                name=share.name,
+                passes=share.passes,
+                rows=place,
+                num_documents=len(usable),
+                num_tokens=int(lengths[usable].sum()),
+                num_supervised=int(targets.sum()),
+            )
+        )
+
     def __len__(self) -> int:
-        return len(self.rows)
+        """Rows in an epoch."""
+        return sum(share.epoch_rows for share in self.shares)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether an epoch is anything but each row of one folder once."""
+        return len(self.shares) > 1 or self.shares[0].passes != 1
+
+    def epoch(self, seed: int, number: int) -> list[int]:
+        """The rows of an epoch, shuffled."""
+        rows = np.concatenate([share.draw((seed, number, place + 1)) for place, share in enumerate(self.shares)])
+        return rows[np.random.default_rng((seed, number)).permutation(len(rows))].tolist()
+
+    @property
+    def epoch_tokens(self) -> float:
+        """Tokens in an epoch, without padding."""
+        return sum(share.actual_passes * share.num_tokens for share in self.shares)
 
     @property
     def row_tokens(self) -> float:
-        """Mean over rows, without padding."""
-        return self.num_tokens / len(self)
+        """Mean over the rows of an epoch, without padding."""
+        return self.epoch_tokens / len(self)
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of an epoch's tokens that are supervised."""
+        return sum(share.actual_passes * share.num_supervised for share in self.shares) / self.epoch_tokens
 
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
         """These rows, padded to the longest; `first_number` is the index of the first one in the run."""
@@ -145,11 +235,11 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-def row_order(num_rows: int, seed: int, start: int) -> Iterator[int]:
-    """Rows of the whole run from the one numbered `start` on, without end: each epoch is a new permutation."""
-    for epoch in itertools.count(start // num_rows):
-        order = np.random.default_rng((seed, epoch)).permutation(num_rows).tolist()
-        yield from order[max(0, start - epoch * num_rows) :]
+def row_order(rows: PackedRows, seed: int, start: int) -> Iterator[int]:
+    """Rows of the whole run from the one numbered `start` on, without end: each epoch is drawn anew."""
+    size = len(rows)
+    for epoch in itertools.count(start // size):
+        yield from rows.epoch(seed, epoch)[max(0, start - epoch * size) :]
 
 
 def training_batches(
@@ -161,7 +251,7 @@ def training_batches(
     process makes the same number of passes. A filler is the latest pass's first row again: its gradient, times 0, is
     only NaN in a step that has such a row anyway.
     """
-    order = itertools.islice(row_order(len(rows), seed, start), None if end is None else end - start)
+    order = itertools.islice(row_order(rows, seed, start), None if end is None else end - start)
     own = slice(process * batch_size, (process + 1) * batch_size)
     filler = 0
     filler_number = start

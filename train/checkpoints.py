@@ -154,7 +154,7 @@ class Checkpoints:
         counts as its default, one that this version does not have as left out."""
         earlier = complete(saved, self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
-            is_elsewhere = BY_CONTENT.get(name) in saved or (name in BY_CONTENT.values() and name not in saved)
+            is_elsewhere = content_hash_of(name) in saved or (name in BY_CONTENT.values() and name not in saved)
             here = self.identity.get(name)
             there = earlier.get(name)
             if here == there or is_elsewhere or name.startswith(FREE_OPTIONS):
@@ -240,6 +240,11 @@ class Checkpoints:
 def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
     """Flat options as they read back from progress.json."""
     return dict(json.loads(json.dumps(flatten(options))))
+
+
+def content_hash_of(name: str) -> str | None:
+    """The hash in a run's identity that stands for the option `name`, or for the mapping of which it is a key."""
+    return next((digest for option, digest in BY_CONTENT.items() if f"{name}.".startswith(f"{option}.")), None)
 
 
 def state_form(accelerator: Accelerator) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class DraftRunOptions(RunOptions):
         check_checkpoint("target", self.target)
         if self.newest_step is None:
             check_checkpoint("init_from", self.init_from)
-        check_folder("data.path", self.data.path, "a prepared dataset (slipstream prepare)")
+        for folder in self.data.folders:
+            check_folder("data.path", folder, "a prepared dataset (slipstream prepare)")
         check_folder("data.aux_states", self.data.aux_states, "a folder of captured states (slipstream capture-states)")
         check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")

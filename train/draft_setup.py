@@ -23,10 +23,11 @@ from slipstream.models.targets.frozen import FrozenTarget, empty_target, is_serv
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.models.targets.sizes import TargetSize, target_size
-from slipstream.train.batches import PackedRows, load_prepared
+from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.draft_options import BaseDraftOptions, DraftRunOptions
 from slipstream.train.loop import dtype_of_weights, fit, start
+from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
 from slipstream.train.plan import plan
 from slipstream.train.samples import SampleAnswers
@@ -123,14 +124,14 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
             lock = stack.enter_context(FolderLock(Path(options.output)))
             check_run_folder(Path(options.output))  # again: what a run that has just ended left
         target = TargetFiles.find(options, accelerator, kind)
-        splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
-        train_rows = PackedRows(splits["train"], options.data.max_length)
-        heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
+        mixture = Mixture.load(options.data.folders, target.tokenizer_hash)
+        train_rows = mixture.train_rows(options.data.max_length)
+        heldout_rows = mixture.heldout_rows(options.data.max_length, options.evaluation.documents)
         Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
         if options.dry_run:
             show_plan(target, kind, train_rows)
             return
-        train_draft(target, kind, train_rows, heldout_rows, report["data_hash"], lock)
+        train_draft(target, kind, train_rows, heldout_rows, mixture, lock)
 
 
 def show_plan(files: TargetFiles, kind: type[DraftTraining], train_rows: PackedRows) -> None:
@@ -150,12 +151,12 @@ def train_draft(
     kind: type[DraftTraining],
     train_rows: PackedRows,
     heldout_rows: PackedRows,
-    data_hash: str,
+    mixture: Mixture,
     lock: FolderLock | None,
 ) -> None:
     options = files.options
     accelerator = files.accelerator
-    store = open_states(options.data, {**files.origin(), "data_hash": data_hash})
+    store = open_states(options.data, {**files.origin(), "data_hash": mixture.folders[0].data_hash})
     training = build(kind, files)
     draft = training.draft
     training.target.read_as = dtype_of_weights(accelerator)
@@ -167,10 +168,10 @@ def train_draft(
         training.samples = SampleAnswers(files.tokenizer, options.evaluation.samples)
     identity = {
         "target_fingerprint": draft.config.target_fingerprint,
-        "data_hash": data_hash,
+        "data_hash": mixture.data_hash,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
     }
-    run = {**provenance(data_hash), **files.place()}
+    run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
@@ -197,7 +198,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
 def check_output(options: DraftRunOptions) -> None:
     """Raises ValueError, before anything is read or written, for an output that this run may not write to."""
     data = options.data
-    inputs = {"target": (options.target,), "data.path": (data.path,), "data.aux_states": (data.aux_states,)}
+    inputs = {"target": (options.target,), "data.path": tuple(data.folders), "data.aux_states": (data.aux_states,)}
     inputs["init_from"] = (options.init_from,)
     check_working_folder(options.output, inputs)
     check_run_folder(Path(options.output))
@@ -222,3 +223,7 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
         )
         if rows.cut.num_documents:
             accelerator.print(f"{name}: {rows.cut.sentence('data.max_length')}")
+        if train_rows.is_mixed:
+            for share in rows.shares:
+                times = f"; weight {share.passes:g}: {share.epoch_rows:,} rows an epoch" if name == "train" else ""
+                accelerator.print(f"{name}: {share.sentence}{times}")

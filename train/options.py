@@ -1,8 +1,10 @@
 """Options that every training program shares; a program's own dataclass adds its target and draft to `RunOptions`.
 Those of `report`, too. Imports nothing that takes long, so that wrong options are refused at once."""
 
+import math
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Literal
 
 from slipstream.config import check_required
@@ -16,8 +18,9 @@ AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    path: str
-    """prepared dataset (slipstream prepare): splits train and heldout"""
+    path: dict[str, float] | str
+    """prepared dataset (slipstream prepare): splits train and heldout; or several with weights, such as
+    {data/chat: 1, data/code: 0.5}: how often an epoch has their rows"""
     max_length: int = 4096
     """tokens in a packed row; longer documents are cut, which is counted"""
     batch_size: int = 1
@@ -26,6 +29,28 @@ class DataOptions:
     """folder of captured target states (slipstream capture-states), read instead of running the target"""
     aux_states_missing: Literal["error", "online"] = "error"
     """for documents missing from that folder: stop, or run the target"""
+
+    def __post_init__(self) -> None:
+        example = "give a folder, or folders with weights above 0, such as {data/chat: 1, data/code: 0.5}"
+        if isinstance(self.path, str) and self.path.startswith(("{", "[")):
+            raise ValueError(f"data.path is {self.path!r}; {example}")
+        for folder, weight in self.folders.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"data.path gives {folder} the weight {weight}; {example}, or leave it out")
+        if isinstance(self.path, dict) and not self.path:
+            raise ValueError(f"data.path is {{}}; {example}")
+        if len({Path(folder).resolve() for folder in self.folders}) < len(self.folders):
+            raise ValueError(f"data.path names a folder twice ({', '.join(self.folders)}); give it a larger weight")
+        if self.aux_states is not None and len(self.folders) > 1:
+            raise ValueError(
+                f"data.aux_states {self.aux_states} holds the states of one prepared dataset, and data.path names "
+                f"{len(self.folders)}; leave data.aux_states out, or train on one folder"
+            )
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """Prepared datasets with their weights."""
+        return {self.path: 1.0} if isinstance(self.path, str) else self.path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,7 @@ def plan(
         f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.aux_layers)}",
         f"target    {size_of(target) / 1e6:,.1f}M parameters in {dtype}, frozen",
         *memory_lines(memory),
+        *share_lines(train),
         *aux_lines(training, train),
         *step_lines(train, options, num_processes),
     ]
@@ -99,6 +100,13 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     for sharding, name in (("ddp", "single, ddp"), ("zero2", "zero2"), ("zero3", "zero3, fsdp")):
         sizes = "".join(f"{_gb(memory.per_gpu(sharding, count)):>9}" for count in GPU_COUNTS)
         yield f"            {name:<12}{sizes}"
+
+
+def share_lines(train: PackedRows) -> Iterator[str]:
+    """One line for each folder, if there are several or its weight is not 1."""
+    if train.is_mixed:
+        for share in train.shares:
+            yield f"data      {share.sentence}; weight {share.passes:g}: {share.epoch_rows:,} rows an epoch"
 
 
 def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
@@ -123,9 +131,9 @@ def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[
     rows = schedule.rows_per_step
     yield (
         f"steps     {steps:,} of {rows} rows on {num_processes} process{'es' * (num_processes > 1)}, "
-        f"{rows * train.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps see the data once"
+        f"{rows * train.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps are an epoch"
     )
-    share = train.num_supervised / train.num_tokens
+    share = train.supervised_share
     total = (schedule.last_row or steps * rows) * train.row_tokens
     yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
 
@@ -192,7 +200,7 @@ def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, t
     config = draft.config
     size = 2 if bf16 else 4
     tokens = options.data.batch_size * train.row_tokens
-    share = train.num_supervised / train.num_tokens
+    share = train.supervised_share
     is_block = hasattr(config, "block_size")
     is_eagle3 = hasattr(draft, "lm_head")
     layers = getattr(config, "num_layers", 1)

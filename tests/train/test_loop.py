@@ -148,6 +148,7 @@ def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path,
     [
         ({"draft__aux_layers": "[1, 9]"}, "aux_layers is [1, 9]; name distinct states 0..3"),
         ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
+        ({"data__path": "{/nowhere: 2}"}, "data.path /nowhere does not exist; name a prepared dataset"),
         ({"data__path": "/nowhere"}, "data.path /nowhere does not exist; name a prepared dataset"),
         ({"target": "/nowhere"}, "/nowhere"),
         ({"optim__lr": 1e30, "optim__clip": 1e30, "optim__steps": 20}, "lower optim.lr"),

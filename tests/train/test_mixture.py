@@ -1,0 +1,133 @@
+"""Several prepared datasets with weights: epochs against counts, runs that stop and go on, what is refused."""
+
+import itertools
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, concatenate_datasets
+
+from slipstream.models.files.checkpoint import read_json
+from slipstream.tests.train.conftest import SaveData, random_dataset
+from slipstream.tests.train.runs import Arguments, assert_same_run, refusal, run_interrupted
+from slipstream.train import eagle3
+from slipstream.train.batches import PackedRows, Share, row_order, training_batches
+from slipstream.train.mixture import Mixture
+
+WEIGHTS = {"once": 1.0, "often": 2.5, "half": 0.5, "rare": 0.01}
+SIZES = {"once": 30, "often": 25, "half": 40, "rare": 12}
+MAX_LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def rows() -> PackedRows:
+    parts = [random_dataset(size, seed=seed) for seed, size in enumerate(SIZES.values())]
+    shares = [Share(name, SIZES[name], weight) for name, weight in WEIGHTS.items()]
+    return PackedRows(concatenate_datasets(parts), MAX_LENGTH, shares)
+
+
+@pytest.fixture(scope="module")
+def folders(save_data: SaveData) -> list[Path]:
+    return [save_data(random_dataset(30, seed=5), random_dataset(4, seed=6), data_hash="a" * 64),
+            save_data(random_dataset(20, seed=7), random_dataset(5, seed=8), data_hash="b" * 64)]  # fmt: skip
+
+
+def test_an_epoch_has_each_folder_as_often_as_its_weight_says(rows: PackedRows) -> None:
+    order = row_order(rows, seed=3, start=0)
+    epochs = [Counter(itertools.islice(order, len(rows))) for _ in range(20)]
+    for share in rows.shares:
+        size = len(share.rows)
+        expected = max(1, round(share.passes * size))
+        for epoch in epochs:
+            counts = [epoch[row] for row in share.rows]
+            assert sum(counts) == expected
+            assert max(counts) - min(counts) <= 1
+        if expected % size:
+            assert len({tuple(epoch[row] for row in share.rows) for epoch in epochs}) > 3, "chosen anew"
+            means = np.mean([[epoch[row] for row in share.rows] for epoch in epochs], axis=0)
+            assert means.std() < 0.3, "no row is preferred"
+    assert len(rows) == sum(epochs[0].values())
+
+
+def test_rows_hold_documents_of_one_folder(rows: PackedRows) -> None:
+    bounds = np.cumsum([0, *SIZES.values()])
+    for share, first, last in zip(rows.shares, bounds, bounds[1:], strict=False):
+        documents = [document for row in share.rows for document in rows.rows[row]]
+        assert sorted(documents) == sorted(set(documents))
+        assert len(documents) == share.num_documents
+        assert all(first <= document < last for document in documents)
+
+
+def test_one_folder_is_ordered_as_ever() -> None:
+    """Runs of one folder, which older versions began, go on at the same row."""
+    rows = PackedRows(random_dataset(30, seed=1), MAX_LENGTH)
+    size = len(rows.rows)
+    expected = [np.random.default_rng((9, epoch)).permutation(size).tolist() for epoch in range(3)]
+    assert list(itertools.islice(row_order(rows, 9, 0), 3 * size)) == sum(expected, [])
+
+
+@pytest.mark.parametrize("start", [0, 1, 40, 75])
+def test_the_order_goes_on_anywhere_on_any_number_of_processes(rows: PackedRows, start: int) -> None:
+    order = list(itertools.islice(row_order(rows, 3, 0), 3 * len(rows)))
+    assert list(itertools.islice(row_order(rows, 3, start), 60)) == order[start : start + 60]
+    for processes in (1, 2, 3):
+        shares = [training_batches(rows, 2, 3, start, start + 24, process, processes) for process in range(processes)]
+        passes = range(24 // (2 * processes))
+        tokens = [next(shares[process])[0].tokens for _ in passes for process in range(processes)]
+        texts = [row[: row.count_nonzero()].tolist() for batch in tokens for row in batch]
+        expected = [rows.batch([row]).tokens[0] for row in order[start : start + 24]]
+        assert texts == [row[: row.count_nonzero()].tolist() for row in expected]
+
+
+def test_a_run_of_a_mixture_goes_on_exactly(
+    tmp_path: Path, arguments: Arguments, folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 0.5})
+    eagle3.main(arguments(tmp_path / "whole", data__path=mixture))
+    printed = capsys.readouterr().out
+    for line in (f"train: {folders[1]}: ", "weight 0.5: ", f"heldout: {folders[1]}: "):
+        assert line in printed
+    flags = arguments(tmp_path / "parts", data__path=mixture)
+    run_interrupted(flags, signal.SIGTERM)
+    eagle3.main(flags)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    run = read_json(tmp_path / "whole" / "best" / "run.json")
+    hashes = {str(folders[0]): ("a" * 64, 1), str(folders[1]): ("b" * 64, 0.5)}
+    assert {path: (data["data_hash"], data["weight"]) for path, data in run["data_folders"].items()} == hashes
+    other = json.dumps({str(folders[0]): 1, str(folders[1]): 0.75})
+    assert "pass the original data.path to continue it" in refusal(arguments(tmp_path / "parts", data__path=other))
+
+
+def test_a_plan_counts_each_folder(
+    tmp_path: Path, arguments: Arguments, folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 2})
+    flags = [flag for flag in arguments(tmp_path / "run", data__path=mixture) if not flag.startswith("--optim.steps")]
+    eagle3.main([*flags, "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    plain = [PackedRows(random_dataset(size, seed), MAX_LENGTH) for size, seed in ((30, 5), (20, 7))]
+    for folder, rows, weight in zip(folders, plain, (1, 2), strict=True):
+        (line,) = [line for line in lines if f" {folder}: " in line]
+        assert f"{rows.num_documents} documents, {rows.num_tokens:,} tokens, {rows.num_supervised:,} of them" in line
+        assert f"in {len(rows.rows)} rows; weight {weight}: {weight * len(rows.rows)} rows an epoch" in line
+    (total,) = [line for line in lines if line.startswith("tokens ")]
+    tokens = [rows.num_tokens for rows in plain]
+    assert f" {tokens[0] + 2 * tokens[1]:,} in all" in total
+
+
+def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders: list[Path]) -> None:
+    report = read_json(folders[0] / "report.json")
+    mixture = Mixture.load({str(folder): 0.1 for folder in folders}, report["tokenizer_hash"])
+    rows = mixture.heldout_rows(MAX_LENGTH, 3)
+    assert len(rows.dataset) == 6
+    assert len(rows) == len(rows.rows)
+    other = save_data(random_dataset(4, seed=1), random_dataset(4, seed=2), tokenizer_hash="9" * 64)
+    with pytest.raises(ValueError, match=f"data.path {other} was prepared with another tokenizer .hash 99999999"):
+        Mixture.load({str(folders[0]): 1, str(other): 1}, report["tokenizer_hash"])
+    nothing = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
+    silent = save_data(nothing, nothing)
+    with pytest.raises(ValueError, match=f"no document of 1 in {silent} has two supervised tokens"):
+        Mixture.load({str(folders[0]): 1, str(silent): 1}, report["tokenizer_hash"]).train_rows(MAX_LENGTH)
