@@ -55,22 +55,28 @@ class Schedule:
         else:
             done = progress.rows / self.rows_per_step
             total = math.ceil(self.optim.epochs * self.num_rows / self.rows_per_step)
-        return self.optim.lr * lr_factor(done, total, self.optim.warmup_ratio, self.optim.schedule)
+        return self.optim.lr * lr_factor(done, total, self.optim)
 
     def _rows_left(self, progress: Progress) -> int:
         return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
 
 
-def lr_factor(step: float, num_steps: int, warmup_ratio: float, schedule: str = "cosine") -> float:
-    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a decay that ends just above zero.
+def lr_factor(step: float, num_steps: int, optim: OptimOptions) -> float:
+    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a decay, if any, that ends just above
+    zero.
 
     `step` is no whole number where steps were of another size before.
     """
-    warmup = math.ceil(warmup_ratio * num_steps)
+    warmup = math.ceil(optim.warmup_ratio * num_steps)
     if step < warmup:
         return min(1.0, (step + 1) / warmup)
+    match optim.schedule:
+        case "constant":
+            return 1.0
+        case "wsd":
+            return min(1.0, (num_steps - step) / math.ceil(optim.decay_ratio * num_steps))
     done = (step - warmup) / max(1, num_steps - warmup)
-    return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
 BY_TOKEN = {"lm_head", "markov_w1", "markov_w2", "predecessor_codebook", "successor_codebook"}

@@ -66,9 +66,11 @@ class OptimOptions:
     accumulation: int = 1
     """forward passes per optimizer step"""
     warmup_ratio: float = 0.015
-    """share of the steps with linear warm-up; a decay to zero follows"""
-    schedule: Literal["cosine", "linear"] = "cosine"
-    """shape of that decay"""
+    """share of the steps with linear warm-up"""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """decay to zero after the warm-up: cosine, linear, none (constant), or linear over the last steps alone (wsd)"""
+    decay_ratio: float = 0.2
+    """share of the steps in which wsd decays"""
     clip: float = 0.5
     """largest gradient norm"""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -153,6 +155,12 @@ class RunOptions:
                 raise ValueError(f"{name} is {number}; give a positive number")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")
+        warmup = self.optim.warmup_ratio if self.optim.schedule == "wsd" else 0.0
+        if not 0 < self.optim.decay_ratio <= self.optim.decay_ratio + warmup <= 1:
+            raise ValueError(
+                f"optim.decay_ratio is {self.optim.decay_ratio} and optim.warmup_ratio {self.optim.warmup_ratio}; give "
+                "a decay above 0, and at most 1 for both together"
+            )
         betas = self.optim.betas
         momentum = self.optim.momentum
         decay = self.optim.weight_decay

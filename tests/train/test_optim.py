@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training
@@ -35,21 +36,23 @@ def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: 
     rows = [count for count, _ in steps]
     assert sum(rows) == epochs * num_rows
     assert all(count == 2 * accumulation for count in rows[:-1])
-    expected = [1e-4 * lr_factor(step, len(steps), 0.015) for step in range(len(steps))]
+    expected = [1e-4 * lr_factor(step, len(steps), OptimOptions()) for step in range(len(steps))]
     assert [lr for _, lr in steps] == expected
 
 
 def test_steps_take_as_many_rows_as_it_needs() -> None:
     steps = walk(schedule(5, steps=7, accumulation=2), Progress())
     assert [count for count, _ in steps] == [4] * 7
-    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, 0.015) for step in range(7)]
+    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, OptimOptions()) for step in range(7)]
 
 
 @pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
-@pytest.mark.parametrize("warmup_ratio", [0.0, 0.4])
-def test_epochs_end_there_on_any_numbers_of_processes(numbers: tuple[int, ...], warmup_ratio: float) -> None:
+@pytest.mark.parametrize(("warmup_ratio", "shape"), [(0.0, "cosine"), (0.4, "cosine"), (0.1, "wsd"), (0.1, "constant")])
+def test_epochs_end_there_on_any_numbers_of_processes(
+    numbers: tuple[int, ...], warmup_ratio: float, shape: str
+) -> None:
     """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
-    optim = {"epochs": 2, "warmup_ratio": warmup_ratio}
+    optim = {"epochs": 2, "warmup_ratio": warmup_ratio, "schedule": shape}
     alone = walk(schedule(501, size=1, **optim), Progress())
     progress = Progress()
     for number, num_steps in zip(numbers, (37, 53, None), strict=True):
@@ -68,20 +71,26 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
     progress = Progress()
     first = walk(schedule(501, steps=20), progress, 12)
     second = walk(schedule(501, steps=20, processes=4), progress)
-    assert [lr for _, lr in first + second] == [1e-4 * lr_factor(step, 20, 0.015) for step in range(20)]
+    assert [lr for _, lr in first + second] == [1e-4 * lr_factor(step, 20, OptimOptions()) for step in range(20)]
     assert progress.rows == 12 * 2 + 8 * 8
 
 
 def test_learning_rate_is_torchs_after_the_warm_up() -> None:
-    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(2))
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(first, T_max=90)
-    linear = torch.optim.lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90)
-    for name, oracle in {"cosine": cosine, "linear": linear}.items():
+    first, second, third, last = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(4))
+    stages = [lr_scheduler.ConstantLR(last, 1.0), lr_scheduler.LinearLR(last, 1.0, 0.0, total_iters=30)]
+    oracles = {
+        "cosine": lr_scheduler.CosineAnnealingLR(first, T_max=90),
+        "linear": lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90),
+        "constant": lr_scheduler.ConstantLR(third, 1.0),
+        "wsd": lr_scheduler.SequentialLR(last, stages, milestones=[60]),
+    }
+    for name, oracle in oracles.items():
+        optim = OptimOptions(schedule=name, warmup_ratio=0.1, decay_ratio=0.3)
         for step in range(10, 100):
-            assert lr_factor(step, 100, 0.1, name) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
+            assert lr_factor(step, 100, optim) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
             oracle.optimizer.step()
             oracle.step()
-        rising = [lr_factor(step, 100, 0.1, name) for step in range(10)]
+        rising = [lr_factor(step, 100, optim) for step in range(10)]
         assert rising == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert schedule(10, steps=3, schedule="linear").lr(Progress(step=2)) == pytest.approx(1e-4 * (1 - 1 / 2))
 

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.max_length
     data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
-    evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.epochs optim.lr
-    optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output precision
-    resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity tracker.name
+    evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.decay_ratio
+    optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output
+    precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity tracker.name
     tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
@@ -80,7 +80,13 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--optim.betas=[0.9, 1.0]"], "optim.betas is [0.9, 1.0]"),
     ("eagle3", ["--optim.weight_decay=-0.1"], "optim.weight_decay -0.1"),
     ("eagle3", ["--optim.momentum=1"], "optim.momentum 1.0"),
-    ("eagle3", ["--optim.schedule=constant"], "optim.schedule"),
+    ("eagle3", ["--optim.schedule=step"], "optim.schedule"),
+    (
+        "eagle3",
+        ["--optim.schedule=wsd", "--optim.decay_ratio=0.7", "--optim.warmup_ratio=0.4"],
+        "optim.decay_ratio is 0.7 and optim.warmup_ratio 0.4; give",
+    ),
+    ("eagle3", ["--optim.decay_ratio=0"], "optim.decay_ratio is 0.0 and optim.warmup_ratio 0.015; give a decay above"),
     ("eagle3", ["--draft.state_weight=-1"], "draft.state_weight is -1.0; give 0 or more"),
     ("eagle3", ["--draft.head=frozen", "--draft.init_from_target=false"], "draft.head is frozen and draft.init_from"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
