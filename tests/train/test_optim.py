@@ -52,7 +52,7 @@ def test_epochs_end_there_on_any_numbers_of_processes(
     numbers: tuple[int, ...], warmup_ratio: float, shape: str
 ) -> None:
     """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
-    optim = {"epochs": 2, "warmup_ratio": warmup_ratio, "schedule": shape}
+    optim: dict[str, Any] = {"epochs": 2, "warmup_ratio": warmup_ratio, "schedule": shape}
     alone = walk(schedule(501, size=1, **optim), Progress())
     progress = Progress()
     for number, num_steps in zip(numbers, (37, 53, None), strict=True):
@@ -78,7 +78,7 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
 def test_learning_rate_is_torchs_after_the_warm_up() -> None:
     first, second, third, last = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(4))
     stages = [lr_scheduler.ConstantLR(last, 1.0), lr_scheduler.LinearLR(last, 1.0, 0.0, total_iters=30)]
-    oracles = {
+    oracles: dict[Any, Any] = {
         "cosine": lr_scheduler.CosineAnnealingLR(first, T_max=90),
         "linear": lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90),
         "constant": lr_scheduler.ConstantLR(third, 1.0),

@@ -20,9 +20,9 @@ SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.max_length
     data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
     evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.decay_ratio
-    optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output
-    precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity tracker.name
-    tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
+    optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay
+    output precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity
+    tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
