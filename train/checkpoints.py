@@ -45,8 +45,10 @@ FREE_OPTIONS = (
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
-# Remedies for hashes. For every other option: pass the saved value.
+LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
+# Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
+REMEDIES |= dict.fromkeys(LENGTHS, "pass the saved value, or one above it,")
 OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # names that a run or its report writes
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
@@ -61,6 +63,7 @@ class Progress:
     best_accept_length: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
     fitted: dict[str, list[float]] = field(default_factory=dict)  # fields of the draft's config, by that evaluation
+    first_length: int = 0  # steps or epochs that the run was to have when it began: its warm-up is a share of these
 
 
 def provenance(data_hash: str) -> dict[str, Any]:
@@ -112,6 +115,7 @@ class Checkpoints:
     write_draft: WriteDraft
     lock: FolderLock | None
     newest: int = 0  # step of the newest checkpoint that this run loaded or wrote
+    extension: dict[str, Any] = field(default_factory=dict)  # options of `optim` that this run changes: saved values
 
     def __post_init__(self) -> None:
         self.identity = _as_read(self.identity)
@@ -158,6 +162,9 @@ class Checkpoints:
             here = self.identity.get(name)
             there = earlier.get(name)
             if here == there or is_elsewhere or name.startswith(FREE_OPTIONS):
+                continue
+            if is_extension(name, earlier, self.identity):
+                self.extension[name.removeprefix("optim.")] = there
                 continue
             if name not in self.identity.keys() | self.defaults.keys():
                 raise ValueError(
@@ -224,6 +231,7 @@ class Checkpoints:
                 shared = [stack.enter_context(atomic_folder(path, kind.check))]
                 values = asdict(progress)
                 del values["fitted"]  # config.json has it
+                del values["first_length"]
                 self.write_draft(tensors, shared[0], {**self.run, **values})
             folder = broadcast_object_list(shared)[0]
             if with_state:
@@ -240,6 +248,17 @@ class Checkpoints:
 def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
     """Flat options as they read back from progress.json."""
     return dict(json.loads(json.dumps(flatten(options))))
+
+
+def is_extension(name: str, saved: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether a run may continue with this change to the option `name`: its length grows, or its learning rate, which
+    was constant, decays in the end."""
+    before = saved.get(name)
+    after = options.get(name)
+    if name in LENGTHS:
+        return before is not None and after is not None and after > before
+    is_constant = saved.get("optim.schedule") == "constant"
+    return is_constant and ((name, after) == ("optim.schedule", "wsd") or name == "optim.decay_ratio")
 
 
 def content_hash_of(name: str) -> str | None:

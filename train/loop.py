@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,11 @@ def fit(
     )
     progress = checkpoints.resume(options.resume)
     training.restore(progress.fitted)
+    first = replace(options.optim, **checkpoints.extension)  # options of the run that continues
+    progress.first_length = progress.first_length or first.steps or first.epochs
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress, training)
+    if checkpoints.extension:
+        accelerator.print(loop.schedule.extension(progress, checkpoints.extension))
     is_main = accelerator.is_main_process
     trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
     bar = tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main)

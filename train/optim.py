@@ -6,7 +6,8 @@ number of processes goes on at the row where it stopped: epochs end at the same 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,26 +49,39 @@ class Schedule:
         return self.optim.steps or progress.step + math.ceil(self._rows_left(progress) / self.rows_per_step)
 
     def lr(self, progress: Progress) -> float:
-        """Of the next step. Epochs set it by the rows done, so that it goes on where it was if steps change size."""
-        if self.optim.steps:
-            done = float(progress.step)
-            total = self.optim.steps
-        else:
-            done = progress.rows / self.rows_per_step
-            total = math.ceil(self.optim.epochs * self.num_rows / self.rows_per_step)
-        return self.optim.lr * lr_factor(done, total, self.optim)
+        """Of the next step. Epochs set it by the rows done, so that it goes on where it was if steps change size.
+
+        A run that has become longer keeps the warm-up of its first plan.
+        """
+        length = self.optim.steps or self.optim.epochs
+        done = float(progress.step) if self.optim.steps else progress.rows / self.rows_per_step
+        warmup = math.ceil(self.optim.warmup_ratio * self._steps_of(progress.first_length or length))
+        return self.optim.lr * lr_factor(done, self._steps_of(length), warmup, self.optim)
+
+    def extension(self, progress: Progress, before: Mapping[str, Any]) -> str:
+        """A sentence about a run that continues with other options than `before` and so, perhaps, another rate."""
+        earlier = replace(self, optim=replace(self.optim, **before))
+        changes = [f"optim.{name} {getattr(self.optim, name)}, before {value}" for name, value in before.items()]
+        old_rate = earlier.lr(progress)
+        rate = self.lr(progress)
+        is_same = math.isclose(rate, old_rate, rel_tol=1e-6)
+        effect = f"stays {rate:.4g}" if is_same else f"jumps from {old_rate:.4g} to {rate:.4g}"
+        return f"continues at step {progress.step} with {'; '.join(changes)}: the learning rate {effect}"
+
+    def _steps_of(self, length: int) -> int:
+        """Steps of a run of `length` steps, or else epochs."""
+        return length if self.optim.steps else math.ceil(length * self.num_rows / self.rows_per_step)
 
     def _rows_left(self, progress: Progress) -> int:
         return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
 
 
-def lr_factor(step: float, num_steps: int, optim: OptimOptions) -> float:
+def lr_factor(step: float, num_steps: int, warmup: int, optim: OptimOptions) -> float:
     """Share of the peak learning rate in step 0..num_steps-1: linear up, then a decay, if any, that ends just above
     zero.
 
     `step` is no whole number where steps were of another size before.
     """
-    warmup = math.ceil(optim.warmup_ratio * num_steps)
     if step < warmup:
         return min(1.0, (step + 1) / warmup)
     match optim.schedule:

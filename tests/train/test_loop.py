@@ -19,6 +19,7 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.config import TargetSpec
+from slipstream.tests.train import recorded_run
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
     ROOT,
@@ -128,6 +129,12 @@ def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
     [
         ({"optim__lr": 0.5}, r"optim.lr is 0.5, but the run in .*step-6 has 0.01; pass the saved value"),
         ({"draft__ttt_steps": 4}, r"draft.ttt_steps is 4, but"),
+        (
+            {"optim__steps": 5},
+            r"optim.steps is 5, but the run in .*step-6 has 6; pass the saved value, or one above it,",
+        ),
+        ({"optim__steps": "null", "optim__epochs": 9}, r"optim.steps is None, but the run in .*step-6 has 6; pass"),
+        ({"optim__schedule": "wsd"}, r"optim.schedule is 'wsd', but the run in .*step-6 has 'cosine'; pass"),
         ({"resume": "never"}, r"holds a run \(step-6\); name another"),
     ],
 )
@@ -135,6 +142,48 @@ def test_another_run_is_not_continued(
     finished: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
     assert re.search(message, refusal(arguments(finished, **changes)))
+
+
+def test_a_finished_run_goes_on_as_if_planned_longer(
+    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its constant rate decays at last."""
+    decay = {"optim__schedule": "wsd", "optim__decay_ratio": 0.3, "evaluation__every": 2}
+    main(arguments(tmp_path / "whole", **decay))
+    main(
+        arguments(
+            tmp_path / "run", **decay | {"optim__schedule": "constant", "optim__decay_ratio": 0.2}, optim__steps=4
+        )
+    )
+    capsys.readouterr()
+    for _ in range(2):  # the second finds it finished
+        main(arguments(tmp_path / "run", **decay))
+    changes = "optim.decay_ratio 0.3, before 0.2; optim.schedule wsd, before constant; optim.steps 6, before 4"
+    assert capsys.readouterr().out.count(f"continues at step 4 with {changes}: the learning rate stays 0.01\n") == 1
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert [line["lr"] for line in records(tmp_path / "run")] == [0.01] * 5 + [0.005]
+
+
+def test_further_epochs_take_the_rows_of_a_run_planned_longer(
+    tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step of the first epoch took 3 rows of 31. A cosine's rate jumps back up, and the run says so."""
+    sizes = {"optim__steps": "null", "data__batch_size": 4, "evaluation__every": 9, "checkpoint__every": 9}
+    expected = recorded_run.train(arguments(tmp_path / "whole", **sizes, optim__epochs=3), None)
+    documents = recorded_run.train(arguments(tmp_path / "run", **sizes, optim__epochs=1), None)
+    capsys.readouterr()
+    documents += recorded_run.train(arguments(tmp_path / "run", **sizes, optim__epochs=3), None)
+    assert documents == expected
+    lines = [records(tmp_path / name) for name in ("run", "whole")]
+    assert [line["step"] for line in lines[0]] == list(range(1, 25))
+    assert lines[0][-1]["tokens"] == lines[1][-1]["tokens"]
+    printed = capsys.readouterr().out
+    jump = re.search(
+        r"continues at step 8 with optim.epochs 3, before 1: the learning rate jumps from (\S+) to (\S+)\n", printed
+    )
+    assert jump is not None
+    assert float(jump[1]) < 1e-4
+    assert float(jump[2]) == pytest.approx(lines[1][7]["lr"], rel=0.05)
 
 
 def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path, arguments: Arguments) -> None:

@@ -1,6 +1,7 @@
 """Steps, rows and learning rate of a run, for any number of processes, against a walk through it;
 how Muon and AdamW share a draft's parameters."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +37,16 @@ def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: 
     rows = [count for count, _ in steps]
     assert sum(rows) == epochs * num_rows
     assert all(count == 2 * accumulation for count in rows[:-1])
-    expected = [1e-4 * lr_factor(step, len(steps), OptimOptions()) for step in range(len(steps))]
+    expected = [
+        1e-4 * lr_factor(step, len(steps), math.ceil(0.015 * len(steps)), OptimOptions()) for step in range(len(steps))
+    ]
     assert [lr for _, lr in steps] == expected
 
 
 def test_steps_take_as_many_rows_as_it_needs() -> None:
     steps = walk(schedule(5, steps=7, accumulation=2), Progress())
     assert [count for count, _ in steps] == [4] * 7
-    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, OptimOptions()) for step in range(7)]
+    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, 1, OptimOptions()) for step in range(7)]
 
 
 @pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
@@ -71,8 +74,33 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
     progress = Progress()
     first = walk(schedule(501, steps=20), progress, 12)
     second = walk(schedule(501, steps=20, processes=4), progress)
-    assert [lr for _, lr in first + second] == [1e-4 * lr_factor(step, 20, OptimOptions()) for step in range(20)]
+    assert [lr for _, lr in first + second] == [1e-4 * lr_factor(step, 20, 1, OptimOptions()) for step in range(20)]
     assert progress.rows == 12 * 2 + 8 * 8
+
+
+@pytest.mark.parametrize("length", ["steps", "epochs"])
+@pytest.mark.parametrize("shape", ["constant", "wsd", "cosine", "linear"])
+def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(shape: str, length: str) -> None:
+    """With the warm-up of its first plan. After a constant rate, or a decay that has not begun, nothing jumps."""
+    optim: dict[str, Any] = {"schedule": shape, "warmup_ratio": 0.1, "decay_ratio": 0.25}
+    short, middle, full = (
+        schedule(40, **optim, **{length: value}) for value in ({"steps": (30, 60, 90), "epochs": (2, 3, 5)}[length])
+    )
+    progress = Progress(first_length={"steps": 30, "epochs": 2}[length])
+    steps = walk(short, progress, 20) + walk(middle, progress, 20) + walk(full, progress)
+    num_steps = len(steps)
+    assert num_steps == {"steps": 90, "epochs": 100}[length]
+    assert [rows for rows, _ in steps] == [2] * num_steps
+    warmup = {"steps": 3, "epochs": 4}[length]
+    expected = [1e-4 * lr_factor(step, num_steps, warmup, OptimOptions(**optim)) for step in range(num_steps)]
+    assert [lr for _, lr in steps[40:]] == expected[40:]
+    assert ([lr for _, lr in steps] == expected) == (shape in {"constant", "wsd"})
+    sentence = full.extension(
+        Progress(step=40, rows=80, first_length=progress.first_length), {length: getattr(middle.optim, length)}
+    )
+    assert f"continues at step 40 with optim.{length} {getattr(full.optim, length)}, before " in sentence
+    assert ("stays 0.0001" in sentence) == (shape in {"constant", "wsd"})
+    assert ("jumps from" in sentence) == (shape in {"cosine", "linear"})
 
 
 def test_learning_rate_is_torchs_after_the_warm_up() -> None:
@@ -85,12 +113,12 @@ def test_learning_rate_is_torchs_after_the_warm_up() -> None:
         "wsd": lr_scheduler.SequentialLR(last, stages, milestones=[60]),
     }
     for name, oracle in oracles.items():
-        optim = OptimOptions(schedule=name, warmup_ratio=0.1, decay_ratio=0.3)
+        optim = OptimOptions(schedule=name, decay_ratio=0.3)
         for step in range(10, 100):
-            assert lr_factor(step, 100, optim) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
+            assert lr_factor(step, 100, 10, optim) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
             oracle.optimizer.step()
             oracle.step()
-        rising = [lr_factor(step, 100, optim) for step in range(10)]
+        rising = [lr_factor(step, 100, 10, optim) for step in range(10)]
         assert rising == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert schedule(10, steps=3, schedule="linear").lr(Progress(step=2)) == pytest.approx(1e-4 * (1 - 1 / 2))
 
