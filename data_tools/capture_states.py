@@ -24,7 +24,7 @@ from datasets import Dataset, load_from_disk
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.data_tools.dataset import read_report
+from slipstream.data_tools.dataset import WEIGHTS, read_report
 from slipstream.data_tools.options import ConversationOptions, show_table
 from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, StateFolder, states_of_speculators
 from slipstream.data_tools.state_shards import Capturer, Document, measure, plan_shards, read_documents
@@ -119,6 +119,11 @@ def capture_states(config: CaptureConfig) -> None:
 def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
     read_report(Path(config.data))
     dataset = load_from_disk(config.data)
+    if config.layout == "speculators" and WEIGHTS in dataset["train"].column_names:
+        raise ValueError(
+            f"data {config.data} has weights of tokens ({WEIGHTS}), for which layout speculators has no place; prepare "
+            "it from rows and messages whose `weight` is 0 or 1"
+        )
     limits = {"train": config.train_documents, "heldout": config.heldout_documents}
     return {
         name: dataset[name].select(range(len(dataset[name]) if limit is None else min(limit, len(dataset[name]))))

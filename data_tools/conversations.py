@@ -3,7 +3,8 @@
 Formats, in this order: `input_ids` + `loss_mask`, or `token_rows` of both; a conversation; `text`; questions alone.
 Columns of a conversation: `messages` or `conversations` (OpenAI's role/content or ShareGPT's from/value), `prompt` +
 `completion`, `instruction` + `output` (Alpaca's), `prompt` + `chosen` (preferences), `turns` (MT-bench's); several must
-agree. A malformed row raises RowError with its place and fault.
+agree. `weight` of a message or a row says how much its tokens count. A malformed row raises RowError with its place and
+fault.
 
 Invariant: a row passes the checks that the server makes of a request's messages; only other names of roles are read
 beyond, and calls in forms that came before `tool_calls`.
@@ -12,7 +13,7 @@ beyond, and calls in forms that came before `tool_calls`.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
@@ -38,9 +39,10 @@ FORMATS = (
     "question or input_ids + loss_mask"
 )
 
-TOKEN_COLUMNS = ("input_ids", "loss_mask", "token_rows")
-Tokens = tuple[Sequence[int], Sequence[int]]  # input_ids, and the loss_mask, which is as long
-Conversation = tuple[list[Message], frozenset[int]]  # messages, and the indices of answers not to supervise
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "loss_weights", "token_rows")
+MAX_WEIGHT = 1e9  # keeps products in the range of fp32
+Tokens = tuple[Sequence[int], Sequence[float]]  # input_ids, and their weights: 0 where nothing is supervised
+Conversation = tuple[list[Message], Mapping[int, float]]  # messages, and by index the weights that are not 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class Example:
     documents: Sequence[Tokens] | None = None
     tokenizer_hash: str | None = None  # of the tokenizer that the documents come from, where the row says so
     messages: list[Message] | None = None
-    unsupervised: frozenset[int] = frozenset()  # indices of answers whose `weight` is 0
+    weights: Mapping[int, float] = field(default_factory=dict)  # of answers, by index, where they are not 1
+    row_weight: float = 1.0  # of the whole row
     tools: list[Any] | None = None
     text: str | None = None
     prompt: str = ""  # precedes `text`, not supervised
@@ -66,22 +69,35 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
     present = {name for name, value in columns.items() if value is not None}
     try:
         check_text("id", identity)
+        row_weight = read_weight("weight", columns.get("weight"))
         documents = _documents(columns, present)
         if documents is not None:
-            return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), documents=documents)
-        check_weight("weight", columns.get("weight", 1), (1,))
+            return Example(
+                id=identity,
+                tokenizer_hash=columns.get("tokenizer_hash"),
+                documents=documents,
+                row_weight=row_weight,
+            )
         conversation = _conversation(_answered_forms(columns, present, has_template))
         if conversation is None and not _is_text(present):
             conversation = _conversation(_question_forms(columns, present))
         if conversation is not None:
-            messages, unsupervised = conversation
+            messages, weights = conversation
             tools = _tools(columns.get("tools"))
-            return Example(id=identity, messages=messages, unsupervised=unsupervised, tools=tools, is_cut=is_cut)
+            return Example(
+                id=identity, messages=messages, weights=weights, row_weight=row_weight, tools=tools, is_cut=is_cut
+            )
         if {"prompt", "completion"} <= present:
             texts = {name: _string(name, columns[name]) for name in ("prompt", "completion")}
-            return Example(id=identity, prompt=texts["prompt"], text=texts["completion"], is_cut=is_cut)
+            return Example(
+                id=identity,
+                prompt=texts["prompt"],
+                text=texts["completion"],
+                row_weight=row_weight,
+                is_cut=is_cut,
+            )
         if "text" in present:
-            return Example(id=identity, text=_string("text", columns["text"]))
+            return Example(id=identity, text=_string("text", columns["text"]), row_weight=row_weight)
     except ValueError as error:
         raise RowError(f"{row.place}: {error}") from error
     except RecursionError as error:
@@ -186,16 +202,18 @@ def _with_system(columns: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[s
 def _documents(columns: Mapping[str, Any], present: set[str]) -> list[Tokens] | None:
     """The tokens that a row holds: those of one document, or a list of several; None if it has none."""
     if {"input_ids", "loss_mask"} <= present:
-        return [_tokens(columns["input_ids"], columns["loss_mask"])]
+        return [_tokens(columns)]
     if "token_rows" not in present:
         return None
     rows = columns["token_rows"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError("token_rows must be a list of objects with input_ids and loss_mask that is not empty")
-    return [_tokens(row.get("input_ids"), row.get("loss_mask")) for row in rows]
+    return [_tokens(row) for row in rows]
 
 
-def _tokens(input_ids: Any, loss_mask: Any) -> Tokens:
+def _tokens(columns: Mapping[str, Any]) -> Tokens:
+    input_ids = columns.get("input_ids")
+    loss_mask = columns.get("loss_mask")
     if not isinstance(input_ids, list) or not isinstance(loss_mask, list) or not input_ids:
         raise ValueError("input_ids and loss_mask must be lists that are not empty")
     if len(input_ids) != len(loss_mask):
@@ -203,28 +221,35 @@ def _tokens(input_ids: Any, loss_mask: Any) -> Tokens:
     wrong = next((value for value in loss_mask if value not in (0, 1)), None)
     if wrong is not None:
         raise ValueError(f"loss_mask holds {wrong!r}; it must be 0 or 1")
-    return input_ids, loss_mask
+    loss_weights = columns.get("loss_weights")
+    if loss_weights is None:
+        return input_ids, loss_mask
+    if not isinstance(loss_weights, list) or len(loss_weights) != len(loss_mask):
+        raise ValueError(f"loss_weights must be a list of {len(loss_mask)} weights, as many as loss_mask has entries")
+    weights = [read_weight("loss_weights", weight) for weight in loss_weights]
+    return input_ids, [weight * value for weight, value in zip(weights, loss_mask, strict=True)]
 
 
 def _messages(entries: Any, column: str) -> Conversation:
-    """Messages as the server reads them, and the indices of answers that must not be supervised."""
+    """Messages as the server reads them, and their weights."""
     if not isinstance(entries, list):
-        return read_messages(entries, column), frozenset()
+        return read_messages(entries, column), {}
     messages = [_openai_form(entry, f"{column}.{index}") for index, entry in enumerate(entries)]
-    unsupervised = set()
-    for index, message in enumerate(messages):
-        if isinstance(message, dict):
-            weight = message.pop("weight", 1)
-            check_weight(f"{column}.{index}.weight", weight, (0, 1))
-            unsupervised |= {index} if weight == 0 else set()
-    return read_messages(messages, column), frozenset(unsupervised)
+    weights = {
+        index: read_weight(f"{column}.{index}.weight", message.pop("weight", None))
+        for index, message in enumerate(messages)
+        if isinstance(message, dict)
+    }
+    return read_messages(messages, column), {index: weight for index, weight in weights.items() if weight != 1}
 
 
-def check_weight(field: str, value: Any, weights: Sequence[int]) -> None:
-    """OpenAI's weight of an answer; rows have none."""
-    if value is not None and value not in weights:
-        allowed = " or ".join(map(str, weights))
-        raise ValueError(f"{field} is {value!r}; this program knows only {allowed}: leave the row out, or repeat it")
+def read_weight(name: str, value: Any) -> float:
+    """The weight of a message, a row or a token; 1 for null."""
+    if value is None:
+        return 1.0
+    if not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+        raise ValueError(f"{name} is {value!r}; give a number from 0 to {MAX_WEIGHT:g}, or leave it out for 1")
+    return float(value)
 
 
 def _openai_form(entry: Any, field: str) -> Any:

@@ -1,8 +1,9 @@
 """Prepared datasets on disk: tokens and loss masks in two splits, and the report that says what they are.
 
 A folder that `datasets` loads (DatasetDict with "train" and "heldout"; columns input_ids list<int32>, loss_mask
-list<bool>) with report.json beside the splits. The folder appears whole or not at all, and replaces a prepared dataset
-only.
+list<bool>) with report.json beside the splits. Where a supervised token has another weight than 1, there is also the
+column loss_weights list<float32>, null in rows without such tokens. The folder appears whole or not at all, and
+replaces a prepared dataset only.
 """
 
 import hashlib
@@ -23,8 +24,17 @@ from slipstream.models.files.outputs import DATASET
 REPORT = "report.json"
 ROWS = "rows.arrow"
 WRITE_ROWS = 1000
-SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.bool_()))])
-Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) bool
+WEIGHTS = "loss_weights"
+WEIGHTS_TYPE = pyarrow.list_(pyarrow.float32())
+SCHEMA = pyarrow.schema(
+    [
+        ("input_ids", pyarrow.list_(pyarrow.int32())),
+        ("loss_mask", pyarrow.list_(pyarrow.bool_())),
+        (WEIGHTS, WEIGHTS_TYPE),
+    ]
+)
+# input_ids (S,) int32, and the loss mask (S,) bool, or weights (S,) fp32 if some are neither 0 nor 1
+Tokens = tuple[np.ndarray, np.ndarray]
 Conversation = Sequence[Tokens]  # its documents, which stay in one split
 
 
@@ -33,6 +43,7 @@ class RowWriter:
 
     def __init__(self, path: Path) -> None:
         self.rows = self.tokens = self.supervised = 0
+        self.weighted = 0  # rows with weights
         self.keys = array("Q")  # hash of each row's ids
         self.conversations = array("Q")  # number of each row's conversation
         self._digest = hashlib.sha256()
@@ -48,7 +59,7 @@ class RowWriter:
 
     @property
     def data_hash(self) -> str:
-        """sha256 of every row's length, ids and mask, in the order written."""
+        """sha256 of every row's length, ids and mask or weights, in the order written."""
         return self._digest.hexdigest()
 
     def write(self, conversation: Conversation) -> None:
@@ -64,7 +75,8 @@ class RowWriter:
         self._pending.append((input_ids, loss_mask))
         self.rows += 1
         self.tokens += len(input_ids)
-        self.supervised += int(loss_mask.sum())
+        self.supervised += int(np.count_nonzero(loss_mask))
+        self.weighted += int(loss_mask.dtype != np.bool_)
         if len(self._pending) == WRITE_ROWS:
             self._flush()
 
@@ -72,9 +84,12 @@ class RowWriter:
         if not self._pending:
             return
         offsets = np.cumsum([0, *(len(ids) for ids, _ in self._pending)], dtype=np.int32)
-        columns = [np.concatenate(column) for column in zip(*self._pending, strict=True)]
-        lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(column)) for column in columns]
-        self._writer.write_batch(pyarrow.record_batch(lists, schema=SCHEMA))
+        ids = np.concatenate([ids for ids, _ in self._pending])
+        masks = np.concatenate([mask != 0 for _, mask in self._pending])
+        weights = [None if mask.dtype == np.bool_ else mask for _, mask in self._pending]
+        columns = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(column)) for column in (ids, masks)]
+        columns.append(pyarrow.array(weights, WEIGHTS_TYPE))
+        self._writer.write_batch(pyarrow.record_batch(columns, schema=SCHEMA))
         self._pending.clear()
 
 
@@ -122,6 +137,8 @@ def write_dataset(
             "copies_of_heldout": num_copies,
         }
         rows_file = Dataset.from_file(str(rows_path))
+        if not writer.weighted:
+            rows_file = rows_file.remove_columns(WEIGHTS)
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
         # datasets saves an empty split in no file at all and then cannot load it.
         num_shards = {name: None if size else 1 for name, size in sizes.items()}
@@ -177,6 +194,7 @@ def _figures(writer: RowWriter, heldout: float, seed: int, sizes: Mapping[str, i
         "tokens": writer.tokens,
         "supervised_tokens": writer.supervised,
         "supervised_share": round(writer.supervised / max(1, writer.tokens), 4),
+        "weighted_rows": writer.weighted,
         "heldout": heldout,
         "seed": seed,
         "data_hash": digest.hexdigest(),

@@ -30,6 +30,7 @@ class Dialogue:
     ]  # before each answer: turns of the user, the system and tools, and calls of the latter
     tools: list[Any] | None = None
     sample_of: str | None = None  # id of the row's first sample; None for that one
+    row_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class DialogueReader:
             self.dropped["duplicate"] += 1
             return None
         self._contents[identity] = content
-        return Dialogue(identity, questions, example.tools)
+        return Dialogue(identity, questions, example.tools, row_weight=example.row_weight)
 
     def _samples(self, dialogue: Dialogue) -> Iterator[Dialogue]:
         for number in range(self.samples):
@@ -194,11 +195,11 @@ def _extend(documents: list[Document] | None, prompt_ids: list[int], answer: Ans
     template renders an earlier answer otherwise, in another. None if the tokens are not known."""
     if documents is None or answer.token_ids is None:
         return None
-    mask: list[bool] = []
+    mask: list[float] = []
     if documents and prompt_ids[: len(documents[-1][0])] == documents[-1][0]:
         mask = documents[-1][1]
         documents = documents[:-1]
-    mask = mask + [False] * (len(prompt_ids) - len(mask)) + [True] * len(answer.token_ids)
+    mask = mask + [0.0] * (len(prompt_ids) - len(mask)) + [1.0] * len(answer.token_ids)
     return [*documents, (prompt_ids + answer.token_ids, mask)]
 
 
@@ -209,7 +210,8 @@ def _row(
     documents: list[Document] | None,
     chat: ChatTemplate | None,
 ) -> dict[str, Any]:
-    """The row to write. Calls that were in the input are not the model's: they get weight 0."""
+    """The row to write, with the weight of the row that it comes from. Calls that were in the input are not the
+    model's: they get weight 0."""
     answer_places = {length - 1 for length, _ in answers}
     weighted = [
         {**message, "weight": 0} if message["role"] == "assistant" and index not in answer_places else message
@@ -219,6 +221,8 @@ def _row(
     row: dict[str, Any] = {"id": dialogue.id, "messages": weighted, "finish_reason": last.finish_reason}
     if dialogue.sample_of is not None:
         row["sample_of"] = dialogue.sample_of
+    if dialogue.row_weight != 1:
+        row["weight"] = dialogue.row_weight
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
     if last.model is not None:

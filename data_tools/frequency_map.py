@@ -218,7 +218,7 @@ def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Coun
     tally = Tally()
     documents = itertools.chain.from_iterable(tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map")))
     while shard := list(itertools.islice(documents, SHARD_ROWS)):
-        supervised = np.concatenate([ids[mask] for ids, mask in shard])
+        supervised = np.concatenate([ids[mask > 0] for ids, mask in shard])
         counts += count_ids(supervised, target.vocab_size)
         digest.update(supervised.tobytes())
     tally.check()

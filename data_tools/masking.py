@@ -1,14 +1,15 @@
 """Loss masks: which tokens of a conversation the target itself would have generated.
 
 Invariant: the tokens before an answer are exactly those of the prompt that a server would prefill, the template's
-generation prompt included; those that follow are supervised up to the first end token, where generation would stop.
+generation prompt included; those that follow are supervised up to the first end token, where generation would stop, and
+have the weight of their answer.
 Each conversation is tokenised as a whole; a row whose tokens merge across the beginning of an answer is dropped.
 
 `{% generation %}` tags are not read: they say what fine-tuning trains on, which may be more (the header of the answer,
 the newline after it) or other text than the target writes.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from slipstream.models.chat.messages import REASONING_FIELDS, Message
 
 END_OF_THINKING = "</think>"  # in contents
 THINKING = "<think>"
-Document = tuple[list[int], list[bool]]  # token ids, and the mask of supervised ones
+Document = tuple[list[int], list[float]]  # token ids, and their weights: 0 where nothing is supervised
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,18 @@ def mask_conversation(
     *,
     turns: Literal["all", "last"],
     end_ids: Set[int],
-    unsupervised: Set[int] = frozenset(),
+    weights: Mapping[int, float] | None = None,
     is_cut: bool = False,
 ) -> list[Document]:
-    """Documents that supervise the answers of `messages`, but not those at the indices `unsupervised`.
+    """Documents that supervise the answers of `messages` with their `weights`, by index, where these are not 1.
 
     A document holds as many answers as follow each other in the tokens of a prompt. A template that renders an answer
     differently later, without its thinking for example, makes more documents. `is_cut`: max_tokens ended the last
     answer, so the end token is the template's, not the target's. Raises RowDropped.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    supervised = [index for index in answers if index not in unsupervised]
+    weights = weights or {}
+    supervised = [index for index in answers if weights.get(index, 1) > 0]
     if not answers:
         raise RowDropped("no_assistant_turn", "the row has no answer; make answers with `slipstream regenerate`")
     if not supervised:
@@ -57,7 +59,7 @@ def mask_conversation(
             mask = documents.pop()[1]
         else:
             mask = []
-        mask = mask + [False] * (turn.start - len(mask)) + [True] * (len(turn.ids) - turn.start)
+        mask = mask + [0.0] * (turn.start - len(mask)) + [weights.get(index, 1.0)] * (len(turn.ids) - turn.start)
         documents.append((turn.ids, mask))
     return documents
 

@@ -153,6 +153,8 @@ def show_report(report: Mapping[str, Any], output: Path) -> None:
     figures: dict[str, object] = {name.replace("_", " "): report[name] for name in names}
     figures["supervised share"] = f"{report['supervised_share']:.1%}"
     figures |= {"rows dropped": counted(report["rows_dropped"]), "split rows": counted(report["split_rows"])}
+    if report["weighted_rows"]:
+        figures["rows with weights"] = f"{report['weighted_rows']:,}, other than 0 and 1"
     if report["copies_of_heldout"]:
         figures["copies of held-out rows"] = f"{report['copies_of_heldout']:,}, left out of training"
     print(f"{output}:")

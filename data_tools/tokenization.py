@@ -88,9 +88,11 @@ class RowTokenizer:
 
     def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
         """Outcome of a row that `where` lets through. Raises RowError and RowDropped."""
-        documents = self._documents(to_example(row, columns, has_template=self.chat is not None), row.place)
+        example = to_example(row, columns, has_template=self.chat is not None)
+        documents = self._documents(example, row.place)
         length = self.options.max_length
-        supervised = [sum(mask[:length]) for _, mask in documents]
+        masks = [weigh(weights[:length], example.row_weight) for _, weights in documents]
+        supervised = [np.count_nonzero(mask) for mask in masks]
         enough = [count >= self.options.min_supervised for count in supervised]
         if not any(enough):
             longest = max(len(ids) for ids, _ in documents)
@@ -102,8 +104,8 @@ class RowTokenizer:
             sample_of=None if columns.get("sample_of") is None else str(columns["sample_of"]),
             truncated=any(len(ids) > length for ids, _ in documents),
             documents=tuple(
-                (np.array(ids[:length], np.int32), np.array(mask[:length], np.bool_))
-                for ids, mask in itertools.compress(documents, enough)
+                (np.array(ids[:length], np.int32), mask)
+                for (ids, _), mask in itertools.compress(zip(documents, masks, strict=True), enough)
             ),
         )
 
@@ -111,7 +113,7 @@ class RowTokenizer:
         if example.documents is not None:
             for ids, _ in example.documents:
                 check_ids(ids, self.target, place, example.tokenizer_hash)
-            return [(list(ids), [bool(value) for value in mask]) for ids, mask in example.documents]
+            return [(list(ids), list(weights)) for ids, weights in example.documents]
         if example.text is not None:
             return [self._plain(example)]
         if self.chat is None:
@@ -123,7 +125,7 @@ class RowTokenizer:
             example.tools,
             turns=self.options.turns,
             end_ids=self.target.end_ids,
-            unsupervised=example.unsupervised,
+            weights=example.weights,
             is_cut=example.is_cut,
         )
 
@@ -136,10 +138,16 @@ class RowTokenizer:
         assert text is not None
         if not prompt:
             ids = tokenizer(text, verbose=False)["input_ids"]
-            return ids, [True] * len(ids)
+            return ids, [1.0] * len(ids)
         joined = prompt + text + ("" if example.is_cut else tokenizer.eos_token or "")
         ids, start = token_ids(prompt, joined, lambda texts: tokenizer(texts, verbose=False)["input_ids"])
-        return ids, [False] * start + [True] * (len(ids) - start)
+        return ids, [0.0] * start + [1.0] * (len(ids) - start)
+
+
+def weigh(weights: Sequence[float], row_weight: float) -> np.ndarray:
+    """The loss mask (S,) bool of tokens with these weights; their weights (S,) fp32 if some are neither 0 nor 1."""
+    mask = np.array(weights, np.float32) * np.float32(row_weight)
+    return mask if ((mask != 0) & (mask != 1)).any() else mask.astype(np.bool_)
 
 
 def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str | None = None) -> None:
@@ -257,7 +265,7 @@ class AnswerTokenizer(RowTokenizer):
         return [
             self._text(_message_texts(row, example.messages[index]), example.is_cut and index == answers[-1])
             for index in answers
-            if index not in example.unsupervised
+            if example.weights.get(index, 1) > 0
         ]
 
     def _served_ids(self, row: Row, columns: Mapping[str, Any]) -> Sequence[int] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import load_from_disk
+from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -206,3 +206,15 @@ def test_each_layout_keeps_to_its_folders(
         assert message in " ".join(capsys.readouterr().err.split())
     with pytest.raises(ValueError, match="have the layout of speculators"):
         StateStore(folder)
+
+
+def test_weights_have_no_place_in_the_layout(
+    tmp_path: Path, flags: Flags, capture_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = load_from_disk(str(capture_data))
+    weighted = {name: split.add_column("loss_weights", list(split["loss_mask"])) for name, split in splits.items()}
+    DatasetDict(weighted).save_to_disk(tmp_path / "data")
+    shutil.copy(capture_data / "report.json", tmp_path / "data")
+    with pytest.raises(SystemExit):
+        main([*flags(tmp_path / "states", *STATES), f"--data={tmp_path / 'data'}"])
+    assert "has weights of tokens (loss_weights), for which layout speculators has no place" in capsys.readouterr().err

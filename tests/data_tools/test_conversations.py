@@ -168,10 +168,16 @@ def test_messages_may_be_json_text() -> None:
         assert example({column: json.dumps(TURNS), "system": "Be kind."}).messages[1:] == TURNS
 
 
-def test_answers_of_weight_0_are_not_supervised() -> None:
-    turns = [{**turn, "weight": weight} for turn, weight in zip(TURNS * 2, (None, 0, 1, 1), strict=True)]
-    result = example({"messages": turns, "weight": 1})
-    assert (result.messages, result.unsupervised) == (TURNS * 2, {1})
+def test_messages_and_rows_have_weights() -> None:
+    turns = [{**turn, "weight": weight} for turn, weight in zip(TURNS * 2, (None, 0, 1, 2.5), strict=True)]
+    result = example({"messages": turns, "weight": 0.5})
+    assert (result.messages, result.weights, result.row_weight) == (TURNS * 2, {1: 0, 3: 2.5}, 0.5)
+    for columns in ({"text": "x"}, {"instruction": "a", "output": "b"}, {"input_ids": [1], "loss_mask": [1]}):
+        assert example(columns).row_weight == example({**columns, "weight": None}).row_weight == 1
+        assert example({**columns, "weight": 3}).row_weight == 3
+    weighted = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "loss_weights": [0, 0.5, 2]}
+    assert example(weighted).documents == [([1, 2, 3], [0, 0.5, 2])]
+    assert example({"token_rows": [weighted]}).documents == [([1, 2, 3], [0, 0.5, 2])]
 
 
 @pytest.mark.parametrize(
@@ -207,8 +213,18 @@ def test_answers_of_weight_0_are_not_supervised() -> None:
         ({"messages": "hello"}, "messages is not valid JSON"),
         ({"messages": '{"a": 1}'}, "messages must be a list of at least one message"),
         ({"messages": [{**TURNS[1], "reasoning": 3}]}, "messages.0.reasoning must be a string"),
-        ({"messages": [{**TURNS[1], "weight": 0.5}]}, "messages.0.weight is 0.5; this program knows only 0 or 1"),
-        ({"messages": TURNS, "weight": 2.0}, "weight is 2.0; this program knows only 1"),
+        (
+            {"messages": [{**TURNS[1], "weight": -1}]},
+            "messages.0.weight is -1; give a number from 0 to 1e+09, or leave",
+        ),
+        (
+            {"messages": TURNS, "weight": "high"},
+            "weight is 'high'; give a number from 0 to 1e+09, or leave it out for 1",
+        ),
+        ({"text": "x", "weight": float("nan")}, "weight is nan; give a number from 0"),
+        ({"text": "x", "weight": 1e10}, "weight is 10000000000.0; give a number from 0"),
+        ({"input_ids": [1], "loss_mask": [1], "loss_weights": [1, 2]}, "loss_weights must be a list of 1 weights, as"),
+        ({"input_ids": [1], "loss_mask": [1], "loss_weights": ["a"]}, "loss_weights is 'a'; give a number from 0"),
         ({"messages": []}, "messages must be a list of at least one message"),
         (
             {"messages": [*TURNS, {"role": "user"}]},

@@ -229,6 +229,19 @@ def test_calls_of_the_input_are_history() -> None:
     ]  # fmt: skip
 
 
+def test_a_row_keeps_its_weight(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hello", "weight": 0.5}, {"prompt": "What?"}]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    weights = []
+    for dialogue in DialogueReader(ConversationOptions(data=(str(data),))):
+        conversing = converse(dialogue, None, keep_cut=True)
+        next(conversing)
+        with pytest.raises(StopIteration) as stop:
+            conversing.send(say("fine"))
+        weights.append(stop.value.value.row.get("weight"))
+    assert weights == [0.5, None]
+
+
 def test_empty_answers_are_dropped() -> None:
     assert drive(CHATML, ["Hello"], [say("")])[1] == Result(id="x", dropped="empty_answer")
 

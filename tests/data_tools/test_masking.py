@@ -67,18 +67,23 @@ def test_masks_equal_the_tokens_cut_by_hand(template: str, end: str, pieces: Pie
     assert mask(template, CONVERSATION, end=end) == join(build_tokenizer(template, end), pieces)
 
 
-@pytest.mark.parametrize(("options", "answers"), [({"turns": "last"}, {6}), ({"unsupervised": {2}}, {6}),
-                                                  ({"unsupervised": {4}}, {3}),
-                                                  ({"unsupervised": {4}, "turns": "last"}, {3})])  # fmt: skip
+@pytest.mark.parametrize(("options", "answers"), [({"turns": "last"}, {6}), ({"weights": {2: 0}}, {6}),
+                                                  ({"weights": {4: 0}}, {3}),
+                                                  ({"weights": {4: 0}, "turns": "last"}, {3})])  # fmt: skip
 def test_some_answers_are_supervised(options: dict[str, Any], answers: set[int]) -> None:
     pieces = [(text, index in answers) for index, (text, _) in enumerate(CHATML_PIECES[: max(answers) + 1])]
     for template in (CHATML, CHATML_TAGGED):
         assert mask(template, CONVERSATION, **options) == join(build_tokenizer(template), pieces)
 
 
+def test_the_tokens_of_an_answer_have_its_weight() -> None:
+    pieces = [(text, {3: 0.5, 6: 2.0}.get(index, 0.0)) for index, (text, _) in enumerate(CHATML_PIECES)]
+    assert mask(CHATML, CONVERSATION, weights={2: 0.5, 4: 2.0}) == join(build_tokenizer(CHATML), pieces)
+
+
 def test_a_row_with_no_answer_to_supervise_is_dropped() -> None:
     with pytest.raises(RowDropped, match="no_assistant_turn: every answer has weight 0"):
-        mask(CHATML, CONVERSATION, unsupervised={2, 4})
+        mask(CHATML, CONVERSATION, weights={2: 0, 4: 0})
 
 
 def test_turns_after_the_last_answer_are_left_out() -> None:

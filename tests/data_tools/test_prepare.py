@@ -188,6 +188,40 @@ def test_answers_of_weight_0_are_not_supervised(tmp_path: Path, target: Path) ->
     assert "It is 1.<|im_end|>" in tokenizer.decode(row["input_ids"])
 
 
+def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target: Path) -> None:
+    """A column holds them, in rows that need it alone, and is read back."""
+    turns = [*ROWS[1]["messages"], *ROWS[2]["messages"]]
+    turns[1] = {**turns[1], "weight": 4}
+    rows = [{"messages": turns, "weight": 0.5}, {**ROWS[3], "weight": 3.0}, ROWS[4], {**ROWS[5], "weight": 0}]
+    dataset, report = prepare(tmp_path, target, rows, "--heldout", "0")
+    assert dataset["train"].features["loss_weights"] == List(Value("float32"))
+    assert (report["rows_dropped"], report["weighted_rows"]) == ({"too_few_supervised_tokens": 1}, 2)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    answers: dict[str, set[float]] = {}
+    for row in dataset["train"]:
+        weights = row["loss_weights"] or list(map(float, row["loss_mask"]))
+        assert [weight > 0 for weight in weights] == row["loss_mask"]
+        for weight in sorted(set(weights) - {0.0}):
+            text = tokenizer.decode(
+                [token for token, other in zip(row["input_ids"], weights, strict=True) if other == weight]
+            )
+            answers.setdefault(text, set()).add(weight)
+    end = "<|im_end|>"
+    assert answers == {
+        f"It is 1.{end}": {2.0},
+        f"It is 2.{end}": {0.5},
+        f"It is 3.{end}": {3.0},
+        f"It is 4.{end}": {1.0},
+    }
+    assert [row["loss_weights"] is None for row in dataset["train"]].count(True) == 1
+    copy = tmp_path / "copy"
+    main(["--data", str(tmp_path / "out"), "--target", str(target), "--output", str(copy), "--heldout", "0"])
+    again = load_from_disk(copy)["train"]
+    assert sorted(map(str, again)) == sorted(map(str, dataset["train"]))
+    _, plain = prepare(tmp_path, target, [{"messages": turns[2:]}, ROWS[3], ROWS[4]], "--heldout", "0")
+    assert plain["data_hash"] != report["data_hash"]
+
+
 def test_documents_of_a_conversation_stay_in_one_split(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     rows = [{"messages": chat(f"Hello {n}", "<think>hm</think>fine", "What?", f"is {n}")} for n in range(20)]
     target = make_folder(THINKING)
