@@ -29,7 +29,7 @@ from slipstream.train.draft_options import BaseDraftOptions, DraftRunOptions
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
-from slipstream.train.plan import plan
+from slipstream.train.plan import plan, scarcity_lines
 from slipstream.train.samples import SampleAnswers
 from slipstream.train.state_source import open_states, read_states
 from slipstream.train.training import DraftTraining
@@ -164,6 +164,8 @@ def train_draft(
         rows = {"train": train_rows, "heldout": heldout_rows}
         read_states(store, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
+    for line in scarcity_lines(training, train_rows, options, accelerator.num_processes):
+        accelerator.print(line)
     if accelerator.is_main_process:
         training.samples = SampleAnswers(files.tokenizer, options.evaluation.samples)
     identity = {

@@ -21,6 +21,9 @@ from slipstream.train.optim import Schedule, build_optimizers
 from slipstream.train.training import DraftTraining
 
 GPU_COUNTS = (1, 2, 4, 8)
+# Supervised tokens that a draft should see for each trainable parameter, epochs counted (docs/training.md, "How many
+# tokens"): what the recipes' budgets come to, which follow the published drafts.
+TOKENS_PER_PARAMETER = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def plan(
         *share_lines(train),
         *aux_lines(training, train),
         *step_lines(train, options, num_processes),
+        *scarcity_lines(training, train, options, num_processes),
     ]
     return "\n".join(lines)
 
@@ -134,8 +138,26 @@ def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[
         f"{rows * train.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps are an epoch"
     )
     share = train.supervised_share
-    total = (schedule.last_row or steps * rows) * train.row_tokens
+    total = planned_rows(schedule) * train.row_tokens
     yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
+
+
+def planned_rows(schedule: Schedule) -> int:
+    """Rows of the whole run, those of each epoch counted."""
+    return schedule.last_row or schedule.num_steps(Progress()) * schedule.rows_per_step
+
+
+def scarcity_lines(training: DraftTraining, train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
+    """A warning where the run sees few tokens for the draft's size. One that starts from another draft needs fewer."""
+    schedule = Schedule.of(options, len(train), num_processes)
+    tokens = planned_rows(schedule) * train.row_tokens * train.supervised_share
+    size = sum(parameter.numel() for parameter in training.parameters() if parameter.requires_grad)
+    if options.init_from is None and tokens < TOKENS_PER_PARAMETER * size:
+        yield (
+            f"warning   few tokens: {tokens:,.0f} supervised ones for {size:,} trainable parameters, "
+            f"{tokens / size:.2g} each; a draft is likely to need {TOKENS_PER_PARAMETER:g}: prepare more data, raise "
+            "optim.epochs, or make the draft smaller"
+        )
 
 
 def size_of(module: nn.Module) -> int:

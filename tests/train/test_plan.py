@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from slipstream.tests.train.runs import records
 from slipstream.train import dflash, eagle, eagle3, plan
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.plan import Memory
@@ -71,6 +73,37 @@ def test_counts_are_those_of_the_real_run(
     assert int(newest.name[5:]) == steps
     trained = int(re.search(r'"tokens": (\d+)', (newest / "run.json").read_text())[1])  # type: ignore[index]
     assert tokens == pytest.approx(trained, rel=0.25), "rows are as full as they are on average"
+
+
+@pytest.mark.parametrize("epochs", [1, 300])
+def test_few_tokens_for_the_drafts_size_are_warned_about(
+    epochs: int,
+    tmp_path: Path,
+    arguments: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the plan and by the run, alike."""
+    flags = arguments(tmp_path / "run", optim__steps="null", optim__epochs=epochs, draft__head="frozen")
+    eagle3.main([*flags, "--dry-run"])
+    planned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    if epochs == 300:
+        assert not planned
+        return
+    eagle3.main(flags)
+    assert planned == [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    (count,) = (int(part.replace(",", "")) for part in re.findall(r"for ([\d,]+) trainable parameters", planned[0]))
+    state = load_file(next((tmp_path / "run").glob("step-*")) / "state" / "model.safetensors")
+    shapes = [
+        tensor.shape.numel()
+        for name, tensor in state.items()
+        if name not in {"draft.lm_head.weight", "draft.d2t", "draft.t2d"}
+    ]
+    assert count == sum(shapes)
+    tokens = int(re.search(r"few tokens: ([\d,]+) supervised", planned[0])[1].replace(",", ""))  # type: ignore[index]
+    assert f"{tokens / count:.2g} each; a draft is likely to need 1: prepare more data" in planned[0]
+    assert tokens == pytest.approx(records(tmp_path / "run")[-1]["tokens"], rel=0.01)
+    eagle3.main([*arguments(tmp_path / "next", draft__head="frozen", init_from=tmp_path / "run" / "best"), "--dry-run"])
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
