@@ -5,7 +5,7 @@ epoch has a folder's rows as often as its weight says. Letters: B rows, S tokens
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,16 @@ class Batch:
     supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
     numbers: Tensor  # (B,) int64 index of each row in the whole run; seeds its random draws
     cached: CachedStates | None = None  # target states read from disk, if any
+    weights: Tensor | None = None  # (B, S) fp32 of tokens in the loss, 0 where unsupervised; None: 1 where supervised
 
     @property
     def num_supervised(self) -> int:
         return int(self.supervised.sum())
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of all tokens, which divides the loss."""
+        return float(self.num_supervised if self.weights is None else self.weights.double().sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +165,27 @@ class PackedRows:
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
         """These rows, padded to the longest; `first_number` is the index of the first one in the run."""
         fetched = [self.dataset[self.rows[row]] for row in rows]
-        documents = [list(zip(row["input_ids"], row["loss_mask"], strict=True)) for row in fetched]
+        documents = [list(zip(row["input_ids"], document_weights(row), strict=True)) for row in fetched]
         batch = collate(documents, self.max_length, first_number)
         return batch if self.add_states is None else self.add_states(batch, [x for row in rows for x in self.rows[row]])
 
 
-def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, first_number: int = 0) -> Batch:
-    """`rows` hold documents, a document its tokens and their loss mask."""
+def document_weights(columns: Mapping[str, Any]) -> list[Sequence[float]]:
+    """The weights of the tokens of each document; its loss mask where it has none."""
+    weights = columns.get("loss_weights") or [None] * len(columns["loss_mask"])
+    return [mask if row is None else row for mask, row in zip(columns["loss_mask"], weights, strict=True)]
+
+
+def collate(
+    rows: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]], max_length: int, first_number: int = 0
+) -> Batch:
+    """`rows` hold documents, a document its tokens and their loss mask, or their weights."""
     width = max(sum(min(len(tokens), max_length) for tokens, _ in row) for row in rows)
     shape = (len(rows), width)
     tokens = np.zeros(shape, np.int64)
     documents = np.full(shape, -1, np.int64)
     positions = np.zeros(shape, np.int64)
-    supervised = np.zeros(shape, bool)
+    weights = np.zeros(shape, np.float32)
     names = itertools.count()
     for index, row in enumerate(rows):
         start = 0
@@ -180,11 +194,17 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
             tokens[index, start:end] = ids[:max_length]
             documents[index, start:end] = next(names)
             positions[index, start:end] = np.arange(end - start)
-            supervised[index, start + 1 : end] = mask[1:max_length]
+            weights[index, start + 1 : end] = mask[1:max_length]
             start = end
-    arrays = tokens, documents, positions, supervised, np.arange(first_number, first_number + len(rows))
-    tensors: list[Any] = [torch.from_numpy(array) for array in arrays]
-    return Batch(*tensors)
+    supervised = weights != 0
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        documents=torch.from_numpy(documents),
+        positions=torch.from_numpy(positions),
+        supervised=torch.from_numpy(supervised),
+        numbers=torch.arange(first_number, first_number + len(rows)),
+        weights=None if (weights[supervised] == 1).all() else torch.from_numpy(weights),
+    )
 
 
 def possible_roots(batch: Batch) -> Tensor:

@@ -81,7 +81,7 @@ class Slots:
     places: Tensor  # (M,) int64 among all N * K
     known: Tensor  # (N, K) bool: which have a token of the draft's vocabulary
     counts: Tensor  # (N, K) bool
-    stands_for: Tensor  # (N,) fp32 how many possible anchors a block represents
+    stands_for: Tensor  # (N, 1) fp32 how many possible anchors a block represents; (N, K) times its tokens' weights
     whole: Tensor  # (B,) blocks whose K tokens are all known
     hidden: Tensor  # (N, K, H) states of all slots that propose
     contexts: Tensor  # (N,) rows of the batch before the anchors
@@ -184,7 +184,7 @@ class DFlashTraining(DraftTraining):
             parts |= {name: (losses, own) for name, losses in self.scorer_losses(slots, tokens).items()}
         if self.draft.confidence is not None:
             assert overlaps is not None
-            own = self.fixed_weights() * slots.counts * slots.stands_for.unsqueeze(1)
+            own = self.fixed_weights() * slots.counts * slots.stands_for
             parts["confidence"] = self.confidence_losses(slots, overlaps), slots.gather(own)
         for name, (losses, own) in parts.items():
             if self.losses[name]:
@@ -195,13 +195,17 @@ class DFlashTraining(DraftTraining):
     def backbone(self, batch: Batch) -> Slots:
         """The draft's states at blocks that are drawn from the batch, and what they are to predict."""
         config = self.draft.config
-        anchors, stands_for = draw_anchors(batch, self.options.anchors, self.seed)
+        anchors, represented = draw_anchors(batch, self.options.anchors, self.seed)
         blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
         labels = self.head_rows[blocks.labels]  # (N, K)
         known = blocks.counts & (labels >= 0)
         chosen = known if self.draft.confidence is None else blocks.counts
         places = chosen.flatten().nonzero().squeeze(1)  # (M,)
-        before = blocks.rows_before.clamp(max=batch.tokens.numel() - 1)
+        end = batch.tokens.numel() - 1
+        before = blocks.rows_before.clamp(max=end)
+        stands_for = represented.unsqueeze(1)
+        if batch.weights is not None:
+            stands_for = stands_for * batch.weights.flatten()[(before + 1).clamp(max=end)]
         previous = batch.tokens.flatten()[before].flatten()[places]
         taught_by = before.flatten()[places]
         labels = labels.flatten()[places].clamp(min=0)
@@ -323,14 +327,14 @@ class DFlashTraining(DraftTraining):
 
     def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
         """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
-        times the anchors that it stands for. `losses` (M,): cross-entropies, for those that depend on them."""
-        stands_for = slots.stands_for.unsqueeze(1)
+        times the anchors that it stands for and the weights of its tokens. `losses` (M,): cross-entropies, for those
+        that depend on them."""
         known = slots.known
         if self.options.loss == "dpace":
             found = slots.spread(losses if isinstance(losses, Tensor) else losses())
             count = known.shape[1]
-            return dpace_weights(found, known, slots.counts) * (2 / (count * (count + 1))) * stands_for
-        return self.fixed_weights() * known * stands_for
+            return dpace_weights(found, known, slots.counts) * (2 / (count * (count + 1))) * slots.stands_for
+        return self.fixed_weights() * known * slots.stands_for
 
     def fixed_weights(self) -> Tensor:
         """(K,) fp32 that fall with the distance, together 1."""

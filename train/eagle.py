@@ -50,7 +50,7 @@ class EagleTraining(ChainTraining):
             return self.target.logits(step.teacher[part], self.target_ids)[0]
 
         options = self.options
-        regression = (regression_losses(step.states, step.teacher) * step.counts).sum()
+        regression = (regression_losses(step.states, step.teacher) * step.row_weights).sum()
         entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, options.loss)
         own = options.feature_weight * regression + options.token_weight * entropy
         return options.ttt_decay**index * own, self.head.ids[rows], {"feature_loss": regression}

@@ -55,7 +55,7 @@ class Eagle3Training(ChainTraining):
         sums = Metrics()
         if options.state_weight:
             regression = regression_losses(states, step.final)
-            sums["state_loss"] = (regression * step.counts).sum()
+            sums["state_loss"] = (regression * step.row_weights).sum()
             loss = loss + options.state_weight * options.weight(index) * sums["state_loss"]
         return loss, drafted + self.draft.d2t[drafted], sums
 

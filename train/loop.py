@@ -1,7 +1,8 @@
 """The loop of every training program: accumulation, clipping, schedule, evaluation, trackers, checkpoints, resume.
 
-A drafter's loss is a sum over supervised tokens. It is divided by their number over all processes and the whole
-accumulation window, known before the first forward pass, so neither of them changes the gradient.
+A drafter's loss is a sum over supervised tokens, times their weights. It is divided by the sum of these over all
+processes and the whole accumulation window, known before the first forward pass, so neither of them changes the
+gradient.
 """
 
 import math
@@ -181,12 +182,13 @@ class Loop:
         totals["interrupted"] = torch.tensor([float(interrupted), 1.0], device=accelerator.device)
         sums = reduce(accelerator, totals)
         stopped = sums.pop("interrupted")[0] > 0
+        num_supervised = sums.pop("supervised")[0]
         record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
         self.update(record)
         progress.rows += self.schedule.next_rows(progress)
         progress.step += 1
-        progress.tokens += int(sums["loss"][1])
-        rate = sums["loss"][1] / (time.perf_counter() - began)
+        progress.tokens += int(num_supervised)
+        rate = num_supervised / (time.perf_counter() - began)
         record |= {"lr": lr, "tokens": progress.tokens, "tokens_per_second": rate}
         record |= {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
         return {name: value for name, value in record.items() if math.isfinite(value)}, stopped
@@ -199,18 +201,21 @@ class Loop:
         accelerator = self.accelerator
         optim = self.options.optim
         totals = Metrics()
-        supervised = float(sum(batch.num_supervised for batch, is_new in window if is_new))
-        num_tokens = torch.tensor(supervised, device=accelerator.device)
+        total_weight = float(sum(batch.total_weight for batch, is_new in window if is_new))
+        weight = torch.tensor(total_weight, device=accelerator.device)
         # Processes average their gradients and the accelerator divides by the window: both are undone here.
-        scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(num_tokens, "sum")
+        scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(weight, "sum")
         for batch, is_new in window:
             with accelerator.accumulate(self.model):
                 loss, metrics = self.model(batch)
                 accelerator.backward(loss * (scale * is_new))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
-            losses = torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))
-            add(totals, metrics | {"loss": losses}, is_new=is_new)
+            sums = {
+                "loss": torch.stack((loss.detach(), loss.new_tensor(batch.total_weight))),
+                "supervised": loss.new_tensor([batch.num_supervised, 1]),
+            }
+            add(totals, metrics | sums, is_new=is_new)
         if norm is not None:  # old versions of DeepSpeed give none
             norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=accelerator.device)
             totals["grad_norm"] = torch.stack((norm, torch.ones_like(norm)))

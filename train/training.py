@@ -76,7 +76,7 @@ class DraftTraining(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Sum over the supervised tokens of `batch`, which lies on the host, and metrics."""
+        """Sum over the supervised tokens of `batch`, which lies on the host, times their weights; and metrics."""
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Metrics:

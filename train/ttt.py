@@ -46,6 +46,7 @@ class Rows:
     num_asking: list[int]  # per document
     num_keys: list[int]  # per document
     runs: list[tuple[int, int, int]]  # neighbouring asking rows: how many, first key and number of keys of the last one
+    weights: Tensor | None = None  # (steps, M) fp32 of the tokens that the steps predict, if some are not 1
     taught: Tensor | None = None  # (M,) the places in `asking` of rows that are taught; None: all N, and M = N
 
     def of_taught(self, x: Tensor) -> Tensor:
@@ -70,6 +71,10 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
     keys = is_key.nonzero().squeeze(1)
     num_keys = documents[keys].unique_consecutive(return_counts=True)[1]
     counts = counting_rows(asking, num_steps)
+    weights = None
+    if batch.weights is not None:
+        predicted = asking + 2 + torch.arange(num_steps).unsqueeze(1)
+        weights = token_at(batch.weights.flatten(), predicted)
     taught = None
     if all_run:
         taught = torch.searchsorted(keys, asking)
@@ -87,6 +92,7 @@ def find_rows(batch: Batch, num_steps: int, *, all_run: bool = False) -> Rows:
         num_asking=num_asking.tolist(),
         num_keys=num_keys.tolist(),
         runs=find_runs(asking, keys, asking - positions[asking]),
+        weights=weights,
         taught=taught,
     )
 
@@ -232,7 +238,8 @@ class ChainStep:
     teacher: Tensor  # (n, ...) what `ChainTraining.teach` makes of them
     best: Tensor  # (n,) the target's best tokens
     counts: Tensor  # (n,) bool
-    weights: Tensor  # (n,) fp32: 1 where the row counts and the draft's vocabulary has the best token, else 0
+    row_weights: Tensor  # (n,) fp32 of the predicted tokens where the row counts, else 0
+    weights: Tensor  # (n,) fp32: row_weights where the draft's vocabulary has the best token, else 0
 
 
 class ChainTraining(DraftTraining):
@@ -250,8 +257,8 @@ class ChainTraining(DraftTraining):
 
     @abstractmethod
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
-        """Loss of step number `index`, summed over its rows, target ids of the drafted tokens (n,), and sums over
-        counting rows to log."""
+        """Loss of step number `index`, summed over its rows, target ids of the drafted tokens (n,), and sums over rows,
+        times `row_weights`, to log."""
 
     @abstractmethod
     def predictions(self, states: Tensor) -> Tensor:
@@ -272,9 +279,10 @@ class ChainTraining(DraftTraining):
         for index, step in enumerate(self.backbone(batch)):
             own, drafted, sums = self.objective(index, step)
             loss = loss + own
-            sums["accept_rate"] = ((drafted == step.best) & step.counts).sum()
+            agreements = ((drafted == step.best) & step.counts).sum()
+            metrics[f"accept_rate_{index}"] = torch.stack((agreements, step.counts.sum()))
             for name, total in sums.items():
-                metrics[f"{name}_{index}"] = torch.stack((total.detach(), step.counts.sum()))
+                metrics[f"{name}_{index}"] = torch.stack((total.detach(), step.row_weights.sum()))
         return loss, metrics
 
     def backbone(self, batch: Batch) -> Iterator[ChainStep]:
@@ -287,8 +295,16 @@ class ChainTraining(DraftTraining):
         for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, aux_states, final), num_steps)):
             length = max(len(states) - index, 0)
             counts = rows.counts[index, :length]
-            weights = (counts & is_known[index:]).float()
-            yield ChainStep(states[:length], taught[index:], teacher[index:], best[index:], counts, weights)
+            row_weights = counts.float() if rows.weights is None else counts * rows.weights[index, :length]
+            yield ChainStep(
+                states=states[:length],
+                final=taught[index:],
+                teacher=teacher[index:],
+                best=best[index:],
+                counts=counts,
+                row_weights=row_weights,
+                weights=row_weights * is_known[index:],
+            )
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""

@@ -74,7 +74,12 @@ def test_collate_lays_documents_out_with_padding() -> None:
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, -1, -1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]]
     assert batch.supervised.tolist() == [[False, True, True, False, True], [False] * 5]
-    assert batch.num_supervised == 3
+    assert (batch.num_supervised, batch.weights, batch.total_weight) == (3, None, 3)
+    batch = collate([[([1, 2, 3], [9.0, 0.5, 2.0]), ([4, 5], [True, True])], [([6], [0.0])]], 3)
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [[0, 0.5, 2, 0, 1], [0, 0, 0, 0, 0]]
+    assert batch.supervised.tolist() == [[False, True, True, False, True], [False] * 5]
+    assert (batch.num_supervised, batch.total_weight) == (3, 3.5)
 
 
 def documents_of(batch: Batch) -> list[tuple[int, ...]]:

@@ -20,10 +20,11 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights
-from slipstream.tests.train.block_cases import BLOCK_SIZE, make_training, packed
+from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, make_training, packed
 from slipstream.tests.train.conftest import documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients, assert_same_run, records
+from slipstream.tests.train.weighted_cases import check_weights
 from slipstream.train.batches import Batch, collate
 from slipstream.train.calibration import Calibration, Confidences, calibration_error, chain_error, fit_calibration
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
@@ -134,6 +135,13 @@ def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, t
     return losses
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_tokens_have_weights_in_every_head(target_model: PreTrainedModel, name: str) -> None:
+    training = rough_training(target_model, name)
+    training.options = replace(training.options, anchors=100)
+    check_weights(training, MAX_LENGTH)
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_losses_and_gradients_are_those_of_whole_rows(
@@ -146,7 +154,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(
     count = slots.known.shape[1]
     gamma = {4: 2.5, 5: 3.0}[count]
     decay = torch.exp(-torch.arange(count) / gamma)
-    fixed = decay / decay.sum() * slots.stands_for.unsqueeze(1)
+    fixed = decay / decay.sum() * slots.stands_for
     expected = torch.stack([0 * parameter.sum() for parameter in training.draft.parameters()]).sum()
     losses = plain_losses(training, slots)
     for loss, weight in WEIGHTS[name].items():

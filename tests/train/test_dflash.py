@@ -16,6 +16,7 @@ from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, flat_docu
 from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
+from slipstream.tests.train.weighted_cases import check_weights
 from slipstream.train import dflash
 from slipstream.train.batches import Batch, collate
 from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_roots
@@ -128,6 +129,11 @@ def test_a_row_alone_is_the_row_in_a_batch(target_model: PreTrainedModel, loss: 
     torch.testing.assert_close(sum(loss for loss, _ in alone), together)
     for name, value in metrics.items():
         assert sum(parts[name] for _, parts in alone).tolist() == value.tolist()
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap, loss: str) -> None:
+    check_weights(make_training(target_model, token_map.ids, DraftOptions(anchors=EVERYTHING, loss=loss)), MAX_LENGTH)
 
 
 def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
+from slipstream.tests.train.weighted_cases import check_weights
 from slipstream.train import losses
 from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
@@ -85,6 +86,10 @@ def test_loss_gradient_and_metrics_equal_the_loops(
         assert metrics[f"feature_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
     assert any(entropy is None for _, _, entropy, _ in terms) == reduced
     assert_same_gradients(loss, expected, training.draft)
+
+
+def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap) -> None:
+    check_weights(make_training(target_model, token_map.ids, **SEVERAL_STEPS), MAX_LENGTH)
 
 
 @pytest.mark.parametrize("seed", range(2))

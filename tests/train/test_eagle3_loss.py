@@ -17,6 +17,7 @@ from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document, documents, make_eagle3
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
+from slipstream.tests.train.weighted_cases import check_weights
 from slipstream.train.batches import collate
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training
 
@@ -83,6 +84,13 @@ def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> Non
     for step, gradient in enumerate(torch.autograd.grad(loss, logits)):
         has_gradient = gradient.abs().sum(dim=-1) > 0
         assert torch.equal(has_gradient, rows.counts[step, : len(gradient)] & in_vocabulary[step:])
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_layers": 2}], ids=str)
+def test_tokens_have_weights(target_model: PreTrainedModel, token_map: TokenMap, fields: dict[str, Any]) -> None:
+    training = make_eagle3(target_model, token_map.ids, **fields)
+    training.options = replace(training.options, state_weight=0.5)
+    check_weights(training, 64)
 
 
 @pytest.mark.parametrize("seed", range(2))

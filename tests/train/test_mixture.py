@@ -12,7 +12,7 @@ from datasets import Dataset, concatenate_datasets
 
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train.conftest import SaveData, random_dataset
-from slipstream.tests.train.runs import Arguments, assert_same_run, refusal, run_interrupted
+from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, records, refusal, run_interrupted
 from slipstream.train import eagle3
 from slipstream.train.batches import PackedRows, Share, row_order, training_batches
 from slipstream.train.mixture import Mixture
@@ -131,3 +131,26 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
     silent = save_data(nothing, nothing)
     with pytest.raises(ValueError, match=f"no document of 1 in {silent} has two supervised tokens"):
         Mixture.load({str(folders[0]): 1, str(silent): 1}, report["tokenizer_hash"]).train_rows(MAX_LENGTH)
+
+
+def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
+    tmp_path: Path, arguments: Arguments, save_data: SaveData
+) -> None:
+    """All weights doubled: the same run. Beside a folder without weights: its rows weigh as in one folder."""
+    parts = [random_dataset(30, seed=5), random_dataset(20, seed=7)]
+    heldout = random_dataset(4, seed=6)
+
+    def weighted(data: Dataset, weight: float) -> Dataset:
+        return data.add_column("loss_weights", [[weight * value for value in mask] for mask in data["loss_mask"]])
+
+    plain = [save_data(part, heldout) for part in parts]
+    double = [save_data(weighted(part, 2.0), heldout) for part in parts]
+    runs = {}
+    for name, paths in {"plain": plain, "double": double, "mixed": [plain[0], double[1]]}.items():
+        runs[name] = tmp_path / name
+        eagle3.main(arguments(runs[name], data__path=json.dumps({str(path): 1 for path in paths})))
+    assert_like_run(runs["double"], runs["plain"])
+    tokens = [[record["tokens"] for record in records(run)] for run in runs.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    losses = [[record["loss"] for record in records(run)] for run in runs.values()]
+    assert losses[0] != pytest.approx(losses[2], rel=1e-4)
