@@ -173,7 +173,7 @@ class Scene:
         )
 
     def ragged(self) -> AttentionMetadata:
-        """Of a ragged pass. Rows that nobody uses write to the dump page."""
+        """Returns the metadata of a ragged pass, whose unused rows write to the dump page."""
         case = self.case
         device = self.device
         assert case.num_decoding is not None
@@ -212,16 +212,23 @@ class Scene:
         return out, self.cache[LAYER].flatten(1, 2)[:, self.written]
 
     def layer(self, with_norms: bool = False, id: int = LAYER) -> AttentionLayer:
-        sizes = self.case.num_heads, self.case.num_kv_heads, self.cache.shape[-1]
-        norms = self.norms if with_norms else None
-        features = {"window": self.case.window, "scale": self.case.scale, "softcap": self.case.softcap}
-        return asking_layer(*sizes, id=id, norms=norms, sinks=self.sinks, **features)
+        return asking_layer(
+            self.case.num_heads,
+            self.case.num_kv_heads,
+            self.cache.shape[-1],
+            id=id,
+            window=self.case.window,
+            norms=self.norms if with_norms else None,
+            sinks=self.sinks,
+            scale=self.case.scale,
+            softcap=self.case.softcap,
+        )
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)
 
     def _give_pages_back(self, cache: Tensor) -> None:
-        """Those behind windows: they hold NaN, as another request's may."""
+        """Fills the pages behind windows with NaN, as another request may."""
         for request, length in enumerate(self.case.lengths):
             num_gone = max(0, length + 1 - (self.case.window or length + 1)) // self.case.page_size
             cache[:, :, self.state.pages[GROUP, self.rows[request], :num_gone].cpu()] = torch.nan

@@ -121,10 +121,10 @@ def features(target: Path = TARGET) -> dict[str, dict[str, Any]]:
     ids = tokenizer(target).encode
     words = [tuple(ids(word, add_special_tokens=False)) for word in (" the", " a", " is", ".", " of the")]
     common = {word[0]: 2.0 for word in words}
-    own = tokenizer(target)
-    spaces = {token: -20.0 for token in range(len(own)) if own.decode([token]).isspace()}
-    quote = {own.convert_tokens_to_ids('"'): 3.0}  # so that strings end
-    found: dict[str, dict[str, Any]] = {
+    vocabulary = tokenizer(target)
+    spaces = {token: -20.0 for token in range(len(vocabulary)) if vocabulary.decode([token]).isspace()}
+    quote = {vocabulary.convert_tokens_to_ids('"'): 3.0}  # so that strings end
+    options: dict[str, dict[str, Any]] = {
         "nothing but a temperature": {},
         "top_k, top_p and min_p": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
         "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
@@ -141,14 +141,14 @@ def features(target: Path = TARGET) -> dict[str, dict[str, Any]]:
         "speculation: enabled false": {"speculation": {"enabled": False}},
         "speculation: trace true": {"speculation": {"trace": True}},
     }
-    found["all together"] = {
-        **found["top_k, top_p and min_p"],
-        **found["penalties"],
-        **found["JSON schema"],
+    options["all together"] = {
+        **options["top_k, top_p and min_p"],
+        **options["penalties"],
+        **options["JSON schema"],
         "logprobs": 2,
         "speculation": {"trace": True},
     }
-    return found
+    return options
 
 
 def all_cases() -> list[Case]:
@@ -173,8 +173,8 @@ def requests_of(target: Path, cases: Sequence[Case]) -> list[Request]:
 
 def save_draft(target: Path, name: str, folder: Path, expected: dict[str, Answer]) -> None:
     """EAGLE and block drafts know half of the answers."""
-    known = list(requests_of(target, all_cases()))[::2]
-    texts = [(len(request.prompt), [*request.prompt, *expected[request.id].tokens]) for request in known]
+    requests = list(requests_of(target, all_cases()))[::2]
+    texts = [(len(request.prompt), [*request.prompt, *expected[request.id].tokens]) for request in requests]
     if name == "eagle3":
         save_random_draft(target, folder, 1500)
     elif name == "eagle":
@@ -185,11 +185,11 @@ def save_draft(target: Path, name: str, folder: Path, expected: dict[str, Answer
 
 def engine_of(target: Path, drafter: str, folder: Path, expected: dict[str, Answer], **options: Any) -> Engine:
     """Steps verify and draft any numbers of nodes, as a policy may choose. Drafts are kept in `folder`."""
-    name, own = DRAFTERS[drafter]
+    name, options_of_drafter = DRAFTERS[drafter]
     draft = name if name in ("none", "ngram") else folder / name
     if isinstance(draft, Path) and not draft.exists():
         save_draft(target, name, draft, expected)
-    engine = build_engine(target, draft, drafter=own, device="cpu", grammar_drafts=True, **options)
+    engine = build_engine(target, draft, drafter=options_of_drafter, device="cpu", grammar_drafts=True, **options)
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     return engine
 
@@ -200,38 +200,38 @@ def answers_alone(target: Path) -> dict[str, Answer]:
     return run(engine, requests_of(target, all_cases()))
 
 
-def differences(found: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
+def differences(answers: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
     """The ids of answers whose tokens or finish reasons differ, or whose log-probabilities do by more than 1e-4; and of
     those that were drafted for or traced otherwise than they ask."""
-    return [name for name, answer in found.items() if not is_equal(answer, expected[name], name)]
+    return [name for name, answer in answers.items() if not is_equal(answer, expected[name], name)]
 
 
-def is_equal(found: Answer, expected: Answer, name: str) -> bool:
-    same = (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
+def is_equal(answer: Answer, expected: Answer, name: str) -> bool:
+    same = (answer.tokens, answer.finish_reason) == (expected.tokens, expected.finish_reason)
     return (
         same
-        and is_as_asked(found, name)
-        and all(is_near(getattr(found, field), getattr(expected, field)) for field in ("logprobs", "prompt_logprobs"))
+        and is_as_asked(answer, name)
+        and all(is_near(getattr(answer, field), getattr(expected, field)) for field in ("logprobs", "prompt_logprobs"))
     )
 
 
-def is_as_asked(found: Answer, name: str) -> bool:
+def is_as_asked(answer: Answer, name: str) -> bool:
     """Nothing was drafted where that is not wanted; a trace has every token, and counts as many accepted tokens at each
     position as the request's own counts."""
-    asked = read_speculation(features()[name.split(" at ")[0]].get("speculation", {}))
-    counts = found.counts
-    if not asked.enabled and counts.drafted_tokens:
+    speculation = read_speculation(features()[name.split(" at ")[0]].get("speculation", {}))
+    counts = answer.counts
+    if not speculation.enabled and counts.drafted_tokens:
         return False
-    positions = Counter(one.position for one in found.trace)
+    positions = Counter(entry.position for entry in answer.trace)
     accepted = [positions[place + 1] for place in range(len(counts.accepted_by_position))]
-    return not asked.trace or (len(found.trace), accepted) == (len(found.tokens), counts.accepted_by_position)
+    return not speculation.trace or (len(answer.trace), accepted) == (len(answer.tokens), counts.accepted_by_position)
 
 
-def is_near(found: Logprobs | None, expected: Logprobs | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    pairs = zip((*found.tokens, *chain(*found.top)), (*expected.tokens, *chain(*expected.top)), strict=True)
-    return found.top_ids == expected.top_ids and all(abs(a - b) < 1e-4 for a, b in pairs)
+def is_near(logprobs: Logprobs | None, expected: Logprobs | None) -> bool:
+    if logprobs is None or expected is None:
+        return logprobs is expected
+    pairs = zip((*logprobs.tokens, *chain(*logprobs.top)), (*expected.tokens, *chain(*expected.top)), strict=True)
+    return logprobs.top_ids == expected.top_ids and all(abs(a - b) < 1e-4 for a, b in pairs)
 
 
 ANSWERS = len(TEMPERATURES) * 2 * 2  # of a feature with a drafter: few pages and room, each twice

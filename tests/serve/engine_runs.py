@@ -1,4 +1,4 @@
-"""What the engine's tests share: engines over tiny targets, prompts, and running requests to their end."""
+"""Tools of the engine's tests: engines over tiny targets, prompts, and running requests to their end."""
 
 import itertools
 import random

@@ -35,12 +35,13 @@ def logprobs_of(tokens: list[int], k: int) -> Logprobs:
 
 
 def trace_of(tokens: list[int], number: int) -> list[TokenTrace]:
-    """Of a round: two drafted tokens and the target's own, before which another and a withheld one were refused."""
+    """Returns a round's trace: two drafted tokens, and the target's own after two refused drafts, the second
+    withheld."""
     if number == 0:
         return [TokenTrace("target", 0, 0, rows=len(tokens)) for _ in tokens]
     origins = [("fake", place, number, ()) for place in range(1, ROUND)]
     refused = [((token + 1) % 256, None) for token in tokens[ROUND - 1 :]]
-    origins += [("target", 0, number, own) for own in refused]
+    origins += [("target", 0, number, token) for token in refused]
     return [TokenTrace(*origin, drafted=ROUND - 1, rows=ROUND) for origin in origins[: len(tokens)]]
 
 

@@ -18,15 +18,15 @@ COMPILING = "flashinfer.jit.cpp_ext"
 
 
 class Wrapper:
-    """What both wrappers share: a plan is read once per `plan`, not per `run`."""
+    """Base of both wrappers: a plan is read once per `plan`, not per `run`."""
 
-    made: list["Wrapper"] = []
+    instances: list["Wrapper"] = []
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
         self.num_plans = 0
-        self.made.append(self)
+        self.instances.append(self)
 
     def _keep(self, starts: Tensor, table: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
         page_starts, pages, last_page_len = table
@@ -42,8 +42,8 @@ class Wrapper:
         self.dtype = dtype
         self.pages = pages.split(page_starts.diff().tolist())
         self.lengths = [
-            (len(own) - 1) * shape[3] + int(last) if len(own) else int(last)
-            for own, last in zip(self.pages, last_page_len, strict=True)
+            (len(pages) - 1) * shape[3] + int(last) if len(pages) else int(last)
+            for pages, last in zip(self.pages, last_page_len, strict=True)
         ]
 
     def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

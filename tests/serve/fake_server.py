@@ -102,9 +102,9 @@ def engine_held(server: Server) -> Iterator[None]:
 def send_post(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request has been sent, and no answer is read."""
     connection = socket.create_connection(server.listener.getsockname()[:2], timeout=120)
-    sent = json.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
-    connection.sendall(f"{head}\r\n\r\n{sent}".encode())
+    payload = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    connection.sendall(f"{head}\r\n\r\n{payload}".encode())
     return connection
 
 
@@ -142,8 +142,8 @@ def gauge(client: httpx.Client, name: str) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith(f"slipstream_{name} ")))
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], subject: str) -> None:
     deadline = time.monotonic() + 120  # far more than a busy machine takes
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true"
+        assert time.monotonic() < deadline, f"{subject} did not come true"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What the lossless tests ask for, and drafts that know some of the answers."""
+"""Requests of the lossless tests, and drafts that know some of the answers."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ def ending_requests() -> list[Request]:
 
 def known_texts(target: Path) -> list[tuple[int, list[int]]]:
     """Some of the answers that these tests ask for."""
-    asked = [ending_requests(), *(uneven_requests(sampling) for sampling in SAMPLINGS.values())]
-    return [text for requests in asked for text in texts_of(target, requests)]
+    mixes = [ending_requests(), *(uneven_requests(sampling) for sampling in SAMPLINGS.values())]
+    return [text for requests in mixes for text in texts_of(target, requests)]
 
 
 def save_dflash(target: Path, folder: Path) -> None:

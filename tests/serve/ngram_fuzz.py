@@ -29,7 +29,7 @@ def advance(core: Any, row: int, width: int, *gained: int) -> Tree:
 
 
 def arrays_for(batch: int, width: int) -> dict[str, Any]:
-    """What `advance` writes into."""
+    """Returns the arrays that `advance` writes."""
     return {
         "tokens": np.full((batch, width), -7, np.int32),
         "parents": np.full((batch, width), -7, np.int32),
@@ -82,9 +82,9 @@ class Fuzz:
         """At least one token; often a part of an earlier text, perhaps with a change."""
         if self.rng.random() < 0.5:
             return self.random_text(longest)
-        known = self.rng.choice(self.texts)
-        start = self.rng.randrange(len(known))
-        part = known[start : start + longest]
+        text = self.rng.choice(self.texts)
+        start = self.rng.randrange(len(text))
+        part = text[start : start + longest]
         if self.rng.random() < 0.5:
             part[self.rng.randrange(len(part))] = self.rng.randrange(self.vocab)
         return part
@@ -114,9 +114,9 @@ class Fuzz:
         common = self.rng.choice((None, *self.names))
         self.core.admit(row, text, name, common)
         self.core.flush()
-        used = {user for users in self.users.values() for user in users}  # a namespace without texts is forgotten
-        used |= {branch[0] for branch in self.model.trie.branches()}
-        self.users[row] = (name, common) if common in used else (name,)
+        names = {user for users in self.users.values() for user in users}  # a namespace without texts is forgotten
+        names |= {branch[0] for branch in self.model.trie.branches()}
+        self.users[row] = (name, common) if common in names else (name,)
         self.model.admit(row, text, *self.users[row])
         self.drafts[row] = []
         self.num_operations += 1
@@ -141,15 +141,15 @@ class Fuzz:
     def round(self) -> None:
         """All running requests gain tokens, some of them drafted ones, and get a tree each."""
         rows = sorted(self.drafts)
-        most = self.rng.randint(1, 6)
+        limit = self.rng.randint(1, 6)
         gained: dict[int, list[int]] = {}
         for row in rows:
-            text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
-            gained[row] = text[: self.rng.randint(0, most)]
+            text = self.drafts[row] if self.rng.random() < 0.4 else self.text(limit)
+            gained[row] = text[: self.rng.randint(0, limit)]
         width = self.rng.choice((1, 2, 8, 16, 64))
         arrays = arrays_for(len(rows), width)
         tokens, parents, scores, matches, foreign = arrays.values()
-        emitted = [[len(text), *text, *[9] * (most - len(text))] for text in gained.values()]
+        emitted = [[len(text), *text, *[9] * (limit - len(text))] for text in gained.values()]
         counts = self.core.advance(rows, emitted, **arrays)
         self.core.flush()
         assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
@@ -157,12 +157,12 @@ class Fuzz:
         assert trees == self.model.advance(gained, width), self.place()
         assert foreign.tolist() == self.model.foreign, self.place()
         np.testing.assert_allclose(scores, self.model.scores, rtol=1e-5, atol=1e-6, err_msg=self.place())
-        for (own, above, _), count in zip(trees, counts, strict=True):
+        for (tokens_of_tree, above, _), count in zip(trees, counts, strict=True):
             assert all(0 <= above[node] < node for node in range(1, count)), self.place()
             children = Counter(above[1:count])
-            assert len(set(zip(above[:count], own, strict=False))) == count, "siblings are distinct"
+            assert len(set(zip(above[:count], tokens_of_tree, strict=False))) == count, "siblings are distinct"
             assert max(children.values(), default=0) <= self.options["breadth"], self.place()
-        self.drafts = {row: own[1:count] for row, own, count in zip(rows, tokens.tolist(), counts, strict=True)}
+        self.drafts = {row: drafted[1:count] for row, drafted, count in zip(rows, tokens.tolist(), counts, strict=True)}
         self.num_operations += 2 * len(rows)
 
     def compare_counts(self) -> None:

@@ -22,7 +22,7 @@ class History:
     """Where the last tokens of a request occur in a namespace."""
 
     root: Node
-    seen: int = 0
+    num_read: int = 0
     places: list[Place] = field(default_factory=list)
 
 
@@ -55,7 +55,7 @@ class NgramModel:
 
     def admit(self, row: int, tokens: list[int], name: str, common: str | None = None) -> None:
         names = [name, *([common] if common not in (None, name) else [])]
-        histories = [History(self.trie.root(each)) for each in names if each is not None]
+        histories = [History(self.trie.root(name)) for name in names if name is not None]
         self.requests[row] = Request(list(tokens), Writer(histories[0].root), histories)
         for token in tokens[-self.trie.branch_length :]:
             self.trie.append(self.requests[row].writer, token)
@@ -96,7 +96,7 @@ class NgramModel:
     def occurrences(self, tokens: list[int]) -> list[tuple[int, int]]:
         """(length of the match, index of the token behind it) of earlier ends like the text's, best first."""
         last = len(tokens) - 1
-        found = set()
+        matches = set()
         for gram in {max(self.min_match, min(LONG_GRAM, self.max_match)), self.min_match}:
             visited = 0
             for end in range(last - 1, gram - 2, -1):
@@ -105,14 +105,14 @@ class NgramModel:
                     length = gram
                     while length < min(self.max_match, end + 1) and tokens[end - length] == tokens[last - length]:
                         length += 1
-                    found.add((length, end + 1))
-        return sorted(found, reverse=True)[:MAX_OCCURRENCES]
+                    matches.add((length, end + 1))
+        return sorted(matches, reverse=True)[:MAX_OCCURRENCES]
 
     def follow(self, history: History, tokens: list[int]) -> None:
-        start = max(history.seen, len(tokens) - self.max_match)
-        if start > history.seen:
+        start = max(history.num_read, len(tokens) - self.max_match)
+        if start > history.num_read:
             history.places = []
-        history.seen = len(tokens)
+        history.num_read = len(tokens)
         for index in range(start, len(tokens)):
             text = tokens[:index]
             places = [place for place in history.places if place.depth < self.max_match]
@@ -142,12 +142,12 @@ class NgramModel:
         return grown
 
     def informed_places(self, history: History) -> list[Place]:
-        chosen: list[Place] = []
+        places: list[Place] = []
         for place in history.places:
-            known = chosen[-1].node.frequency if chosen else 0
-            if place.depth >= self.min_match and len(chosen) < MAX_PLACES and place.node.frequency > known:
-                chosen.append(place)
-        return chosen
+            frequency = places[-1].node.frequency if places else 0
+            if place.depth >= self.min_match and len(places) < MAX_PLACES and place.node.frequency > frequency:
+                places.append(place)
+        return places
 
     def at(self, place: Place) -> Cursor:
         node = place.node
@@ -176,7 +176,7 @@ class Tree:
         visits = VISITS_PER_NODE * self.width
         while visits > 0 and len(self.tokens) < self.width and self.waiting:
             visits -= 1
-            _, _, token, parent, length, probability, behind = self.waiting.pop(0)
+            _, _, token, parent, length, probability, next_cursor = self.waiting.pop(0)
             siblings = [node for node, above in enumerate(self.parents) if above == parent]
             node = next((node for node in siblings if self.tokens[node] == token), None)
             if node is None:
@@ -188,9 +188,9 @@ class Tree:
                 self.depths.append(self.depths[parent] + 1)
                 self.probabilities.append(probability)
                 self.foreign.append(True)
-            if behind[0] == "text":
+            if next_cursor[0] == "text":
                 self.foreign[node] = False
-            self.follow(behind, node, length, probability)
+            self.follow(next_cursor, node, length, probability)
         padding = [-1] * (self.width - len(self.tokens))
         return self.tokens + padding, self.parents + padding, longest
 
@@ -204,25 +204,25 @@ class Tree:
             node = cursor[1]
             weight = probability * length / (node.frequency * length + len(node.children))
             for child in node.children[: self.limit(parent)]:
-                behind = ("node", child) if child.children else ("log", child.frequency, child.tail, 0)
-                self.push(child.token, parent, length, weight * child.frequency, behind)
+                next_cursor = ("node", child) if child.children else ("log", child.frequency, child.tail, 0)
+                self.push(child.token, parent, length, weight * child.frequency, next_cursor)
         elif cursor[0] == "log":
             _, frequency, position, skip = cursor
             token = self.model.trie.log.read(position, skip)
             if token is not None:
                 weight = frequency * length
-                behind = ("log", frequency, position, skip + 1)
-                self.push(token, parent, length, probability * (weight / (weight + 1)), behind)
+                next_cursor = ("log", frequency, position, skip + 1)
+                self.push(token, parent, length, probability * (weight / (weight + 1)), next_cursor)
         else:
             _, index, period = cursor
             while index >= len(self.text):
                 index -= period
-            kept = probability * (length / (length + 1))
-            self.push(self.text[index], parent, length, kept, ("text", index + 1, period))
+            probability_of_text = probability * (length / (length + 1))
+            self.push(self.text[index], parent, length, probability_of_text, ("text", index + 1, period))
 
-    def push(self, token: int, parent: int, length: int, probability: float, behind: Cursor) -> None:
+    def push(self, token: int, parent: int, length: int, probability: float, cursor: Cursor) -> None:
         score = probability
         if self.model.order == "breadth":
             score = (length - self.depths[parent]) * 64 - self.depths[parent]
-        insort(self.waiting, (-score, self.num_pushed, token, parent, length + 1, probability, behind))
+        insort(self.waiting, (-score, self.num_pushed, token, parent, length + 1, probability, cursor))
         self.num_pushed += 1

@@ -108,8 +108,8 @@ class PacedServer:
         usage = {"usage": {"completion_tokens": place, "prompt_tokens": 5}} if self.has_usage else {}
         closing = {**usage, **self.metrics_of(emitted)}
         if response is None:
-            whole = {"message": {"role": "assistant", "content": "".join(pieces)}, "finish_reason": "stop"}
-            return web.json_response({"choices": [{**whole, **self.meta_of(emitted, body)}], **closing})
+            stopped = {"message": {"role": "assistant", "content": "".join(pieces)}, "finish_reason": "stop"}
+            return web.json_response({"choices": [{**stopped, **self.meta_of(emitted, body)}], **closing})
         await self.send(response, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
         await self.send(response, {"choices": [], **closing})
         await response.write(b"data: [DONE]\n\n")
@@ -128,8 +128,8 @@ class PacedServer:
         if self.dialect != "vllm-detailed":
             return {}
         histogram = [emitted.count(1 + accepted) for accepted in range(3)]
-        told = {"num_spec_steps": len(emitted), "num_accepted_draft_tokens": sum(emitted) - len(emitted)}
-        return {"metrics": {"speculative_decoding": {**told, "acceptance_histogram": histogram}}}
+        figures = {"num_spec_steps": len(emitted), "num_accepted_draft_tokens": sum(emitted) - len(emitted)}
+        return {"metrics": {"speculative_decoding": {**figures, "acceptance_histogram": histogram}}}
 
     def meta_of(self, emitted: list[int], body: dict[str, Any]) -> dict[str, Any]:
         if self.dialect != "sglang" or not body.get("return_meta_info"):

@@ -37,15 +37,15 @@ class Player(Capturer):
     def __init__(self) -> None:
         pass
 
-    def capture_all(self, what: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
+    def capture_all(self, subject: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         for key in keys:
             assert capture(key)
 
-    def capture(self, parts: Sequence[Part], what: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
-        given: list[Any] = [None]
+    def capture(self, parts: Sequence[Part], subject: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
+        value: list[Any] = [None]
 
         def play(part: Part) -> None:
-            given[0] = part(given[0])
+            value[0] = part(value[0])
 
         return [Played(partial(play, part)) for part in parts]  # type: ignore[misc]
 

@@ -86,18 +86,18 @@ def test_accept_lengths_of_other_servers(
 ) -> None:
     with paced(dialect) as server:
         accept(AcceptConfig(url=server.url, questions=[questions], concurrency=str(level), output=str(tmp_path)))
-    [found] = whole(tmp_path)
+    [figures_of_server] = whole(tmp_path)
     everything = [count for emitted in ROUNDS.values() for count in emitted]
-    assert found["by_rounds"] == pytest.approx(mean(everything))
+    assert figures_of_server["by_rounds"] == pytest.approx(mean(everything))
     means = defaultdict(list)
     for (question, _), emitted in ROUNDS.items():
         means[TURNS[question - 1]["category"]].append(mean(emitted))
-    assert found["by_answers"] == pytest.approx(mean(mean(lengths) for lengths in means.values()))
+    assert figures_of_server["by_answers"] == pytest.approx(mean(mean(lengths) for lengths in means.values()))
     expected = [mean(count > place for count in everything) for place in (1, 2)] if rates else []
-    assert found["accept_rates"] == pytest.approx(expected)
+    assert figures_of_server["accept_rates"] == pytest.approx(expected)
     if rates:
-        assert found["conditional_rates"] == pytest.approx([expected[0], expected[1] / expected[0]])
-    assert found["by_counters"] == (None if dialect == "plain" else pytest.approx(mean(everything)))
+        assert figures_of_server["conditional_rates"] == pytest.approx([expected[0], expected[1] / expected[0]])
+    assert figures_of_server["by_counters"] == (None if dialect == "plain" else pytest.approx(mean(everything)))
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()][1:]
     assert {row["source"] for row in rows if "question" in row} == {source}
     printed = capsys.readouterr()
@@ -109,8 +109,8 @@ def test_a_speed_up_against_another_server(questions: str, tmp_path: Path) -> No
     with paced("vllm-detailed") as drafting, paced("plain") as plain:
         urls = {"url": drafting.url, "baseline_url": plain.url}
         accept(AcceptConfig(**urls, questions=[questions], concurrency="2", temperature="0,1", output=str(tmp_path)))
-        asked = [[body["temperature"] for body in server.requests] for server in (drafting, plain)]
-    assert asked == [[0.0] * 8 + [1.0] * 7] * 2  # the first is a probe
+        temperatures = [[body["temperature"] for body in server.requests] for server in (drafting, plain)]
+    assert temperatures == [[0.0] * 8 + [1.0] * 7] * 2  # the first is a probe
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()][1:]
     for figure in figures(tmp_path):
         totals = {True: [0.0, 0.0], False: [0.0, 0.0]}
@@ -163,8 +163,8 @@ def test_our_server_its_counts_and_the_openai_client(server: Server, client: htt
     total = after.since(before)  # with the probe's 48 tokens
     assert total.rounds - 16 == sum(row["rounds"] for row in answers)
     assert total.decoded_tokens - 47 == sum(row["decoded_tokens"] for row in answers)
-    for one in whole(tmp_path / "out"):
-        assert one["by_rounds"] == pytest.approx(one["by_counters"], rel=0.005)
+    for figures_of_mode in whole(tmp_path / "out"):
+        assert figures_of_mode["by_rounds"] == pytest.approx(figures_of_mode["by_counters"], rel=0.005)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as other:
         for question in read_questions([str(file)]):
             conversation = Conversation(question)
@@ -173,12 +173,12 @@ def test_our_server_its_counts_and_the_openai_client(server: Server, client: htt
                 options: dict[str, Any] = {"seed": conversation.seed(5), "max_tokens": 20, "temperature": 1.0}
                 answer = other.chat.completions.create(model=MODEL, messages=conversation.prompt, **options)  # type: ignore[call-overload]
                 text = answer.choices[0].message.content
-                asked = [
+                texts = [
                     row["answer"]
                     for row in answers
                     if row["question"] == question.id and row["turn"] == conversation.turn
                 ]
-                assert asked == [text] * 4
+                assert texts == [text] * 4
                 more = conversation.take(text)
 
 
@@ -196,8 +196,8 @@ def test_an_interrupted_run_continues_to_the_same_table(server: Server, question
         output.mkdir()
         (output / "answers.jsonl").write_bytes(content[: rng.randrange(first, len(content))])
         accept(AcceptConfig(**options, output=str(output)))
-        for one, other in zip(figures(output), expected, strict=True):
-            assert {k: v for k, v in one.items() if k not in timed} == {
+        for line, other in zip(figures(output), expected, strict=True):
+            assert {k: v for k, v in line.items() if k not in timed} == {
                 k: v for k, v in other.items() if k not in timed
             }
             assert other["speed_up"] is not None
@@ -217,8 +217,8 @@ def test_figures_of_another_draft_are_not_told_again(questions: str, tmp_path: P
         server.process_start = 1.6e9
         file = tmp_path / "answers.jsonl"
         content = file.read_bytes()
-        for kept in (content, content[: len(content) // 2]):
-            file.write_bytes(kept)
+        for part in (content, content[: len(content) // 2]):
+            file.write_bytes(part)
             with pytest.raises(
                 ValueError, match=r"process_start of .* is not what .* 1500000000.0 then, 1600000000.0 now"
             ):
@@ -289,14 +289,14 @@ def test_a_draft_in_this_process(byte_draft: str, questions: str, tmp_path: Path
     turns = []
     more = True
     while more:
-        [one] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[list-item]
-        turns.append((one.text, one.stats.rounds, one.stats.accepted_by_position))
-        more = conversation.take(one.text)
+        [answer] = chat.chat([conversation.prompt], SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[list-item]
+        turns.append((answer.text, answer.stats.rounds, answer.stats.accepted_by_position))
+        more = conversation.take(answer.text)
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()][1:]
-    mine = [row for row in rows if row["question"] == "1"]
+    first = [row for row in rows if row["question"] == "1"]
     names = ("answer", "rounds", "accepted_by_position")
-    assert [tuple(row[name] for name in names) for row in mine if row["drafted"]] == turns
-    assert [row["answer"] for row in mine if not row["drafted"]] == [text for text, _, _ in turns]
+    assert [tuple(row[name] for name in names) for row in first if row["drafted"]] == turns
+    assert [row["answer"] for row in first if not row["drafted"]] == [text for text, _, _ in turns]
     shutil.rmtree(byte_draft)
     save_random_draft(Path(byte_draft).parent / "target", Path(byte_draft), seed=1)
     with pytest.raises(ValueError, match="draft is not what .* was begun with"):
@@ -310,10 +310,10 @@ def test_it_fails_below_a_length_and_where_requests_fail(
     server: Server, questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--url", server.url, "--questions", questions, "--max-tokens", "16", "--no-baseline"]
-    for place, (own, word) in enumerate(
+    for place, (options, word) in enumerate(
         [(["--fail-below", "2.9"], None), (["--fail-below", "3.1"], "below 3.1"), (["--max-tokens", "999"], "failed")]
     ):
-        flags = [*words, *own, "--output", str(tmp_path / str(place))]
+        flags = [*words, *options, "--output", str(tmp_path / str(place))]
         if word is None:
             main(flags)
             continue
@@ -354,8 +354,8 @@ def test_forms_of_questions(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl.gz"
     with gzip.open(file, "wt") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
-    found = read_questions([str(file)])
-    assert [(one.id, one.category, one.first, one.turns) for one in found] == [
+    questions = read_questions([str(file)])
+    assert [(question.id, question.category, question.first, question.turns) for question in questions] == [
         ("prompts-1", "prompts", "text", ()),
         ("ids", "prompts", [1, 2], ()),
         ("7", "prompts", [{"role": "user", "content": "q"}], ()),

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.chat.answers import texts_of
 from slipstream.serve.chat.arguments import parameter_types, typed
-from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, find_form
+from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, ReasoningForm, ToolForm, find_form
 from slipstream.serve.chat.markers import Markers
 from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Syntax, TextPiece, joined
 from slipstream.serve.detokenize import Decoder, TextStream
@@ -197,18 +197,21 @@ class NoTokens:
 
 @cache
 def syntax_of(tools: str, reasoning: str, tokenizer: Any = NoTokens) -> Syntax:
-    forms = TOOL_FORMS[tools], REASONING_FORMS.get(reasoning)
-    return Syntax(*forms, Markers(tokenizer, [text for form in forms for text in texts_of(form)]))
+    return syntax_with(TOOL_FORMS[tools], REASONING_FORMS.get(reasoning), tokenizer)
+
+
+def syntax_with(tools: ToolForm | None, reasoning: ReasoningForm | None, tokenizer: Any = NoTokens) -> Syntax:
+    return Syntax(tools, reasoning, Markers(tokenizer, [*texts_of(tools), *texts_of(reasoning)]))
 
 
 def read(syntax: Syntax, pieces: list[str]) -> tuple[Parts, list[Parts], AnswerParser]:
     """The parts together, one by one, and the parser."""
     numbers = itertools.count()
     parser = AnswerParser(syntax, TOOLS, new_id=lambda: f"call {next(numbers)}")
-    each = [parser.feed(piece) for piece in pieces]
-    each.append(parser.feed("", final=True))
-    whole = Parts(joined(piece for parts in each for piece in parts.pieces))
-    return whole, each, parser
+    steps = [parser.feed(piece) for piece in pieces]
+    steps.append(parser.feed("", final=True))
+    parts_of_text = Parts(joined(piece for parts in steps for piece in parts.pieces))
+    return parts_of_text, steps, parser
 
 
 def told(parts: Parts) -> Expected:
@@ -218,23 +221,23 @@ def told(parts: Parts) -> Expected:
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
 def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, expected: Expected) -> None:
     syntax = syntax_of(tools, reasoning)
-    whole, _, parser = read(syntax, [text])
-    assert told(whole) == expected
+    parts_of_text, _, parser = read(syntax, [text])
+    assert told(parts_of_text) == expected
     cuts = [[text[:place], text[place:]] for place in range(len(text))]
     for pieces in [list(text), *cuts]:
-        again, each, other = read(syntax, pieces)
-        assert again == whole, pieces
+        again, steps, other = read(syntax, pieces)
+        assert again == parts_of_text, pieces
         assert other.reasoning == parser.reasoning
-        heads = [call for parts in each for call in parts.pieces if isinstance(call, CallPiece) and call.name]
+        heads = [call for parts in steps for call in parts.pieces if isinstance(call, CallPiece) and call.name]
         assert [call.id for call in heads] == [f"call {index}" for index in range(len(heads))]
         assert not any(call.arguments for call in heads), "the name comes before the arguments"
 
 
 def test_arguments_that_are_json_come_as_they_are_written() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
-    _, each, _ = read(syntax_of("hermes", "none"), list(text))
+    _, steps, _ = read(syntax_of("hermes", "none"), list(text))
     pieces = [
-        call.arguments for parts in each for call in parts.pieces if isinstance(call, CallPiece) and not call.name
+        call.arguments for parts in steps for call in parts.pieces if isinstance(call, CallPiece) and not call.name
     ]
     assert pieces == list(CITY)
 
@@ -260,9 +263,9 @@ def written(form: str, name: str, arguments: dict[str, Any]) -> str:
     elif TOOL_FORMS[form].arguments == "parameters":
         tags = []
         for key, value in arguments.items():
-            shown = value if key == "city" else json.dumps(value, ensure_ascii=False)
+            value_text = value if key == "city" else json.dumps(value, ensure_ascii=False)
             tag = TOOL_FORMS[form].parameter.replace("$key", key).replace("$type", json.dumps(key == "city"))
-            tags.append(tag.replace("$value", shown))
+            tags.append(tag.replace("$value", value_text))
         text = "".join(tags)
     return TOOL_FORMS[form].call[0].replace("$name", name).replace("$arguments", text)
 
@@ -272,9 +275,14 @@ def written(form: str, name: str, arguments: dict[str, Any]) -> str:
 @given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3), before=PLAIN, seed=st.integers(0, 10**9))
 def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]], before: str, seed: int) -> None:
     """However they are cut. White space beside calls is not kept."""
-    own = TOOL_FORMS[form]
-    before = "" if own.at_start else before.strip()
-    text = before + own.first[0] + own.between.join(written(form, *call) for call in calls) + own.last[0]
+    form_of_tools = TOOL_FORMS[form]
+    before = "" if form_of_tools.at_start else before.strip()
+    text = (
+        before
+        + form_of_tools.first[0]
+        + form_of_tools.between.join(written(form, *call) for call in calls)
+        + form_of_tools.last[0]
+    )
     rng = random.Random(seed)
     pieces = []
     while text:
@@ -300,9 +308,9 @@ def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]],
 )
 def test_any_text_is_read_the_same_however_it_is_cut(pieces: list[str], forms: tuple[str, str]) -> None:
     syntax = syntax_of(*forms)
-    whole = read(syntax, ["".join(pieces)])[0]
-    assert read(syntax, pieces)[0] == whole
-    assert read(syntax, list("".join(pieces)))[0] == whole
+    parts_of_text = read(syntax, ["".join(pieces)])[0]
+    assert read(syntax, pieces)[0] == parts_of_text
+    assert read(syntax, list("".join(pieces)))[0] == parts_of_text
 
 
 def test_a_text_that_spells_a_marker_is_none(tmp_path: Path) -> None:
@@ -412,15 +420,16 @@ class Counted:
 
 
 def counting(tools: str | None, reasoning: str | None) -> Syntax:
-    forms = TOOL_FORMS[tools] if tools else None, REASONING_FORMS[reasoning] if reasoning else None
-    syntax = Syntax(*forms, Markers(NoTokens, [text for form in forms for text in texts_of(form)]))
+    syntax = syntax_with(TOOL_FORMS.get(tools or ""), REASONING_FORMS.get(reasoning or ""))
     for name in ("at_start", "anywhere", "after_call", "call_end"):
         if getattr(syntax, name, None) is not None:
             setattr(syntax, name, Counted(getattr(syntax, name)))
     syntax.ends = {name: Counted(pattern) for name, pattern in syntax.ends.items()}
     if hasattr(syntax, "parameter"):
-        own = syntax.parameter
-        syntax.parameter = replace(own, begin=Counted(own.begin), tag=Counted(own.tag), end=Counted(own.end))
+        parameter = syntax.parameter
+        syntax.parameter = replace(
+            parameter, begin=Counted(parameter.begin), tag=Counted(parameter.tag), end=Counted(parameter.end)
+        )
     return syntax
 
 
@@ -442,9 +451,9 @@ def test_answers_are_read_in_linear_time(tools: str | None, reasoning: str | Non
     """White space, beginnings of markers, both in turn, and long values, in small pieces: twice as much text is twice
     as much work."""
     syntax = counting(tools, reasoning)
-    whole = [text.replace("$name", "f") for form in (TOOL_FORMS.get(tools or ""), REASONING_FORMS.get(reasoning or ""))
+    forms = [text.replace("$name", "f") for form in (TOOL_FORMS.get(tools or ""), REASONING_FORMS.get(reasoning or ""))
              for text in texts_of(form) if len(text) > 2]  # fmt: skip
-    heads = [text.replace("$key", "k").partition("$")[0] for text in whole]
+    heads = [text.replace("$key", "k").partition("$")[0] for text in forms]
     repeated = {head[:length] for head in heads for length in {1, 2, len(head) // 2, len(head) - 1, len(head)}}
     call = "" if tools is None else TOOL_FORMS[tools].first[0] + TOOL_FORMS[tools].call[0].replace("$name", "f")
     value = call.partition("$")[0] + ("<parameter=k>" if tools == "qwen3_coder" else '{"k": "')

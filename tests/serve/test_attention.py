@@ -87,11 +87,11 @@ def visible(scene: Scene, request: int, query: int) -> set[int]:
     count = scene.case.query_lens[request]
     mask = case.mask_of(request)
     ancestors = ancestors_of(query, scene.parents[request]) if mask == "tree" else set()
-    seen = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[mask]
+    nodes = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[mask]
     if case.window is None:
-        return seen
-    own = depth(scene, request, query)
-    return {node for node in seen if depth(scene, request, node) > own - case.window}
+        return nodes
+    depth_of_query = depth(scene, request, query)
+    return {node for node in nodes if depth(scene, request, node) > depth_of_query - case.window}
 
 
 def depth(scene: Scene, request: int, query: int) -> int:
@@ -110,21 +110,22 @@ def turn(x: Tensor, position: int) -> Tensor:
 
 def expected(scene: Scene) -> Tensor:
     """(T, Q, D) in fp64."""
-    case, (all_q, all_k, all_v) = scene.case, (x.double() for x in scene.qkv)
+    case = scene.case
+    all_q, all_k, all_v = (x.double() for x in scene.qkv)
     out = torch.zeros_like(all_q)
     group = case.num_heads // case.num_kv_heads
     keys, values = scene.cache[LAYER].flatten(1, 2).double()
     start = 0
     for request, (count, length) in enumerate(zip(case.query_lens, case.lengths, strict=True)):
-        own = slice(start, start + count)
+        rows = slice(start, start + count)
         depths = [length + depth(scene, request, query) for query in range(count)]
-        turned = torch.stack([turn(k, place) for k, place in zip(all_k[own], depths, strict=True)])
+        turned = torch.stack([turn(k, place) for k, place in zip(all_k[rows], depths, strict=True)])
         for query, place in enumerate(depths):
-            seen = sorted(visible(scene, request, query))
+            nodes = sorted(visible(scene, request, query))
             first = 0 if case.window is None else max(0, place + 1 - case.window)
             past = scene.slots(request, min(first, length), length)
-            k = torch.cat((keys[past], turned[seen]))
-            v = torch.cat((values[past], all_v[own][seen]))
+            k = torch.cat((keys[past], turned[nodes]))
+            v = torch.cat((values[past], all_v[rows][nodes]))
             for head in range(case.num_heads):
                 scores = k[:, head // group] @ turn(all_q[start + query, head], place)
                 scores = scores * (case.scale or HEAD_DIM**-0.5)
@@ -146,9 +147,10 @@ def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tole
     cache = scene.cache.nan_to_num(-1)
     before = before.nan_to_num(-1)
     assert torch.equal(cache[0], before[0]), "another layer's KV changed"
-    (keys, values), (_, k, v) = cache[LAYER].flatten(1, 2), scene.qkv
-    used = zip(scene.written.tolist(), metadata.positions[: sum(scene.case.query_lens)].tolist(), strict=False)
-    for index, (slot, position) in enumerate(used):
+    keys, values = cache[LAYER].flatten(1, 2)
+    _, k, v = scene.qkv
+    places = zip(scene.written.tolist(), metadata.positions[: sum(scene.case.query_lens)].tolist(), strict=False)
+    for index, (slot, position) in enumerate(places):
         torch.testing.assert_close(keys[slot].double(), turn(k[index], position), atol=tolerance, rtol=tolerance)
         assert torch.equal(values[slot], v[index])
     untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, scene.written, False)
@@ -172,7 +174,7 @@ GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 @pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), gate_of(ATTENDED, GATE), indirect=["backend"])
 def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
     scene = scene_of(name, dtype)
-    wanted = expected(scene)
+    reference = expected(scene)
     before = scene.cache.clone()
     attention = backend(scene.kv, scene.ropes)
     for spare in (0, 20):  # the second pass writes the same rows again
@@ -180,7 +182,7 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
         attention.plan(metadata)
         out = attention.attend(*scene.qkv, scene.layer(), CASES[name].mask)
         assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(out.double(), reference, atol=tolerance, rtol=tolerance)
     check_stored(scene, before, metadata, tolerance)
 
 
@@ -260,14 +262,14 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     """With rows that nobody uses behind the others."""
     scene = scene_of(name, dtype)
     num_used = sum(scene.case.query_lens)
-    wanted = expected(scene)[:num_used]
+    reference = expected(scene)[:num_used]
     before = scene.cache.clone()
     metadata = scene.ragged()
     attention = backend(scene.kv, scene.ropes)
     attention.plan(metadata)
     out = attention.attend(*scene.qkv, scene.layer(), scene.case.mask)
     assert out.dtype == dtype
-    torch.testing.assert_close(out[:num_used].double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out[:num_used].double(), reference, atol=tolerance, rtol=tolerance)
     check_stored(scene, before, metadata, tolerance)
 
 
@@ -278,7 +280,7 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     scene = scene_of(name)
     case = scene.case
     num_used = sum(scene.case.query_lens)
-    wanted = expected(scene)[:num_used]
+    reference = expected(scene)[:num_used]
     before = scene.cache.clone()
     ragged = scene.ragged()
     assert case.num_decoding is not None
@@ -288,10 +290,17 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     first = sum(counts)
     attention = PartsAttention(split, nodes(scene.kv, scene.ropes), SDPABackend(scene.kv, scene.ropes))
 
-    def part(phase: Phase, requests: slice, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
-        places = own(scene.written[:num_used])
-        where = ragged.requests[requests], ragged.lengths[requests], own(ragged.positions[:num_used])
-        return AttentionMetadata(phase, scene.state, *where, KVSlots(lambda _: places), **shape)
+    def part(phase: Phase, requests: slice, rows_of: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
+        places = rows_of(scene.written[:num_used])
+        return AttentionMetadata(
+            phase=phase,
+            state=scene.state,
+            requests=ragged.requests[requests],
+            lengths=ragged.lengths[requests],
+            positions=rows_of(ragged.positions[:num_used]),
+            slots=KVSlots(lambda _: places),
+            **shape,
+        )
 
     of_nodes = None
     of_prompts = None
@@ -300,15 +309,15 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
         own_counts = counts if nodes.takes_unlike_counts else (split.most,) * len(counts)
         bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
         shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
-        own = (lambda x: x[:first]) if nodes.takes_unlike_counts else split.pad
-        of_nodes = part("verify", slice(len(counts)), own, **shape)
+        rows_of = (lambda x: x[:first]) if nodes.takes_unlike_counts else split.pad
+        of_nodes = part("verify", slice(len(counts)), rows_of, **shape)
     if lens:
         ends = tuple(scene.ends[len(counts) :])
         of_prompts = part("prefill", slice(len(counts), None), lambda x: x[first:], query_lens=lens, kv_bounds=ends)
-    written = KVSlots(lambda _: scene.written[:num_used])
-    attention.plan(of_nodes, of_prompts, ragged.positions[:num_used], written)
+    slots = KVSlots(lambda _: scene.written[:num_used])
+    attention.plan(of_nodes, of_prompts, ragged.positions[:num_used], slots)
     out = attention.attend(*(x[:num_used] for x in scene.qkv), scene.layer(), case.mask)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=1e-5)
     before.flatten(2, 3)[:, :, 0] = scene.cache.flatten(2, 3)[:, :, 0]
     check_stored(scene, before, ragged, 1e-5)
 

@@ -1,4 +1,4 @@
-"""What `--attention` may say, what `auto` takes, and the sentence for everything else."""
+"""Tests the values of `--attention`, the backends that `auto` picks, and the errors for all other values."""
 
 import logging
 from collections.abc import Iterator
@@ -133,14 +133,14 @@ def test_features_of_layers_are_served_or_refused_by_name(monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(SDPABackend, "features", SDPABackend.features - {lack})
             assert lack in SDPABackend.fault(KVFormat(CPU, torch.float32, layers)), "one layer is enough"
-            one = dict.fromkeys(PHASES, KVFormat(CPU, torch.float32, layers))
+            formats_of_phases = dict.fromkeys(PHASES, KVFormat(CPU, torch.float32, layers))
             with pytest.raises(ValueError, match=f"'sdpa' cannot serve the phase prefill: .* {lack}; backends that"):
-                find_backends("sdpa", one)
+                find_backends("sdpa", formats_of_phases)
 
 
 @pytest.mark.usefixtures("flashinfer")
 def test_an_fp8_cache_is_read_by_our_kernels_and_sdpa() -> None:
-    kv = {phase: one._replace(has_codes=True) for phase, one in formats().items()}
+    kv = {phase: form._replace(has_codes=True) for phase, form in formats().items()}
     assert names("auto", kv) == ["sdpa Backend", "triton Backend", "triton Backend"]
     with pytest.raises(
         ValueError, match="'flashinfer' cannot serve .*: it has no kernels for an FP8 KV cache .*: sdpa$"

@@ -86,18 +86,18 @@ def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **
         width=None if draft == "none" else 4,
         **options,
     )
-    found: dict[str, Answer] = {}
+    answers_of_engine: dict[str, Answer] = {}
     for batch in requests():
-        found |= run(engine, batch)
-    assert sum(answer.counts.cached_tokens for answer in found.values()) > 100
-    return found
+        answers_of_engine |= run(engine, batch)
+    assert sum(answer.counts.cached_tokens for answer in answers_of_engine.values()) > 100
+    return answers_of_engine
 
 
-def check(model: torch.nn.Module, found: dict[str, Answer]) -> None:
+def check(model: torch.nn.Module, answers: dict[str, Answer]) -> None:
     """No token is more than LOGIT_BOUND below the best after the tokens before it. So two answers first differ where
     the best two are at most that far apart."""
     for request in (request for batch in requests() for request in batch):
-        tokens = found[request.id].tokens
+        tokens = answers[request.id].tokens
         assert len(tokens) == request.params.max_tokens
         with torch.no_grad():
             logits = model(torch.tensor([request.prompt + tokens])).logits[0, len(request.prompt) - 1 : -1]
@@ -109,8 +109,8 @@ def check(model: torch.nn.Module, found: dict[str, Answer]) -> None:
 @torch.inference_mode()
 def test_sdpa_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> None:
     results = [Scene(PASSES[name], HEAD_DIM, torch.float32, device).attend(SDPABackend) for device in ("cpu", "cuda")]
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.cpu(), expected, atol=2e-3, rtol=2e-3)
+    for expected, out in zip(*results, strict=True):
+        torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +125,9 @@ def test_fp32_gives_sdpas_tokens(
 ) -> None:
     expected = of_sdpa["float32"]
     assert tokens_of(answers(target, "none", mix, "float32")) == tokens_of(expected)
-    found = answers(target, draft, mix, "float32")
-    assert tokens_of(found) == tokens_of(expected)
-    for name, answer in found.items():  # the draft, too, saw what it sees with sdpa
+    answers_of_engine = answers(target, draft, mix, "float32")
+    assert tokens_of(answers_of_engine) == tokens_of(expected)
+    for name, answer in answers_of_engine.items():  # the draft, too, saw what it sees with sdpa
         assert answer.counts.accepted_by_position == expected[name].counts.accepted_by_position, name
 
 
@@ -135,9 +135,9 @@ def test_fp32_gives_sdpas_tokens(
 def test_bf16_with_a_draft_gives_the_best_up_to_rounding(
     target: Path, draft: Path, model: torch.nn.Module, of_sdpa: dict[str, dict[str, Answer]], mix: dict[str, str]
 ) -> None:
-    found = answers(target, draft, mix, "bfloat16")
-    check(model, found)
-    assert acceptance(found) == pytest.approx(acceptance(of_sdpa["bfloat16"]), abs=0.02)
+    answers_of_engine = answers(target, draft, mix, "bfloat16")
+    check(model, answers_of_engine)
+    assert acceptance(answers_of_engine) == pytest.approx(acceptance(of_sdpa["bfloat16"]), abs=0.02)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in IN_BF16 if mix["draft"] == "triton"], ids=ids)

@@ -128,17 +128,17 @@ class World:
 
     def advance(self, *, later: bool) -> None:
         """A pass over one row or more of each of some requests."""
-        chosen = [slot for slot in self.running if self.rng.random() < 0.8]
-        counts = [self.rng.choice([1, 1, 1, self.rng.randint(1, MOST // SLOTS)]) for _ in chosen]
+        active = [slot for slot in self.running if self.rng.random() < 0.8]
+        counts = [self.rng.choice([1, 1, 1, self.rng.randint(1, MOST // SLOTS)]) for _ in active]
         places = list[int]()
         slots = list[int]()
-        for slot, count in zip(chosen, counts, strict=True):
+        for slot, count in zip(active, counts, strict=True):
             text = self.running[slot]
             while text.length + count > len(text.pages) * SIZE:
                 text.pages.append(self.new_page())
-            own = range(text.length, text.length + count)
-            places += own
-            slots += [text.pages[place // SIZE] * SIZE + place % SIZE for place in own]
+            positions = range(text.length, text.length + count)
+            places += positions
+            slots += [text.pages[place // SIZE] * SIZE + place % SIZE for place in positions]
             text.length += count
             self.write_table(slot)
         if not slots:
@@ -148,7 +148,7 @@ class World:
         layout: Any = dict.fromkeys(Layout._fields) | {
             "places": numbers + 7,
             "kv_slots": torch.tensor(slots),
-            "segment_slots": torch.tensor(chosen),
+            "segment_slots": torch.tensor(active),
         }
         last = torch.tensor(list(itertools.accumulate(counts))) - 1
         verified: Any = dict.fromkeys(Verified._fields) | {"next_tokens": numbers.int(), "last": last}
@@ -158,8 +158,8 @@ class World:
             runner._extend(Layout(**layout), Verified(**verified), aux_states, later=is_late)
 
     def new_page(self) -> int:
-        used = {page for text in self.running.values() for page in text.pages}
-        free = [page for page in range(1, PAGES) if page not in used]
+        taken_pages = {page for text in self.running.values() for page in text.pages}
+        free = [page for page in range(1, PAGES) if page not in taken_pages]
         page = self.rng.choice(free)
         self.cached = [pages for pages in self.cached if page not in pages]
         return page
@@ -167,10 +167,10 @@ class World:
     def draft(self, slots: list[int]) -> None:
         """Catches up for them, and compares what a draft would read."""
         numbers = self.runner.due(torch.tensor(slots), [self.running[slot].length for slot in slots])
-        held = {self.eager.kept[place] for slot in slots for place in self.places(slot)}
+        computed = {self.eager.kept[place] for slot in slots for place in self.places(slot)}
         num_computed = len(self.lazy.computed)
         self.runner.extend_by(numbers)
-        assert held.issuperset(self.lazy.computed[num_computed:]), "what nobody asked for, or what was replaced"
+        assert computed.issuperset(self.lazy.computed[num_computed:]), "what nobody asked for, or what was replaced"
         for slot in slots:
             assert [self.lazy.kept[place] for place in self.places(slot)] == [
                 self.eager.kept[place] for place in self.places(slot)
@@ -264,8 +264,8 @@ def serve(engine: Engine, check: Callable[[], None] = lambda: None) -> tuple[dic
 
     def choose(num_decoding: int, *_: object, **__: object) -> Choice:
         number = next(steps)
-        asked = [at % 17 == 3 or 60 < at < 70 for at in (number - 1, number)]
-        return Choice(num_decoding * (4 if asked[0] else 1), 4 if asked[1] else 1)
+        is_wide = [at % 17 == 3 or 60 < at < 70 for at in (number - 1, number)]
+        return Choice(num_decoding * (4 if is_wide[0] else 1), 4 if is_wide[1] else 1)
 
     def recorded(batch: DraftBatch, width: int) -> Proposal:
         proposal = propose(batch, width)
@@ -300,7 +300,7 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     build = partial(build_engine, target, draft, max_running=4, kv_cache_tokens=176, page_size=1 if is_tight else 16)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_extends_later", lambda *_: False)
-        expected, wanted = serve(build())
+        expected, references = serve(build())
     engine = build()
     passes = engine.runner.passes
     scheduler = engine.scheduler
@@ -319,10 +319,12 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
     assert [answer.counts.accepted_tokens for answer in answers.values()] == [
         answer.counts.accepted_tokens for answer in expected.values()
     ]
-    assert len(proposals) == len(wanted) > 15
-    for (slots, tokens, scores), (own, others, given) in zip(proposals, wanted, strict=True):
-        assert (slots, tokens) == (own, others)
-        torch.testing.assert_close(scores, given, atol=1e-4, rtol=1e-4)
+    assert len(proposals) == len(references) > 15
+    for (slots, tokens, scores), (reference_slots, reference_tokens, reference_scores) in zip(
+        proposals, references, strict=True
+    ):
+        assert (slots, tokens) == (reference_slots, reference_tokens)
+        torch.testing.assert_close(scores, reference_scores, atol=1e-4, rtol=1e-4)
     assert any(answer.counts.accepted_tokens for answer in answers.values())
     assert any(answer.counts.cached_tokens for answer in answers.values())
     assert scheduler.num_preemptions > 0
@@ -331,8 +333,8 @@ def test_proposals_equal_those_of_a_draft_that_is_never_behind(
 
 
 def hit(engine: Engine, width: int) -> tuple[list[list[int]], int]:
-    """What is proposed for requests that begin with cached pages of others, for which nothing was proposed, and the
-    most rows that were due after a step. The others run one by one, in the same slot."""
+    """Returns the proposals for requests that begin with cached pages of others, for which nothing was proposed, and
+    the largest number of rows that were due after a step. The others run one by one, in the same slot."""
     first = [make_request(str(index), random_prompt(33, index), max_tokens=2, ignore_eos=True) for index in range(4)]
     again = [make_request("new", random_prompt(3, 9)), *first]
     passes = engine.runner.passes

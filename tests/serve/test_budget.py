@@ -88,9 +88,9 @@ def admit(cells: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> 
     survivals[:, 1:] = np.where(cells[:, 1:] < 0, 0, table[cells[:, 1:]])
     survivals = np.minimum.accumulate(survivals, axis=1)
     survivals[:, 0] = 2
-    chosen = np.zeros(cells.size, bool)
-    chosen[np.argsort(-survivals.ravel(), kind="stable")[: max(budget, len(cells))]] = True
-    return np.minimum.accumulate(chosen.reshape(cells.shape), axis=1).sum(axis=1).astype(np.int32)
+    mask = np.zeros(cells.size, bool)
+    mask[np.argsort(-survivals.ravel(), kind="stable")[: max(budget, len(cells))]] = True
+    return np.minimum.accumulate(mask.reshape(cells.shape), axis=1).sum(axis=1).astype(np.int32)
 
 
 class Simulation:
@@ -123,7 +123,8 @@ class Simulation:
             self.policy.record(self.cells, admitted, accepted)
             self.policy.observe(rows=nodes, requests=drafted, width=width, ms=step)
             self.cells, self.survivals = self.world.propose(self.batch, width)
-            self.cells[drafted:], self.survivals[drafted:, 1:] = -1, 0
+            self.cells[drafted:] = -1
+            self.survivals[drafted:, 1:] = 0
             self.drafted.append(drafted if width > 1 else 0)
             self.nodes.append(nodes)
             self.widths.append(width)
@@ -133,8 +134,8 @@ class Simulation:
         """The rate of the best fixed numbers of nodes, with what the policy has learnt."""
         rates = []
         for width in WIDTHS:
-            most = self.batch * width
-            for nodes in sorted({min(size, most) for size in numbers if size >= self.batch}):
+            limit = self.batch * width
+            for nodes in sorted({min(size, limit) for size in numbers if size >= self.batch}):
                 self.cells, self.survivals = self.world.propose(self.batch, width)
                 rates.append(self.run(num_steps, lambda nodes=nodes, width=width: (nodes, width)))  # type: ignore[misc]
         return max(rates)
@@ -144,16 +145,16 @@ class Simulation:
 def test_it_is_close_to_the_best_fixed_numbers(batch: int, power: float) -> None:
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(power), batch)
     simulation.run(300)
-    found = simulation.run(500)
-    assert found > 0.98 * simulation.best(max(40, 1000 // batch))
+    rate = simulation.run(500)
+    assert rate > 0.98 * simulation.best(max(40, 1000 // batch))
     without = batch / gpu_ms(batch, batch, 1)
-    assert found > 0.98 * without
+    assert rate > 0.98 * without
 
 
 @pytest.mark.parametrize(("batch", "power"), [(1, 30.0), (4, 100.0), (64, 30.0)])
 def test_useless_drafts_cost_little_from_the_beginning(batch: int, power: float) -> None:
-    found = Simulation(BudgetPolicy(costs(), WIDTHS), World(power, seed=1), batch).run(1500)
-    assert found > 0.98 * batch / gpu_ms(batch, batch, 1)
+    rate = Simulation(BudgetPolicy(costs(), WIDTHS), World(power, seed=1), batch).run(1500)
+    assert rate > 0.98 * batch / gpu_ms(batch, batch, 1)
 
 
 @pytest.mark.parametrize("batch", [2, 16])
@@ -170,14 +171,14 @@ def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
 
 
 def test_probes_cost_what_they_may() -> None:
-    """Of a batch where nothing pays, all time beyond that of the roots."""
+    """Where no draft pays, probes take all time beyond that of the roots."""
     simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 128)
     simulation.run(200)
     start = len(simulation.nodes)
     simulation.run(3000)
     base = gpu_ms(128, 128, 1)
-    taken = zip(simulation.nodes[start:], simulation.widths[start:], strict=True)
-    spent = [gpu_ms(nodes, 128, width) - base for nodes, width in taken]
+    choices = zip(simulation.nodes[start:], simulation.widths[start:], strict=True)
+    spent = [gpu_ms(nodes, 128, width) - base for nodes, width in choices]
     assert 0.3 * PROBE_SHARE < sum(spent) / (3000 * base) < 1.3 * PROBE_SHARE
 
 
@@ -185,8 +186,8 @@ def test_probes_cost_what_they_may() -> None:
 def test_a_draft_that_does_not_pay_is_tried_for_a_few_requests_where_times_are_fitted(batch: int) -> None:
     """And taken up as soon as it pays."""
     simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(100.0), batch, step_ms=cpu_ms)
-    found = simulation.run(4000)
-    assert found > 0.985 * batch / cpu_ms(batch, batch, 1)
+    rate = simulation.run(4000)
+    assert rate > 0.985 * batch / cpu_ms(batch, batch, 1)
     probes = [step for step, count in enumerate(simulation.drafted) if step >= 500 and count]
     assert {simulation.drafted[step] for step in probes} == {min(PROBED, batch)}
     gaps = [later - step for step, later in pairwise(probes) if later > step + 1]
@@ -202,10 +203,10 @@ def test_fitted_costs_lead_to_the_best_numbers_too(batch: int, power: float) -> 
     simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(power), batch, step_ms=cpu_ms)
     simulation.noise = 0.1
     simulation.run(300)
-    found = simulation.run(400)
+    rate = simulation.run(400)
     assert set(simulation.widths[:8]) == set(WIDTHS), "at first it measures every width"
     numbers = [batch + batch * (width - 1) * quarter // 4 for width in WIDTHS for quarter in (0, 2, 4)]
-    assert found > 0.96 * simulation.best(max(60, 800 // batch), sorted(set(numbers)))
+    assert rate > 0.96 * simulation.best(max(60, 800 // batch), sorted(set(numbers)))
 
 
 def experts_ms(rows: int, requests: int, width: int, *, overlap: float) -> float:
@@ -248,13 +249,13 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_real_text(
 
 
 def settled_nodes(
-    batch: int, power: float, step_ms: Callable[..., float], measured: StepCosts, known: StepCosts
+    batch: int, power: float, step_ms: Callable[..., float], measured: StepCosts, fitted: StepCosts
 ) -> list[float]:
     """Returns the nodes of a request to which two policies come, one from the times `measured` at start-up and one from
-    the `known` times of text. Asserts that the first yields as many tokens as the second."""
+    the `fitted` times of text. Asserts that the first yields as many tokens as the second."""
     rates = []
     nodes = []
-    for costs in (measured, known):
+    for costs in (measured, fitted):
         simulation = Simulation(BudgetPolicy(costs, WIDTHS), World(power), batch, step_ms=step_ms)
         simulation.run(2000)
         rates.append(simulation.run(1000))
@@ -265,40 +266,40 @@ def settled_nodes(
 
 def choices(model: PreTrainedModel, tokens: list[int]) -> NDArray[np.bool_]:
     """(layers, tokens, experts), which experts each token chooses."""
-    found = []
+    logits_of_texts = []
     for start in range(0, len(tokens), 256):
         with torch.inference_mode():
             given_tokens = torch.tensor([tokens[start : start + 256]])
-            found.append(torch.stack(model(given_tokens, output_router_logits=True).router_logits))
-    logits = torch.cat(found, dim=1)
+            logits_of_texts.append(torch.stack(model(given_tokens, output_router_logits=True).router_logits))
+    logits = torch.cat(logits_of_texts, dim=1)
     best = logits.topk(model.config.num_experts_per_tok).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(2, best, True).numpy()
 
 
-def hit_shares(chosen: NDArray[np.bool_], requests: int) -> dict[int, float]:
+def hit_shares(experts: NDArray[np.bool_], requests: int) -> dict[int, float]:
     """By number of rows: the share of a layer's experts that so many rows hit, as many neighbours of each request."""
     rng = np.random.default_rng(0)
     shares = dict[int, float]()
     for size in (size for size in SIZES if size >= requests):
         of_each = -(-size // requests)
-        starts = rng.integers(0, chosen.shape[1] - of_each, (64, requests))
+        starts = rng.integers(0, experts.shape[1] - of_each, (64, requests))
         rows = (starts[..., None] + np.arange(of_each)).reshape(64, -1)[:, :size]
-        shares[size] = float(chosen[:, rows].any(axis=2).mean())
+        shares[size] = float(experts[:, rows].any(axis=2).mean())
     return shares
 
 
 @pytest.fixture(scope="module")
 def choices_of_text_and_of_random_tokens() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of the bundled mixture, for questions and answers that were held out of its training; in fp64, since products in
-    fp32, which differ from processor to processor, choose other experts here and there."""
+    """Returns the experts that the bundled mixture chooses for text held out of its training and for random tokens. In
+    fp64: products in fp32 differ between processors and now and then choose other experts."""
     folder = ASSETS / "tiny-moe-target"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt") as lines:
         rows = [row for row in map(json.loads, lines) if row["split"] == "heldout"][:48]
     tokens = [token for row in rows for token in tokenizer.apply_chat_template(row["messages"], return_dict=False)]
-    drawn = np.random.default_rng(0).integers(0, len(tokenizer), len(tokens)).tolist()
-    return choices(model, tokens), choices(model, drawn)
+    random_tokens = np.random.default_rng(0).integers(0, len(tokenizer), len(tokens)).tolist()
+    return choices(model, tokens), choices(model, random_tokens)
 
 
 @pytest.mark.parametrize(
@@ -310,9 +311,9 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
     """Start-up measures rows of random tokens; requests verify neighbours in a text. The bundled mixture has few
     experts, so that both hit about as many: the test above has the larger differences. One request gains as much by
     five nodes as by eight, so that rates are compared alone."""
-    text, drawn = choices_of_text_and_of_random_tokens
+    text, random_tokens = choices_of_text_and_of_random_tokens
     of_text = hit_shares(text, batch)
-    of_start = hit_shares(drawn, 1)
+    of_start = hit_shares(random_tokens, 1)
     times = {rows: hit_ms(rows, of_text.get(rows, of_start[rows])) for rows in SIZES}
 
     def step_ms(rows: int, requests: int, width: int) -> float:
@@ -327,7 +328,7 @@ def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_te
 def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
     """Budgets change, so that a node is verified or not by its cell: cells are judged by their own nodes."""
     rng = np.random.default_rng(seed)
-    seen = Calibration()
+    calibration = Calibration()
     true = rng.uniform(0.1, 0.9, CELLS)
     order = rng.random(CELLS)
     cells = rng.choice(NETWORK_CELLS, 12, replace=False)
@@ -335,12 +336,12 @@ def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[fl
     for step in range(300):
         stored = rng.choice(cells, 120)
         verified = stored[np.argsort(order[stored])[: int(120 * shares[step % len(shares)])]]
-        seen.record(verified.astype(np.int32), rng.random(len(verified)) < true[verified])
+        calibration.record(verified.astype(np.int32), rng.random(len(verified)) < true[verified])
         if step > 100 and step % 8 == 0:
-            wrong.append(seen.survivals[cells] - true[cells])
-    known = seen._tried[cells] > 150  # others are near their prior
-    assert known.any()
-    assert np.abs(np.mean(wrong, axis=0))[known].max() < 0.1
+            wrong.append(calibration.survivals[cells] - true[cells])
+    is_tried = calibration._tried[cells] > 150  # others are near their prior
+    assert is_tried.any()
+    assert np.abs(np.mean(wrong, axis=0))[is_tried].max() < 0.1
 
 
 def network_cell(place: int, probability: float) -> int:
@@ -349,56 +350,56 @@ def network_cell(place: int, probability: float) -> int:
 
 
 def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
-    seen = Calibration()
+    calibration = Calibration()
     before = Calibration().survivals
-    known = network_cell(1, 0.9)
+    cell = network_cell(1, 0.9)
     other = network_cell(1, 0.5)
     later = network_cell(3, 0.5)
     for _ in range(20):
-        seen.record(np.full(8, known, np.int32), np.zeros(8, bool))
-    assert seen.survivals[known] < 0.05
-    assert seen.survivals[other] < 0.1 * before[other]
-    assert seen.survivals[later] < 0.1 * before[later]
-    assert seen.survivals[NETWORK_CELLS + 5] == before[NETWORK_CELLS + 5], "the host's are others"
+        calibration.record(np.full(8, cell, np.int32), np.zeros(8, bool))
+    assert calibration.survivals[cell] < 0.05
+    assert calibration.survivals[other] < 0.1 * before[other]
+    assert calibration.survivals[later] < 0.1 * before[later]
+    assert calibration.survivals[NETWORK_CELLS + 5] == before[NETWORK_CELLS + 5], "the host's are others"
     for _ in range(10):
-        seen.record(np.zeros(0, np.int32), np.zeros(0, bool), 1000)
-    assert seen.survivals == pytest.approx(before, abs=0.03)
+        calibration.record(np.zeros(0, np.int32), np.zeros(0, bool), 1000)
+    assert calibration.survivals == pytest.approx(before, abs=0.03)
 
 
 def test_survivals_are_counts_with_a_prior() -> None:
-    """Of steps long ago: what happened lately counts more."""
-    seen = Calibration()
+    """These steps are old; recent ones count more."""
+    calibration = Calibration()
     cell = network_cell(1, 0.99)
-    seen.record(np.full(10, cell, np.int32), np.arange(10) < 7)
-    assert seen.survivals[cell] < 0.7
-    seen._recent[:] = 0
-    seen._is_new = False
+    calibration.record(np.full(10, cell, np.int32), np.arange(10) < 7)
+    assert calibration.survivals[cell] < 0.7
+    calibration._recent[:] = 0
+    calibration._is_new = False
     prior = 15.5 / 16
     expected = prior * (7 + PRIOR) / (10 * prior + PRIOR)
-    assert seen.survivals[cell] == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
+    assert calibration.survivals[cell] == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
 
 
 def test_the_table_changes_seldom_and_follows() -> None:
-    seen = Calibration()
+    calibration = Calibration()
     rng = np.random.default_rng(0)
     changes = []
-    before = seen.table
+    before = calibration.table
     for step in range(400):
-        version = seen.version
-        seen.record(np.full(64, 40, np.int32), rng.random(64) < 0.3)
-        if seen.version != version:
+        version = calibration.version
+        calibration.record(np.full(64, 40, np.int32), rng.random(64) < 0.3)
+        if calibration.version != version:
             changes.append(step)
-            assert seen.table is not before, "its holder may still be reading it"
-            before = seen.table
+            assert calibration.table is not before, "its holder may still be reading it"
+            before = calibration.table
         else:
-            assert seen.table is before
+            assert calibration.table is before
     assert changes[0] == 0
     assert len(changes) < 6 + 400 / REFRESH
     assert all(later - earlier >= REFRESH for earlier, later in zip(changes, changes[1:], strict=False) if earlier > 64)
-    assert abs(seen.table[40] - 0.3) < 0.1
-    assert seen.table.shape == (CELLS,)
-    assert seen.table.dtype == np.float32
-    assert ((seen.table > 0) & (seen.table < 1)).all(), "nothing is admitted whose survival is 0"
+    assert abs(calibration.table[40] - 0.3) < 0.1
+    assert calibration.table.shape == (CELLS,)
+    assert calibration.table.dtype == np.float32
+    assert ((calibration.table > 0) & (calibration.table < 1)).all(), "nothing is admitted whose survival is 0"
 
 
 def test_cells() -> None:
@@ -435,7 +436,7 @@ def learnt(power: float = 1.0, batch: int = 64, **options: float) -> BudgetPolic
 def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0) -> Choice:
     """The choice of most steps: the others are probes."""
     choices = [policy.choose(batch, prompt_rows) for _ in range(21)]
-    return max(choices, key=lambda choice: [one[:2] for one in choices].count(choice[:2]))
+    return max(choices, key=lambda choice: [other[:2] for other in choices].count(choice[:2]))
 
 
 def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,13 +447,13 @@ def test_what_is_prepared_is_not_computed_again(monkeypatch: pytest.MonkeyPatch)
     for step in range(40):
         prompt_rows = 100 * (step % 3 == 0)
         filtered = step % 2 == 0
-        given: dict[str, Any] = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
+        options: dict[str, Any] = {"prompt_rows": prompt_rows, "num_drafted": 9, "filtered": filtered}
         monkeypatch.setattr(prepared, "_solve", solve)
-        prepared.prepare(16, **given)
-        prepared.prepare(16, **given)  # a second time changes nothing
+        prepared.prepare(16, **options)
+        prepared.prepare(16, **options)  # a second time changes nothing
         monkeypatch.setattr(prepared, "_solve", None)
         offers = [(8, 4)] * 7 + [(1, 0)] * 9 if step % 5 == 0 else None
-        assert prepared.choose(16, **given, offers=offers) == plain.choose(16, **given, offers=offers)
+        assert prepared.choose(16, **options, offers=offers) == plain.choose(16, **options, offers=offers)
 
 
 def test_nodes_fill_what_prompts_leave() -> None:
@@ -479,7 +480,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
     """By hand: no other number of nodes is worth more of the time, at the rate of steps without prompts."""
     policy = learnt()
     for prompt_rows in (0, 7, 100, 300):
-        chosen = settled(policy, 64, prompt_rows)
+        choice = settled(policy, 64, prompt_rows)
         plan = policy._plan(Batch(64, 64), prompt_rows, False)
         width = policy._stored
         curve = policy._curves[width]
@@ -489,7 +490,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
             return tokens - plan.rate * policy.costs.target(nodes + prompt_rows, filtered=False)
 
         best = max(value(nodes) for nodes in range(64, 64 * WIDTHS[width] + 1))
-        assert value(chosen.nodes) == pytest.approx(best)
+        assert value(choice.nodes) == pytest.approx(best)
 
 
 def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
@@ -497,11 +498,12 @@ def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
     policy = learnt()
     for num_drafted in (1, 16, 64):
         for _ in range(40):
-            chosen = policy.choose(64, num_drafted=num_drafted)
-            assert 64 <= chosen.nodes <= 64 + num_drafted * (WIDTHS[-1] - 1)
-    plan, (nodes, tokens) = policy._plan(Batch(64, 16), 0, False), policy._curves[-1]
-    for rows, found in zip(plan.rows, plan.tokens[-1], strict=True):
-        assert found == pytest.approx(64 + 16 * float(np.interp((rows - 64) / 16, nodes, tokens)))
+            choice = policy.choose(64, num_drafted=num_drafted)
+            assert 64 <= choice.nodes <= 64 + num_drafted * (WIDTHS[-1] - 1)
+    plan = policy._plan(Batch(64, 16), 0, False)
+    nodes, tokens = policy._curves[-1]
+    for rows, expected_tokens in zip(plan.rows, plan.tokens[-1], strict=True):
+        assert expected_tokens == pytest.approx(64 + 16 * float(np.interp((rows - 64) / 16, nodes, tokens)))
     assert policy.choose(64, num_drafted=0).nodes == 64
     assert policy.choose(64, 100, num_drafted=0).nodes == 64
     host = policy.choose(3, num_drafted=1, offers=[(1, 0), (16, 12), (1, 0)])
@@ -631,7 +633,9 @@ def test_results_may_be_overwritten_once_they_are_recorded() -> None:
         other.calibration.record(cells[:, 1:6].ravel(), accepted[:, 1:6].ravel())
         policy.choose(4)
         policy.record(cells, admitted, accepted)
-        cells[:], admitted[:], accepted[:] = 0, 0, False
+        cells[:] = 0
+        admitted[:] = 0
+        accepted[:] = False
     policy._count_records()
     assert policy.calibration.survivals == pytest.approx(other.calibration.survivals, abs=0.02)
 

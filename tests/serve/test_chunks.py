@@ -36,21 +36,21 @@ def random_chunks(rng: random.Random, num_slots: int = 6) -> list[PromptChunk]:
 
 def laid_out(chunks: Chunks, state: RequestState, num_rows: int) -> Layout:
     nobody = torch.zeros(0, dtype=torch.int64)
-    where = state.pages[0], PAGE_SIZE, num_rows, False, state.padding
-    return lay_out(state.stored, nobody.int(), nobody, chunks, *where)
+    stored = state.stored
+    return lay_out(stored, nobody.int(), nobody, chunks, state.pages[0], PAGE_SIZE, num_rows, False, state.padding)
 
 
 def check(chunks: list[PromptChunk], packed: Chunks, state: RequestState, num_rows: int) -> Layout:
     """Chunk after chunk; what nobody uses lies in the dump page."""
     assert all(values.storage_offset() % 2 == 0 for values in packed), "another alignment is another kernel"
     layout = laid_out(packed, state, num_rows)
-    found = zip(*(x.tolist() for x in (layout.requests, layout.tokens, layout.places, layout.kv_slots)), strict=True)
+    rows = zip(*(x.tolist() for x in (layout.requests, layout.tokens, layout.places, layout.kv_slots)), strict=True)
     expected = [
         (chunk.slot, token, place, int(state.slots(torch.tensor(chunk.slot), torch.tensor(place))))
         for chunk in chunks
         for place, token in enumerate(chunk.tokens, chunk.start)
     ]
-    assert list(found) == expected + [(state.padding, 0, 0, 0)] * (num_rows - len(expected))
+    assert list(rows) == expected + [(state.padding, 0, 0, 0)] * (num_rows - len(expected))
     assert torch.equal(layout.positions, layout.places)
     following = [-1 if chunk.next_token is None else chunk.next_token for chunk in chunks]
     unused = len(packed.slots) - len(chunks)
@@ -81,7 +81,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
     assert metadata.kv_bounds == tuple(metadata.lengths + torch.tensor(lens))
     assert metadata.requests.tolist() == [chunk.slot for chunk in chunks]
     for group in (0, 1):
-        slots = [state.slots(torch.tensor(one.slot), torch.arange(one.start, one.end), group) for one in chunks]
+        slots = [state.slots(torch.tensor(chunk.slot), torch.arange(chunk.start, chunk.end), group) for chunk in chunks]
         assert torch.equal(metadata.slots.of(group), torch.cat(slots))
 
 
@@ -90,12 +90,12 @@ def test_chunks_of_a_larger_pass(seed: int) -> None:
     """In buffers that held others before, as captured passes read them."""
     rng = random.Random(seed)
     state = random_state()
-    most = 6 + rng.randrange(3)
+    most_chunks = 6 + rng.randrange(3)
     most_tokens = 180 + rng.randrange(9)
-    buffer = pack_chunks((), most, most_tokens, state.padding, False)
+    buffer = pack_chunks((), most_chunks, most_tokens, state.padding, False)
     for _ in range(3):
         chunks = random_chunks(rng)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        packed = pack_chunks(chunks, most, num_tokens, state.padding, False)
+        packed = pack_chunks(chunks, most_chunks, num_tokens, state.padding, False)
         buffer[: len(packed)] = packed
-        check(chunks, split_chunks(buffer, most, most_tokens), state, num_tokens + rng.randrange(9))
+        check(chunks, split_chunks(buffer, most_chunks, most_tokens), state, num_tokens + rng.randrange(9))

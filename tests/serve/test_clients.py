@@ -83,27 +83,27 @@ def test_answers_of_all_endpoints_are_transformers(client: openai.OpenAI, oracle
     is_ended = len(tokens) < count
     assert is_ended == (count == 150)
 
-    asked: Any = {"model": MODEL, "temperature": 0}
-    chat: Any = {**asked, "messages": MESSAGES, "max_tokens": count, "logprobs": True}
+    common: Any = {"model": MODEL, "temperature": 0}
+    chat: Any = {**common, "messages": MESSAGES, "max_tokens": count, "logprobs": True}
     [choice] = client.chat.completions.create(**chat).choices
     assert (choice.message.content, choice.finish_reason) == (text, "stop" if is_ended else "length")
-    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(scores, abs=1e-4)
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(scores, abs=1e-4)
     pieces = [event.choices[0] for event in client.chat.completions.create(**chat, stream=True)]
     assert "".join(piece.delta.content or "" for piece in pieces) == text
-    streamed = [one.logprob for piece in pieces if piece.logprobs for one in piece.logprobs.content]
+    streamed = [entry.logprob for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
     assert streamed == pytest.approx(scores, abs=1e-4)
 
-    plain: Any = {**asked, "prompt": oracle.prompt, "max_tokens": count, "logprobs": 1}
+    plain: Any = {**common, "prompt": oracle.prompt, "max_tokens": count, "logprobs": 1}
     [choice] = client.completions.create(**plain).choices
     assert choice.text == text
     assert choice.logprobs.token_logprobs == pytest.approx(scores, abs=1e-4)
     pieces = [event.choices[0] for event in client.completions.create(**plain, stream=True)]
     assert "".join(piece.text for piece in pieces) == text
 
-    response: Any = {**asked, "input": QUESTION, "max_output_tokens": count, "include": LOGPROBS}
-    found = client.responses.create(**response)
-    assert (found.output_text, found.status) == (text, "completed" if is_ended else "incomplete")
-    [entries] = [part.logprobs for item in found.output for part in item.content]
+    response: Any = {**common, "input": QUESTION, "max_output_tokens": count, "include": LOGPROBS}
+    answer = client.responses.create(**response)
+    assert (answer.output_text, answer.status) == (text, "completed" if is_ended else "incomplete")
+    [entries] = [part.logprobs for item in answer.output for part in item.content]
     assert [entry.logprob for entry in entries] == pytest.approx(scores[: len(tokens) - is_ended], abs=1e-4)
     events = list(client.responses.create(**response, stream=True))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
@@ -115,14 +115,21 @@ def test_texts_are_scored_as_transformers_does(client: openai.OpenAI, oracle: Or
     """By lists of token ids, as lm-eval sends them."""
     texts = ["Tom has 12 eggs.", "A", "Ünïcode 你好 👍\n\n  and so on"]
     prompts: Any = [oracle.tokenizer(text).input_ids for text in texts]
-    asked: Any = {"model": MODEL, "echo": True, "max_tokens": max_tokens, "logprobs": 1, "temperature": 0, "seed": 1234}
-    choices = client.completions.create(prompt=prompts, stop=None, **asked).choices
+    common: Any = {
+        "model": MODEL,
+        "echo": True,
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "temperature": 0,
+        "seed": 1234,
+    }
+    choices = client.completions.create(prompt=prompts, stop=None, **common).choices
     for text, tokens, choice in zip(texts, prompts, choices, strict=True):
-        said = oracle.answer(tokens, 1)[:max_tokens]
-        assert choice.text == text + oracle.text(said)
-        first, *found = choice.logprobs.token_logprobs
+        answer = oracle.answer(tokens, 1)[:max_tokens]
+        assert choice.text == text + oracle.text(answer)
+        first, *scores = choice.logprobs.token_logprobs
         assert first is None
-        assert found == pytest.approx(oracle.scores([*tokens, *said]), abs=1e-4)
+        assert scores == pytest.approx(oracle.scores([*tokens, *answer]), abs=1e-4)
 
 
 class Verdict(BaseModel):
@@ -139,38 +146,38 @@ def brief(oracle: Oracle) -> dict[str, Any]:
 
 def test_parse_gives_objects(client: openai.OpenAI, brief: dict[str, Any]) -> None:
     settings: Any = {"model": MODEL, "temperature": 0, "extra_body": brief}
-    found = client.responses.parse(input=QUESTION, text_format=Verdict, max_output_tokens=400, **settings)
-    assert isinstance(found.output_parsed, Verdict)
+    answer = client.responses.parse(input=QUESTION, text_format=Verdict, max_output_tokens=400, **settings)
+    assert isinstance(answer.output_parsed, Verdict)
     with client.responses.stream(input=QUESTION, text_format=Verdict, max_output_tokens=400, **settings) as stream:
-        assert stream.get_final_response().output_parsed == found.output_parsed
+        assert stream.get_final_response().output_parsed == answer.output_parsed
     [choice] = client.chat.completions.parse(
         messages=MESSAGES, response_format=Verdict, max_tokens=400, **settings
     ).choices
-    assert choice.message.parsed == found.output_parsed
+    assert choice.message.parsed == answer.output_parsed
 
 
 def test_tools_are_called(client: openai.OpenAI, brief: dict[str, Any]) -> None:
-    asked: Any = {
+    common: Any = {
         "model": MODEL,
         "temperature": 0,
         "extra_body": brief,
         "tool_choice": "required",
         "parallel_tool_calls": False,
     }
-    chat: Any = {**asked, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
+    chat: Any = {**common, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
     [choice] = client.chat.completions.create(**chat).choices
     [call] = choice.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-    response: Any = {**asked, "input": QUESTION, "tools": FLAT, "max_output_tokens": 200}
+    response: Any = {**common, "input": QUESTION, "tools": FLAT, "max_output_tokens": 200}
     with client.responses.stream(**response) as stream:
         [item] = stream.get_final_response().output
     assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
     more: Any = [{"role": "user", "content": QUESTION}, item]
     more.append({"type": "function_call_output", "call_id": item.call_id, "output": "36"})
     turns: Any = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "36"}]
-    said = client.responses.create(model=MODEL, input=more, temperature=0, max_output_tokens=12).output_text
+    text = client.responses.create(model=MODEL, input=more, temperature=0, max_output_tokens=12).output_text
     again = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=12)
-    assert said == again.choices[0].message.content
+    assert text == again.choices[0].message.content
 
 
 @pytest.fixture(scope="module")
@@ -231,19 +238,19 @@ def test_lm_eval_scores_as_it_does_by_transformers(
     target: Path, run_program: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, task in (("choices", CHOICES), ("continuations", CONTINUATIONS)):
         (tmp_path / f"{name}.yaml").write_text(task.replace("FILE", str(file)))
-    told = run_program("lm-eval[api]", "lm_eval_program", str(target), str(tmp_path))
-    expected = told.pop("hf")
-    assert len(told) == 3
-    for way, found in told.items():
-        for samples, others in zip(found["choices"], expected["choices"], strict=True):
-            for [(score, is_greedy)], [(other, is_others)] in zip(samples, others, strict=True):
+    answers = run_program("lm-eval[api]", "lm_eval_program", str(target), str(tmp_path))
+    expected = answers.pop("hf")
+    assert len(answers) == 3
+    for way, results in answers.items():
+        for samples, references in zip(results["choices"], expected["choices"], strict=True):
+            for [(score, is_greedy)], [(other, is_others)] in zip(samples, references, strict=True):
                 assert float(score) == pytest.approx(float(other), abs=1e-4), way
                 assert str(is_greedy) == str(is_others), way
-        assert found["continuations"] == expected["continuations"], way
-        assert all(text for [[text]] in found["continuations"])
+        assert results["continuations"] == expected["continuations"], way
+        assert all(text for [[text]] in results["continuations"])
 
 
 @SLOW
@@ -257,17 +264,17 @@ def test_other_clients_say_what_transformers_does(
     scores = oracle.scores([*oracle.prompt, *tokens])[-len(tokens) :]
     text = oracle.text(tokens)
     plain = oracle.tokenizer(QUESTION[:20]).input_ids
-    told = run_program(package, program, QUESTION, json.dumps(brief["logit_bias"]))
-    assert told.pop("logprobs") == pytest.approx(scores, abs=1e-4)
-    assert told.pop("text") == oracle.text(oracle.answer(plain, 20))
+    report = run_program(package, program, QUESTION, json.dumps(brief["logit_bias"]))
+    assert report.pop("logprobs") == pytest.approx(scores, abs=1e-4)
+    assert report.pop("text") == oracle.text(oracle.answer(plain, 20))
     if program == "litellm_program":
-        assert told.pop("call") == ["now", "tool_calls"]
+        assert report.pop("call") == ["now", "tool_calls"]
     else:
-        assert told.pop("batch") == [text, text]
-        calls = told.pop("calls")
-        parsed = told.pop("parsed")
+        assert report.pop("batch") == [text, text]
+        calls = report.pop("calls")
+        parsed = report.pop("parsed")
         assert calls["chat"] == calls["response"]
         assert calls["chat"][0] == "now"
         assert parsed["chat"] == parsed["response"] == Verdict(**parsed["chat"]).model_dump()
-    assert set(told.values()) == {text}, told
-    assert len(told) >= 4
+    assert set(report.values()) == {text}, report
+    assert len(report) >= 4

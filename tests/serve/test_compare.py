@@ -42,9 +42,9 @@ def test_an_interval_by_hand() -> None:
     assert paired_ratio([1.0] * 5, [2.0] * 5) == Ratio(pytest.approx(2.0), None, None)
 
 
-@pytest.mark.parametrize(("slowed", "least"), [(1.0, 17), (1.05, 18)])
+@pytest.mark.parametrize(("slowed", "least_correct"), [(1.0, 17), (1.05, 18)])
 def test_twenty_runs_of_simulated_servers(
-    questions: str, tmp_path: Path, slowed: float, least: int, monkeypatch: pytest.MonkeyPatch
+    questions: str, tmp_path: Path, slowed: float, least_correct: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two minutes each on a machine that drifts and is disturbed: the same server twice is within the interval, one
     that is 5 % slower is found, and the interval is at most 3 % to either side."""
@@ -75,38 +75,38 @@ def test_twenty_runs_of_simulated_servers(
         assert speed.high is not None
         right += not speed.differs if slowed == 1 else speed.high < 1
         widths.append(max(speed.high / speed.value - 1, 1 - speed.low / speed.value))
-    assert right >= least
+    assert right >= least_correct
     assert median(widths) < 0.03
 
 
 def test_figures_are_those_of_plain_sums(questions: str, tmp_path: Path) -> None:
-    with paced("vllm-detailed", pace=0.001) as one, paced("plain", pace=0.002) as other:
+    with paced("vllm-detailed", pace=0.001) as first, paced("plain", pace=0.002) as other:
         options: dict[str, Any] = {
             "questions": [questions],
             "concurrency": "1,3",
             "seconds": 0.0,
             "output": str(tmp_path),
         }
-        compare(CompareConfig(url=[one.url, other.url], **options))
-    found = json.loads((tmp_path / "compare.json").read_text())["figures"]
-    assert [(line["concurrency"], line["server"], line["passes"]) for line in found] == [
+        compare(CompareConfig(url=[first.url, other.url], **options))
+    lines = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    assert [(line["concurrency"], line["server"], line["passes"]) for line in lines] == [
         (1, 0, 6), (1, 1, 6), (3, 0, 6), (3, 1, 6),
     ]  # fmt: skip
     passes = [json.loads(line) for line in (tmp_path / "passes.jsonl").open()][1:]
     texts = [QUESTIONS[place % len(QUESTIONS)] for place in range(48)]  # six passes of two blocks of four
     lengths = [length_of(text) for text in texts]
-    for line in found[:2]:
-        blocks = [one["sides"][line["server"]] for one in passes if one["concurrency"] == 1]
+    for line in lines[:2]:
+        blocks = [entry["sides"][line["server"]] for entry in passes if entry["concurrency"] == 1]
         assert [block["tokens"] for block in blocks] == [sum(lengths[at : at + 8]) for at in range(0, 48, 8)]
         assert line["tok_s"] == pytest.approx(sum(lengths) / sum(block["wall_s"] for block in blocks))
         assert line["ttft_ms"] == pytest.approx(mean(time for block in blocks for time in block["ttft_ms"]))
         assert line["requests"] == 48
     everything = [count for text in texts for count in rounds_of(length_of(text))]
-    assert found[0]["accept_length"] == pytest.approx(mean(everything))
-    assert found[1]["accept_length"] is None
-    assert found[1]["same_answers"] == 48
+    assert lines[0]["accept_length"] == pytest.approx(mean(everything))
+    assert lines[1]["accept_length"] is None
+    assert lines[1]["same_answers"] == 48
     speeds = [[b["tokens"] / b["wall_s"] for b in (p["sides"][place] for p in passes[:6])] for place in (0, 1)]
-    assert found[1]["speed"]["value"] == pytest.approx(paired_ratio(*speeds).value)
+    assert lines[1]["speed"]["value"] == pytest.approx(paired_ratio(*speeds).value)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -114,11 +114,11 @@ def test_servers_take_turns_and_a_run_continues(
     questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
-    with paced("vllm") as one, paced("vllm") as other:
+    with paced("vllm") as first, paced("vllm") as other:
         log: list[str] = []
-        for name, server in (("A", one), ("B", other)):
+        for name, server in (("A", first), ("B", other)):
             server.requests = Log(name, log)  # type: ignore[assignment]
-        options: dict[str, Any] = {"url": [one.url, other.url], "questions": [questions], "concurrency": "2"}
+        options: dict[str, Any] = {"url": [first.url, other.url], "questions": [questions], "concurrency": "2"}
         compare(CompareConfig(**options, seconds=0.0, output=str(tmp_path)))
         assert "".join(log[::4]) == "AB" + "ABBA" * 6
         file = tmp_path / "passes.jsonl"
@@ -134,7 +134,7 @@ def test_servers_take_turns_and_a_run_continues(
     assert [line["sides"][0]["answers"] for line in lines[1:]] == [
         line["sides"][0]["answers"] for line in map(json.loads, content.splitlines()[1:])
     ]
-    assert len({body["cache_salt"] for body in one.requests}) == 13 + 3  # a warm-up, and two for each pass of a run
+    assert len({body["cache_salt"] for body in first.requests}) == 13 + 3  # a warm-up, and two for each pass of a run
     assert "5 passes already" in capsys.readouterr().out
 
 
@@ -144,12 +144,12 @@ def test_passes_of_another_server_are_not_continued(
     monkeypatch.setattr("slipstream.serve.measure.compare.plot", lambda *words: words[-1].touch())
     with paced("vllm", process_start=1.5e9) as server, paced("plain") as unknown:
         options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
-        known = CompareConfig(url=[server.url], **options, output=str(tmp_path / "known"))
-        compare(known)
-        compare(known)
+        config = CompareConfig(url=[server.url], **options, output=str(tmp_path / "known"))
+        compare(config)
+        compare(config)
         server.process_start = 1.6e9
         with pytest.raises(ValueError, match="process_start of .* is not what .*passes.jsonl was begun with"):
-            compare(known)
+            compare(config)
         mixed = CompareConfig(url=[server.url, unknown.url], **options, output=str(tmp_path / "mixed"))
         compare(mixed)
         with pytest.raises(ValueError, match="passes.jsonl is finished, and it cannot be told whether"):
@@ -172,9 +172,9 @@ def test_one_server_alone_is_measured(questions: str, tmp_path: Path, capsys: py
     with paced("plain") as server:
         options: dict[str, Any] = {"questions": [questions], "concurrency": "2", "seconds": 0.0}
         compare(CompareConfig(url=[f"{server.url}/v1"], **options, output=str(tmp_path)))
-    [found] = json.loads((tmp_path / "compare.json").read_text())["figures"]
-    assert found["speed"] is None
-    assert found["requests"] == 48
+    [line] = json.loads((tmp_path / "compare.json").read_text())["figures"]
+    assert line["speed"] is None
+    assert line["requests"] == 48
     assert "to A" not in capsys.readouterr().out
 
 
@@ -195,5 +195,5 @@ def test_bad_options(flags: list[str], word: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_server_that_fails_ends_it_with_a_sentence(questions: str, tmp_path: Path) -> None:
-    with paced() as one, pytest.raises(ValueError, match="base_url http://127.0.0.1:9 is not"):
-        compare(CompareConfig(url=[one.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))
+    with paced() as server, pytest.raises(ValueError, match="base_url http://127.0.0.1:9 is not"):
+        compare(CompareConfig(url=[server.url, "http://127.0.0.1:9"], questions=[questions], output=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What a call makes of its requests' outputs while nobody takes its text, against the same outputs taken one by one."""
+"""Compares the text of a call that joins outputs while nobody reads with the same outputs read one by one."""
 
 import asyncio
 import random
@@ -51,11 +51,11 @@ def test_text_that_waits_is_joined(burst: int) -> None:
 
     async def run() -> list[Delta]:
         completion = call(2)
-        found: list[Delta] = []
+        deltas: list[Delta] = []
 
         async def take() -> None:
             async for delta in completion.deltas():
-                found.append(delta)
+                deltas.append(delta)
 
         task = asyncio.create_task(take())
         num_sent = [0, 0]
@@ -66,16 +66,16 @@ def test_text_that_waits_is_joined(burst: int) -> None:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
         await task
-        return found
+        return deltas
 
-    found = asyncio.run(run())
+    deltas = asyncio.run(run())
     for index in (0, 1):
-        expected = "".join(chr(97 + step % 26) for step, one in enumerate(order) if one == index)
-        own = [delta for delta in found if delta.index == index]
-        assert "".join(delta.text for delta in own) == expected
-        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + ["length"]
-    changes = 1 + sum(one != other for one, other in zip(order, order[1:], strict=False))
-    assert len(found) == {1: len(order), 1000: changes}.get(burst, len(found))
+        expected = "".join(chr(97 + step % 26) for step, choice in enumerate(order) if choice == index)
+        deltas_of_choice = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in deltas_of_choice) == expected
+        assert [delta.finish_reason for delta in deltas_of_choice] == [None] * (len(deltas_of_choice) - 1) + ["length"]
+    changes = 1 + sum(choice != other for choice, other in zip(order, order[1:], strict=False))
+    assert len(deltas) == {1: len(order), 1000: changes}.get(burst, len(deltas))
 
 
 def test_what_came_before_a_failure_is_not_lost() -> None:
@@ -121,45 +121,47 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
     left = list(tokens)
     while left:
         count = rng.randrange(1, 5)
-        given = left[:count]
+        tokens_of_step = left[:count]
         left = left[count:]
         stats = None if left else RequestStats(completion_tokens=len(tokens), accepted_by_position=[0] * 4)
         reason = None if left else "length"
-        own = {"logprobs": logprobs_of(given, 1), "trace": trace_of(given, len(left))}
-        choice.receive(Output(request_id="0", tokens=given, finish_reason=reason, stats=stats, **own))
-    shown = text[: text.index(stop[0])] if stop else text
-    found = [token for delta in deltas for token in delta.scored]
+        fields = {"logprobs": logprobs_of(tokens_of_step, 1), "trace": trace_of(tokens_of_step, len(left))}
+        choice.receive(Output(request_id="0", tokens=tokens_of_step, finish_reason=reason, stats=stats, **fields))
+    visible = text[: text.index(stop[0])] if stop else text
+    scored = [token for delta in deltas for token in delta.scored]
     ends = [len(tokenizer.decode(tokens[:count])) for count in range(len(tokens))]
-    assert [one.token for one in found] == [token for token, end in zip(tokens, ends, strict=True) if end < len(shown)]
-    assert [one.logprob for one in found] == logprobs_of([one.token for one in found], 1).tokens
+    assert [entry.token for entry in scored] == [
+        token for token, end in zip(tokens, ends, strict=True) if end < len(visible)
+    ]
+    assert [entry.logprob for entry in scored] == logprobs_of([entry.token for entry in scored], 1).tokens
     assert all(delta.text or delta.reasoning or delta.calls for delta in deltas[:-1])
-    traced = [one.token for delta in deltas for one in delta.traced]
+    traced = [entry.token for delta in deltas for entry in delta.traced]
     assert traced == tokens[: choice.stats.completion_tokens]
     for delta in deltas[:-1]:
-        assert [one.token for one in delta.traced] == [one.token for one in delta.scored]
+        assert [entry.token for entry in delta.traced] == [entry.token for entry in delta.scored]
     if not stop:
         joined = Delta.join(deltas)
         calls = [(call.name, call.arguments) for call in joined.calls]
         assert (joined.reasoning, joined.text, calls) == expected
-        assert joined.scored == found
+        assert joined.scored == scored
     check_items(deltas, TokenTexts(tokenizer))
 
 
 def check_items(deltas: list[Delta], texts: TokenTexts) -> None:
     """Output items of /v1/responses are the same however the answer comes, with the entries of their text."""
     streamed = ItemWriter(1, texts)
-    whole = ItemWriter(1, texts)
+    joined = ItemWriter(1, texts)
     for delta in deltas:
         streamed.take(delta)
-    whole.take(Delta.join(deltas))
+    joined.take(Delta.join(deltas))
     ids = ("id", "call_id")
-    found, expected = (
+    items, expected = (
         [{name: value for name, value in item.items() if name not in ids} for item in writer.items]
-        for writer in (streamed, whole)
+        for writer in (streamed, joined)
     )
-    assert found == expected
-    for item in found:
+    assert items == expected
+    for item in items:
         for part in item.get("content", []) if item["type"] == "message" else []:
-            spelled = bytes(byte for one in part["logprobs"] for byte in one["bytes"]).decode(errors="ignore")
+            spelled = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode(errors="ignore")
             assert part["text"].strip() in spelled
             assert len(spelled) <= len(part["text"]) + 12, "no more than the tokens at its ends"

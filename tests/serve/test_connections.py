@@ -30,9 +30,9 @@ def own_server(byte_target: str) -> Iterator[Server]:
         yield server
 
 
-def send(server: Server, sent: bytes) -> socket.socket:
+def send(server: Server, request: bytes) -> socket.socket:
     connection = socket.create_connection(server.listener.getsockname()[:2], timeout=120)
-    connection.sendall(sent)
+    connection.sendall(request)
     return connection
 
 
@@ -49,17 +49,17 @@ def rest(connection: socket.socket) -> bytes:
 def answers_held_back(server: Server, num_requests: int) -> Iterator[list[socket.socket]]:
     """Connections whose requests the engine answers once the block ends."""
     with engine_held(server):
-        held = [send(server, SLOW) for _ in range(num_requests)]
+        connections = [send(server, SLOW) for _ in range(num_requests)]
         wait_until(lambda: server.api.engine.num_open == num_requests, "the requests are open")
-        yield held
-    assert all(rest(connection).startswith(b"HTTP/1.1 200 ") for connection in held)
+        yield connections
+    assert all(rest(connection).startswith(b"HTTP/1.1 200 ") for connection in connections)
 
 
 def test_a_new_connection_replaces_the_one_that_has_waited_longest(
     own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_server.connections, "limit", 3)
-    waiting = [send(own_server, sent) for sent in UNFINISHED]
+    waiting = [send(own_server, request) for request in UNFINISHED]
     assert rest(send(own_server, WHOLE)).startswith(b"HTTP/1.1 200 ")
     assert rest(waiting[0]) == b""
     with answers_held_back(own_server, 3):
@@ -75,7 +75,7 @@ def test_what_ends_unfinished_requests_leaves_answers_alone(
     own_server: Server, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with answers_held_back(own_server, 1):
-        waiting = [send(own_server, sent) for sent in UNFINISHED]
+        waiting = [send(own_server, request) for request in UNFINISHED]
         if cause == "timeout":
             monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
         else:
@@ -96,13 +96,17 @@ def test_an_idle_connection_waits_for_its_next_request(own_server: Server, monke
             connection.sendall(keep)
             while not connection.recv(10_000).endswith(b"}"):
                 pass
-            [own] = [one for one in own_server.server_state.connections if one.client == connection.getsockname()]
-            asyncio.run_coroutine_threadsafe(close_late_once(own_server), own.loop).result(20)
-        assert own.is_idle
+            [state] = [
+                connection_of_server
+                for connection_of_server in own_server.server_state.connections
+                if connection_of_server.client == connection.getsockname()
+            ]
+            asyncio.run_coroutine_threadsafe(close_late_once(own_server), state.loop).result(20)
+        assert state.is_idle
         connection.sendall(keep[:9])
-        wait_until(lambda: not own.is_idle, "the request has begun")
+        wait_until(lambda: not state.is_idle, "the request has begun")
         assert rest(connection).startswith(end)
-    assert own.timeout_keep_alive >= 75, "as long as proxies keep theirs"
+    assert state.timeout_keep_alive >= 75, "as long as proxies keep theirs"
 
 
 async def close_late_once(server: Server) -> None:

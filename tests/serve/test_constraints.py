@@ -34,10 +34,10 @@ from slipstream.tests.serve.played_graphs import ATTENTION, play
 
 @pytest.fixture(scope="module")
 def requests(target: Path) -> list[Request]:
-    """What each would say freely is what it must not say."""
+    """Returns requests with grammars that forbid their free answers."""
     free = sized_requests((5, 9, 33), max_tokens=40, ignore_eos=True, temperature=0.0)
     answers = plain_answers(target, free)
-    found = []
+    requests_with_grammars = []
     for request in free:
         tokens = answers[request.id]
         words = [tuple(tokens[at : at + size]) for at, size in ((3, 2), (5, 3), (20, 2))] + [(tokens[23],)]
@@ -48,8 +48,8 @@ def requests(target: Path) -> list[Request]:
             min_tokens=25,
             bad_words=tuple(word for word in words if request.prompt[-1] != word[0]),  # generate looks there, too
         )
-        found.append(replace(request, params=params))
-    return found
+        requests_with_grammars.append(replace(request, params=params))
+    return requests_with_grammars
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,12 @@ def test_tokens_are_those_of_transformers_generate(
 def test_also_beside_others_and_when_preempted(
     drafter: str, build: Build, requests: list[Request], expected: dict[str, list[int]]
 ) -> None:
-    others = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
+    free = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
     engine = build(drafter, kv_cache_tokens=150, page_size=1)
-    answers = tokens_of(run(engine, [*others, *requests]))
+    answers = tokens_of(run(engine, [*free, *requests]))
     assert engine.scheduler.num_preemptions > 0
     assert {name: answers[name] for name in expected} == expected
-    assert {request.id: answers[request.id] for request in others} == tokens_of(run(build("none"), others))
+    assert {request.id: answers[request.id] for request in free} == tokens_of(run(build("none"), free))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -109,19 +109,19 @@ def test_captured_passes_say_the_same(
     temperature: float, target: Path, draft: Path, requests: list[Request], build: Build
 ) -> None:
     """Where the host reads tokens a step later, as long as nothing is constrained."""
-    asked = [replace(request, params=replace(request.params, temperature=temperature, seed=3)) for request in requests]
+    seeded = [replace(request, params=replace(request.params, temperature=temperature, seed=3)) for request in requests]
     free = make_request("free", random_prompt(20, 1), temperature=0.0, max_tokens=50)
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(target), draft=str(draft), attention=ATTENTION, **sizes))
-    assert tokens_of(run(engine, [free, *asked])) == tokens_of(run(build("none"), [free, *asked]))
+    assert tokens_of(run(engine, [free, *seeded])) == tokens_of(run(build("none"), [free, *seeded]))
 
 
 def test_a_token_is_forbidden_by_the_path_before_it() -> None:
-    held = Constrained([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
-    assert held.forbidden_after([]) == {2, 9}
-    assert held.forbidden_after([9]) == {2}
-    assert held.forbidden_after([9, 9]) == {5}
-    assert held.forbidden_after([8]) == {2, 9}
+    constrained = Constrained([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
+    assert constrained.forbidden_after([]) == {2, 9}
+    assert constrained.forbidden_after([9]) == {2}
+    assert constrained.forbidden_after([9, 9]) == {5}
+    assert constrained.forbidden_after([8]) == {2, 9}
 
 
 def test_masks_are_those_of_each_node() -> None:
@@ -144,10 +144,10 @@ def test_masks_are_those_of_each_node() -> None:
 def test_a_request_that_may_end_is_free_again(build: Build) -> None:
     engine = build("eagle3", max_running=2)
     stage = engine.stages[-1]
-    wanted = []
-    run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: wanted.append(stage.wants([0, 1])))
-    assert wanted[0]
-    assert not wanted[-1]
+    wishes = []
+    run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: wishes.append(stage.wants([0, 1])))
+    assert wishes[0]
+    assert not wishes[-1]
 
 
 def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +155,9 @@ def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monk
     counted = []
     record = engine.planner.policy.record
 
-    def watch(cells: Any, *others: Any) -> None:
+    def watch(cells: Any, *arguments: Any) -> None:
         counted.append(len(cells))
-        record(cells, *others)
+        record(cells, *arguments)
 
     monkeypatch.setattr(engine.planner.policy, "record", watch)
     free = make_request("free", random_prompt(9, 1), max_tokens=10, ignore_eos=True)

@@ -25,7 +25,7 @@ from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "assets" / "tiny-target"
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text())
-QUERIES = [(panel["title"], one["expr"]) for panel in DASHBOARD["panels"] for one in panel.get("targets", ())]
+QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 CONFIG = """
 global: {{scrape_interval: 1s}}
 scrape_configs: [{{job_name: slipstream, static_configs: [{{targets: ["{server}"]}}]}}]
@@ -37,9 +37,9 @@ def test_queries_name_metrics_that_exist(make_target: Any) -> None:
     text, _ = Metrics().render(EngineView(gauges, EngineCounts(), num_open=0, is_up=True, is_ready=True))
     kinds = dict(re.findall(r"# TYPE (\w+) (\w+)", text.decode()))
     histograms = [name for name, kind in kinds.items() if kind == "histogram"]
-    known = {*kinds, *(name + end for name in histograms for end in ("_bucket", "_sum", "_count"))}
-    used = set(re.findall(r"slipstream_\w+", json.dumps(DASHBOARD)))  # of variables, too
-    assert not used - known
+    names_of_server = {*kinds, *(name + end for name in histograms for end in ("_bucket", "_sum", "_count"))}
+    names_of_dashboard = set(re.findall(r"slipstream_\w+", json.dumps(DASHBOARD)))  # of variables, too
+    assert not names_of_dashboard - names_of_server
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
@@ -74,7 +74,7 @@ def test_prometheus_finds_data_for_every_query(tmp_path: Path) -> None:
     with (
         serving(config, process.build_engine) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
-        prometheus(tmp_path, server.url.removeprefix("http://")) as found,
+        prometheus(tmp_path, server.url.removeprefix("http://")) as api,
     ):
         question = "Tom has 3 boxes of 12 eggs. How many eggs does he have?"
         body = {"prompt": question, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -82,7 +82,7 @@ def test_prometheus_finds_data_for_every_query(tmp_path: Path) -> None:
         while time.monotonic() < end:
             assert client.post(COMPLETIONS, json=body).status_code == 200
             assert client.post(COMPLETIONS, json={"prompt": 5}).status_code == 400
-        empty = [(title, query) for title, query in QUERIES if not values(found, query)]
+        empty = [(title, query) for title, query in QUERIES if not values(api, query)]
     assert len(QUERIES) > 30
     assert not empty, empty
 
@@ -92,5 +92,5 @@ def values(prometheus: httpx.Client, query: str) -> list[float]:
     query = query.replace("$__rate_interval", "10s").replace("$instance", ".*")
     answer = prometheus.get("/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
-    numbers = [float(one["value"][1]) for one in answer["data"]["result"]]
+    numbers = [float(sample["value"][1]) for sample in answer["data"]["result"]]
     return [number for number in numbers if not math.isnan(number)]

@@ -111,10 +111,10 @@ def test_stop_strings_equal_a_naive_search(name: str, text: str, stop: list[str]
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     full = tokenizer.decode(tokens)
     stream = TextStream(Decoder(tokenizer), stop)
-    shown = "".join(push_in_chunks(stream, tokens, seed))
+    streamed = "".join(push_in_chunks(stream, tokens, seed))
     cut = naive_stop(full, stop)
     assert stream.stopped == (cut is not None)
-    assert shown == full[:cut]
+    assert streamed == full[:cut]
     if cut is None:
         assert stream.num_tokens == len(tokens)
         return
@@ -160,8 +160,8 @@ def test_any_ids_decode_alike_whole_and_in_pieces_after_any_prompt(name: str, da
             stream = TextStream(CountingDecoder(tokenizer), stop, watched=watched, prompt=context)
             assert "".join(push_in_chunks(stream, tokens, seed)) == expected
         if "\ufffd" not in expected:
-            whole = tokenizer.decode(context + tokens, skip_special_tokens=True)
-            assert expected == whole[len(tokenizer.decode(context, skip_special_tokens=True)) :]
+            decoded = tokenizer.decode(context + tokens, skip_special_tokens=True)
+            assert expected == decoded[len(tokenizer.decode(context, skip_special_tokens=True)) :]
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_an_answer_goes_on_from_its_prompt(tokenizer: PreTrainedTokenizerFast, w
     tokens = tokenizer("the fox jumps.", add_special_tokens=False).input_ids
     for end in range(len(tokens)):
         before = tokenizer.decode(tokens[:end])
-        whole = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        decoded = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         stream = TextStream(Decoder(tokenizer), watched=watched, prompt=tokens[:end])
-        assert before + "".join(push_in_chunks(stream, tokens[end:], end)) == whole
+        assert before + "".join(push_in_chunks(stream, tokens[end:], end)) == decoded
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -213,8 +213,8 @@ def test_the_work_is_linear_for_any_tokens(name: str, bytes_of_tokens: bytes) ->
     for index in range(count):
         pieces.append(stream.push([tokens[index % len(tokens)]]))
     assert decoder.num_decoded < 20 * count
-    told = len("".join(pieces).encode(errors="replace").decode())
-    assert told >= (count - 8) / len(tokens) * (len(bytes_of_tokens) > 0)
+    length = len("".join(pieces).encode(errors="replace").decode())
+    assert length >= (count - 8) / len(tokens) * (len(bytes_of_tokens) > 0)
 
 
 @pytest.mark.parametrize("stop", [(), ("zz",)])
@@ -300,8 +300,8 @@ def test_the_backend_decodes_what_transformers_does(name: str) -> None:
         tokens = rng.choices(range(len(tokenizer)), k=length)
         expected = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert decoder(tokens) == expected or (name == "byte_fallback" and "\ufffd" in expected)
-    own = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
-    assert Decoder(own)(own("the fox", add_special_tokens=False)["input_ids"]) == "THE FOX"
+    shouting = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
+    assert Decoder(shouting)(shouting("the fox", add_special_tokens=False)["input_ids"]) == "THE FOX"
 
 
 def test_the_first_tokens_are_not_searched_for_stop_strings() -> None:

@@ -156,9 +156,9 @@ def test_proposals_of_a_batch_equal_the_oracle(
     engine = build_engine(target, draft, **options)
     answers = run_checked(engine, Oracle(target, draft, engine.planner.limits.most_nodes), requests_of())
     assert tokens_of(answers) == plain_answers(target, requests_of())
-    none, _, whole = partial_steps(answers, depth=engine.planner.limits.most_nodes - 1)
+    none, _, num_full = partial_steps(answers, depth=engine.planner.limits.most_nodes - 1)
     assert none > 0
-    assert whole > 0 or variant == "lilicorr", "some steps accept, some do not; a random scorer chooses at random"
+    assert num_full > 0 or variant == "lilicorr", "some steps accept, some do not; a random scorer chooses at random"
 
 
 @pytest.mark.parametrize(
@@ -385,8 +385,8 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
     recorded = record(engine)
     run(engine, requests_of(ignore_eos=True))
     check_replay(recorded, engine, eager)
-    for found, right in zip(caches_of(engine), caches_of(eager), strict=True):
-        assert torch.equal(found[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
+    for replayed, right in zip(caches_of(engine), caches_of(eager), strict=True):
+        assert torch.equal(replayed[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
 
 
 # By itself
@@ -430,9 +430,14 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
 
 
 def rows_of(metadata: AttentionMetadata) -> PassRows:
-    """Eleven of one request."""
-    where = metadata.positions, metadata.slots, torch.arange(11)
-    return PassRows(*where, metadata.requests, torch.tensor([10]))
+    """Eleven rows of one request."""
+    return PassRows(
+        positions=metadata.positions,
+        slots=metadata.slots,
+        next_tokens=torch.arange(11),
+        requests=metadata.requests,
+        last=torch.tensor([10]),
+    )
 
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:
@@ -441,9 +446,9 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     attention = stage.attach()
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
-    found = stage.extended(rows_of(stage.metadata), stage.aux_states)
-    torch.testing.assert_close(found, attention.kv.flat(0), atol=1e-5, rtol=1e-5)
-    assert found[:, :, stage.metadata.slots.of(0)].count_nonzero() == found.count_nonzero() > 0
+    cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
+    torch.testing.assert_close(cache, attention.kv.flat(0), atol=1e-5, rtol=1e-5)
+    assert cache[:, :, stage.metadata.slots.of(0)].count_nonzero() == cache.count_nonzero() > 0
 
 
 def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
@@ -457,7 +462,9 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     stored = state.stored
     slots = stage.metadata.requests
     padding = state.padding
-    stored.lengths[0], stored.tokens[0], stored.survivals[0] = 14, tokens, 1.0
+    stored.lengths[0] = 14
+    stored.tokens[0] = tokens
+    stored.survivals[0] = 1.0
     stored.parents[0] = torch.tensor([-1, 0, 0, 0, 3, 3, 1, 2, 0, 4, 4])
     chunks = Chunks(*(slots[:0] for _ in Chunks._fields))
     layout = lay_out(stored, torch.tensor([11]), slots, chunks, state.pages[0], 16, 11, True, padding)
@@ -467,8 +474,8 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     assert verified.nodes[0, :5].tolist() == [*path, -1]
     runner = Runner(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
     runner._extend(layout, verified, stage.aux_states, later=False)
-    found = attention.kv.flat(0)[:, :, stage.metadata.slots.of(0)[:4]]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    cache = attention.kv.flat(0)[:, :, stage.metadata.slots.of(0)[:4]]
+    torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:

@@ -42,10 +42,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_map(folder: Path, size: int = 60, kept: tuple[int, ...] = (EOS,)) -> str:
+def save_map(folder: Path, size: int = 60, special_ids: tuple[int, ...] = (EOS,)) -> str:
     """Its path, for drafter.token_map."""
     counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
-    TokenMap.build(counts, size, list(kept), {}).write(folder / "map.safetensors")
+    TokenMap.build(counts, size, list(special_ids), {}).write(folder / "map.safetensors")
     return str(folder / "map.safetensors")
 
 
@@ -124,17 +124,17 @@ def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
         for token in tokens[counts].tolist():
             if token not in ids[:static].tolist():
                 scores[token] = scores.get(token, 0.0) + 1
-        found = [token for token in ids[static:].tolist() if token >= 0]
-        assert len(found) == len(set(found)) == min(size, len(scores))
-        worst = min((scores[token] for token in found), default=0.0)
-        left_out = [score for token, score in scores.items() if token not in found]
+        recent_ids = [token for token in ids[static:].tolist() if token >= 0]
+        assert len(recent_ids) == len(set(recent_ids)) == min(size, len(scores))
+        worst = min((scores[token] for token in recent_ids), default=0.0)
+        left_out = [score for token, score in scores.items() if token not in recent_ids]
         assert all(score <= worst + 1e-4 for score in left_out)
     assert (ids[:static] >= 0).all()
     recent.forget()
     assert (ids[static:] == -1).all()
     token = next(token for token in range(vocab_size) if token not in ids[:static].tolist())
     recent.add(torch.tensor([token]), torch.tensor([True]))
-    assert [one for one in ids[static:].tolist() if one >= 0] == [token], "nothing of what was is left"
+    assert [recent for recent in ids[static:].tolist() if recent >= 0] == [token], "nothing of what was is left"
 
 
 def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
@@ -145,9 +145,9 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
 
     def observe(*next_tokens: int) -> None:
         places = torch.zeros(len(next_tokens), dtype=torch.int64)
-        one = torch.zeros(1, dtype=torch.int64)
+        zeros = torch.zeros(1, dtype=torch.int64)
         slots = KVSlots(lambda _: places)
-        vocabulary.observe(PassRows(places, slots, torch.tensor(next_tokens), one, one))
+        vocabulary.observe(PassRows(places, slots, torch.tensor(next_tokens), zeros, zeros))
 
     observe(7, 21, 22, -1, -1)
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
@@ -197,9 +197,9 @@ def test_a_trace_names_no_recent_tokens(dynamic: int, target: Path, drafts: dict
     answers = run(engine, requests).values()
     refused = [token for answer in answers for entry in answer.trace for token in entry.refused]
     assert None in refused if dynamic else None not in refused
-    named = {token for token in refused if token is not None}
-    assert len(named) > 5
-    assert named <= set(read_token_map(Path(path), VOCAB).ids_by_frequency(None, [EOS]).tolist())
+    names = {token for token in refused if token is not None}
+    assert len(names) > 5
+    assert names <= set(read_token_map(Path(path), VOCAB).ids_by_frequency(None, [EOS]).tolist())
 
 
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])
@@ -225,7 +225,7 @@ def test_maps_that_do_not_fit_are_refused(
     size: int | None, options: dict[str, Any], message: str, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     if size is not None:
-        save_map(tmp_path, size, kept=(0, 1, EOS))
+        save_map(tmp_path, size, special_ids=(0, 1, EOS))
     with pytest.raises(ValueError, match=message):
         build_engine(target, drafts["dflash"], drafter=options | {"token_map": str(tmp_path / "map.safetensors")})
 

@@ -43,8 +43,10 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     loaded = load_target(target, load_config(target), torch.bfloat16, torch.device("cpu"))
     drafter: Any = load_drafter(str(draft), {}, loaded)[0]
     assert run.networks[0].weights == bytes_of(loaded)
-    own = bytes_of(drafter.module)
-    assert own <= run.networks[1].weights <= own + loaded.embed_tokens.weight.nbytes, "it may share the embedding"
+    weights = bytes_of(drafter.module)
+    assert weights <= run.networks[1].weights <= weights + loaded.embed_tokens.weight.nbytes, (
+        "it may share the embedding"
+    )
     config = EngineConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu", page_size=16)
     builder = Builder(config)
     networks = [(layers, torch.bfloat16) for layers in builder.networks]
@@ -77,10 +79,10 @@ def test_quantised_experts_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path / "mxfp4")
     save_random_target(copy.deepcopy(MOE_CONFIG), tmp_path / "plain")
     save_quantized(LAYOUTS["packed"], tmp_path / "plain", tmp_path / "packed")
-    for name, asked in (("mxfp4", None), ("packed", None), ("plain", "fp8")):
+    for name, quantization in (("mxfp4", None), ("packed", None), ("plain", "fp8")):
         path = tmp_path / name
-        run = DryRun(ServeConfig(target=str(path), dtype="bfloat16", device="cpu", quantization=asked))
-        loaded = load_target(path, load_config(path), torch.bfloat16, torch.device("cpu"), quantization=asked)
+        run = DryRun(ServeConfig(target=str(path), dtype="bfloat16", device="cpu", quantization=quantization))
+        loaded = load_target(path, load_config(path), torch.bfloat16, torch.device("cpu"), quantization=quantization)
         assert run.weights == bytes_of(loaded)
 
 
@@ -95,24 +97,24 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, tmp_path: Path) -> None:
     """From the config files alone."""
     folder = tmp_path / name
-    asked = "fp8" if name == "on-the-fly" else None
+    quantization = "fp8" if name == "on-the-fly" else None
     save_quantized(LAYOUTS[name], plain, folder)
-    loaded = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"), quantization=asked)
+    loaded = load_target(folder, load_config(folder), torch.bfloat16, torch.device("cpu"), quantization=quantization)
     (folder / "model.safetensors").unlink()
-    config = ServeConfig(target=str(folder), dtype="bfloat16", device="cpu", quantization=asked)
+    config = ServeConfig(target=str(folder), dtype="bfloat16", device="cpu", quantization=quantization)
     (network,) = DryRun(config).networks
     assert network.weights == bytes_of(loaded)
     assert loaded.quantization is not None
     assert f"{loaded.quantization.name}, bfloat16" in report(config)
-    layers = [one for one in loaded.modules() if isinstance(one, Int4Linear)]
+    layers = [module for module in loaded.modules() if isinstance(module, Int4Linear)]
     assert network.dequantized == max((2 * layer.out_features * layer.in_features for layer in layers), default=0)
     assert ("of it for a 4-bit layer in 16 bits" in report(config)) == bool(layers)
-    own = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
-    assert network.read == (own if asked else network.weights)
+    plain_bytes = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
+    assert network.read == (plain_bytes if quantization else network.weights)
 
 
 @pytest.mark.parametrize(
-    ("config", "kept"),
+    ("config", "plain_names"),
     [
         ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"]}, "qkv o"),
         ({"quant_method": "fp8", "ignored_layers": ["down_proj"]}, "down"),
@@ -123,7 +125,7 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     ],
 )
 def test_layers_that_a_config_excludes_keep_16_bits(
-    config: dict[str, Any], kept: str, plain: Path, tmp_path: Path
+    config: dict[str, Any], plain_names: str, plain: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text((plain / "config.json").read_text())
@@ -135,7 +137,7 @@ def test_layers_that_a_config_excludes_keep_16_bits(
     quantize_linears(target, formats, listed_tensors(target, formats))
     first = {name.split(".")[-1]: type(layer) for name, layer in target.layers[0].named_modules()}
     plain_ones = [name.removesuffix("_proj") for name, kind in first.items() if kind is Linear]
-    assert plain_ones == kept.split()
+    assert plain_ones == plain_names.split()
 
 
 def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:

@@ -61,7 +61,7 @@ WINDOWS = {"eagle3 window": 11, "eagle3 window within trees": 2}
 
 
 class Oracle:
-    """What a draft should propose behind any text."""
+    """Computes the proposal that a draft should make after any text."""
 
     def __init__(self, target: Path, draft: Path, options: TreeOptions) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
@@ -140,7 +140,8 @@ GATE = (
 def test_proposals_of_a_batch_equal_the_oracle(
     name: str, case: tuple[str, float], make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    (drafter, options, engine_options), (family, temperature) = DRAFTS[name], case
+    drafter, options, engine_options = DRAFTS[name]
+    family, temperature = case
     target = make_target(family)
     draft = make_draft(family, drafter)
     engine = build_engine(target, draft, drafter=options, **engine_options)
@@ -269,7 +270,7 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
 
 
 def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    """What it proposes behind such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
+    """Its proposal after such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
@@ -284,8 +285,8 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
         slots = flight.plan.slots
         output = arrived.output
         assert output.accepted is not None
-        each = zip(slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
-        branched.update(slot for slot, nodes, length in each if nodes[:length] != list(range(length)))
+        emissions = zip(slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
+        branched.update(slot for slot, nodes, length in emissions if nodes[:length] != list(range(length)))
         return arrived
 
     def check(*_: object) -> None:
@@ -324,12 +325,12 @@ def test_an_embedding_of_its_own_is_drafted_with(
     engine = build_engine(target, folder)
     assert isinstance(engine.runner.drafter, AutoregressiveDrafter)
     assert engine.runner.drafter.embed is engine.runner.target.embed_tokens
-    own = copy + 0.3 * torch.randn(copy.shape, generator=torch.Generator().manual_seed(0))
-    save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
+    embedding = copy + 0.3 * torch.randn(copy.shape, generator=torch.Generator().manual_seed(0))
+    save_file(tensors | {"embed_tokens.weight": embedding}, folder / "model.safetensors")
     oracle = Oracle(target, folder, TreeOptions())
     assert "its own embedding" not in caplog.text
     with pytest.raises(AssertionError):
         run_checked(build_engine(target, folder), oracle, sized_requests(temperature=0.8))
-    oracle.naive.embeddings = own.double()
+    oracle.naive.embeddings = embedding.double()
     run_checked(build_engine(target, folder), oracle, sized_requests(temperature=0.8))
     assert "the draft has its own embedding" in caplog.text

@@ -65,20 +65,20 @@ def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
     values = CONFIGS[name]
     experts = values.get("num_experts", values.get("num_local_experts", 1))
     top_k = values.get("num_experts_per_tok", 1)
-    found = pick_prompt_tokens(config, spec, "cuda")
+    num_tokens = pick_prompt_tokens(config, spec, "cuda")
     if experts == top_k:
-        assert found == enough_prompt_tokens(config, found) == 1024
+        assert num_tokens == enough_prompt_tokens(config, num_tokens) == 1024
     else:
-        assert 1024 <= found <= MOST_PROMPT_TOKENS
-        assert found == MOST_PROMPT_TOKENS or found * top_k >= EXPERT_TOKENS * experts
-        assert 1024 <= enough_prompt_tokens(config, found) == found // 2
+        assert 1024 <= num_tokens <= MOST_PROMPT_TOKENS
+        assert num_tokens == MOST_PROMPT_TOKENS or num_tokens * top_k >= EXPERT_TOKENS * experts
+        assert 1024 <= enough_prompt_tokens(config, num_tokens) == num_tokens // 2
     fast = replace(config, exact=False)
-    assert pick_prompt_tokens(fast, spec, "cuda") == max(found, 2048)
+    assert pick_prompt_tokens(fast, spec, "cuda") == max(num_tokens, 2048)
     assert enough_prompt_tokens(fast, 2048) == 1024
     for some in (config, fast):
         assert pick_prompt_tokens(some, spec, "cpu") == enough_prompt_tokens(some, 1024) == 1024
-        own = replace(some, prefill_budget=300)
-        assert pick_prompt_tokens(own, spec, "cuda") == enough_prompt_tokens(own, 300) == 300
+        limited = replace(some, prefill_budget=300)
+        assert pick_prompt_tokens(limited, spec, "cuda") == enough_prompt_tokens(limited, 300) == 300
 
 
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,12 +178,12 @@ IDS: dict[str, Callable[[int], dict[str, Any]]] = {  # by field: a request that 
 @pytest.mark.parametrize("field", IDS)
 def test_token_ids_are_those_of_the_vocabulary(field: str, target: Path) -> None:
     engine = build_engine(target)
-    whole = {"prompt": [5], "min_tokens": 2}
+    fields = {"prompt": [5], "min_tokens": 2}
     for token in (0, VOCAB - 1):
-        engine.check(make_request("0", **whole | IDS[field](token)))
+        engine.check(make_request("0", **fields | IDS[field](token)))
     for token in (VOCAB, 2**32, 2**64):
         with pytest.raises(ValueError, match=f"{field} has the token id {token}; it must be between 0 and {VOCAB - 1}"):
-            engine.add(make_request("0", **whole | IDS[field](token)))
+            engine.add(make_request("0", **fields | IDS[field](token)))
     assert not engine.has_work
 
 
@@ -242,8 +242,8 @@ def test_a_drafts_window_binds_none_but_its_own_layer(target: Path, draft: Path)
     change_json(draft / "config.json", sliding_window=32)
     engine = build_engine(target, draft, prefill_budget=64)
     assert engine.info.max_model_len == 256
-    full, own = [len(cache[0, 0]) for cache in caches_of(engine)]
-    assert own < full
+    full, windowed = [len(cache[0, 0]) for cache in caches_of(engine)]
+    assert windowed < full
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

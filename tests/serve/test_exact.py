@@ -37,8 +37,8 @@ def test_reasons(
     monkeypatch.setattr(build, "INPUTS", 1)
     options = {"attention": "prefill=sdpa,verify=triton,draft=triton", "device": "cpu"} | options
     options["draft"] = str(draft) if options["draft"] == "DRAFT" else options["draft"]
-    found = Builder(EngineConfig(target=str(target), **options)).inexact
-    assert (reason in found) if reason else not found, found
+    reasons = Builder(EngineConfig(target=str(target), **options)).inexact
+    assert (reason in reasons) if reason else not reasons, reasons
 
 
 def test_layers_of_odd_sizes_are_not_exact(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": Tr
 
 
 class PanicException(BaseException):
-    """What pyo3 raises where Rust code panics."""
+    """The exception that pyo3 raises where Rust code panics."""
 
 
 @pytest.mark.parametrize("error", [ValueError("no such token"), RuntimeError("broken"), PanicException("index")])
@@ -105,12 +105,12 @@ def test_a_clock_that_jumps_ends_nothing(byte_target: str, monkeypatch: pytest.M
 
 def test_no_time_is_measured_by_the_wall_clock() -> None:
     """It says when an answer or the server was created, and nothing else."""
-    found = []
+    files = []
     for file in (ROOT / "serve").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns"):
-                found.append(file.relative_to(ROOT).as_posix())
-    assert set(found) == {"serve/http/app.py", "serve/http/completions.py", "serve/http/responses.py"}
+                files.append(file.relative_to(ROOT).as_posix())
+    assert set(files) == {"serve/http/app.py", "serve/http/completions.py", "serve/http/responses.py"}
 
 
 def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
@@ -131,14 +131,14 @@ def test_sigterm_under_load_loses_nothing(byte_target: str) -> None:
         children = psutil.Process(process.pid).children()
         for child in children:  # the engine, so that no request ends before all are open
             child.suspend()
-        taken = [pool.submit(ask, index) for index in range(24)]
+        answers = [pool.submit(ask, index) for index in range(24)]
         wait_until(lambda: httpx.get(f"{url}/health", timeout=120).json()["open_requests"] == 24, "all are open")
         process.send_signal(signal.SIGTERM)
         for child in children:
             child.resume()
         late = [pool.submit(ask, index) for index in range(24)]
-        assert [one.result() for one in taken] == ["done"] * 24
-        assert {one.result() for one in late} <= {"503", "nobody", "done"}, "before or after the signal came"
+        assert [answer.result() for answer in answers] == ["done"] * 24
+        assert {answer.result() for answer in late} <= {"503", "nobody", "done"}, "before or after the signal came"
         assert process.wait(120) == -signal.SIGTERM
 
 

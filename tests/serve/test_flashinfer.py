@@ -20,11 +20,11 @@ from slipstream.tests.serve.attention_passes import GROUP, LAYER, PASSES, Scene
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
     monkeypatch.setattr(torch.cuda, "Event", fake_flashinfer.Event)
-    monkeypatch.setattr(fake_flashinfer.Wrapper, "made", [])
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "instances", [])
     with fake_flashinfer.installed(tmp_path):
-        found = find_backends("flashinfer")["verify"]
-        monkeypatch.setattr(sys.modules[found.__module__], "WORKSPACE_BYTES", 1)
-        yield found
+        backends = find_backends("flashinfer")["verify"]
+        monkeypatch.setattr(sys.modules[backends.__module__], "WORKSPACE_BYTES", 1)
+        yield backends
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -41,15 +41,16 @@ def test_plans_and_merges_give_what_sdpa_gives(
 
 def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
-    attention, (q, k, v) = backend(scene.kv, scene.ropes), scene.qkv
+    attention = backend(scene.kv, scene.ropes)
+    q, k, v = scene.qkv
     attention.plan(scene.metadata())
     attention.write(k, v, scene.layer())
-    assert not fake_flashinfer.Wrapper.made
+    assert not fake_flashinfer.Wrapper.instances
     for num_plans in (1, 2):
         attention.plan(scene.metadata())
         for layer in (0, LAYER):
             attention.attend(q, k, v, scene.layer(id=layer), "causal")
-        (wrapper,) = fake_flashinfer.Wrapper.made  # made once for all passes of a kind
+        (wrapper,) = fake_flashinfer.Wrapper.instances  # made once for all passes of a kind
         assert wrapper.num_plans == num_plans
 
 
@@ -75,13 +76,13 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
 def test_prompts_and_nodes_take_their_kernels(option: str, prompt: str, chain: str) -> None:
     for name, kernels in (("prompts", prompt), ("chain", chain), ("tree", chain)):
         Scene(PASSES[name], 16, torch.float32, "cpu").attend(find_backends(option)["verify"])
-        assert fake_flashinfer.Wrapper.made.pop().backend == kernels
+        assert fake_flashinfer.Wrapper.instances.pop().backend == kernels
 
 
 @pytest.mark.parametrize(("name", "tensor_cores"), [("decode", True), ("decode, two heads share", False)])
 def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], name: str, tensor_cores: bool) -> None:
     Scene(PASSES[name], 16, torch.float32, "cpu").attend(backend)
-    assert fake_flashinfer.Wrapper.made.pop().use_tensor_cores is tensor_cores
+    assert fake_flashinfer.Wrapper.instances.pop().use_tensor_cores is tensor_cores
 
 
 @pytest.mark.gpu
@@ -128,11 +129,12 @@ def test_kernels_for_prompts_are_compiled_in_the_background(
     for window, softcap in ((None, None), (9, None), (None, 30.0)):  # each has kernels of its own
         layer = asking_layer(head_dim=64, window=window, softcap=softcap).spec
         backend.prepare(KVFormat(torch.device("cpu"), dtype, (layer,)))
-        options = (window is not None, softcap is not None)
-        build = module._build(dtype, module.Variant(64, *options), "auto")
+        variant = module.Variant(head_dim=64, has_window=window is not None, has_softcap=softcap is not None)
+        build = module._build(dtype, variant, "auto")
         build.join()
         assert build.is_done
-        assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0, *options, False)
+        options = variant.has_window, variant.has_softcap
+        assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0) + options + (False,)
 
     def fail(*_: object) -> None:
         raise RuntimeError("nvcc: no such option")
@@ -147,14 +149,14 @@ def test_kernels_for_prompts_are_compiled_in_the_background(
 def one_request(prompts: AttentionMetadata, index: int) -> AttentionMetadata:
     """A prompt's part of several."""
     assert prompts.phase == "prefill"
-    own = slice(index, index + 1)
+    row = slice(index, index + 1)
     positions, slots = (x.split(prompts.query_lens)[index] for x in (prompts.positions, prompts.slots.of(GROUP)))
     return replace(
         prompts,
-        requests=prompts.requests[own],
-        lengths=prompts.lengths[own],
+        requests=prompts.requests[row],
+        lengths=prompts.lengths[row],
         positions=positions,
         slots=KVSlots(lambda _: slots),
-        query_lens=prompts.query_lens[own],
-        kv_bounds=prompts.kv_bounds[own],
+        query_lens=prompts.query_lens[row],
+        kv_bounds=prompts.kv_bounds[row],
     )

@@ -34,9 +34,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Any) -> Iterator[Grammars]:
-    found = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    yield found
-    found.close()
+    engine_grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    yield engine_grammars
+    engine_grammars.close()
 
 
 def choice(*texts: str) -> Grammar:
@@ -50,13 +50,13 @@ def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammar
     tokens = tokenizer(text).input_ids
     matcher = grammars.matcher(grammars.compile(choice(text)).result(), [end])
     for place, last in enumerate([0, *tokens]):
-        found, masks = matcher.forced(last, 64)
+        forced, masks = matcher.forced(last, 64)
         rest = [*tokens[place:], end]
         starts_whole = tokenizer.decode(tokens[:place]) + tokenizer.decode(tokens[place:]) == text
-        assert found == rest if starts_whole else matcher.push(found)
-        assert masks.shape[0] == 1 + len(found)
+        assert forced == rest if starts_whole else matcher.push(forced)
+        assert masks.shape[0] == 1 + len(forced)
         if starts_whole:
-            assert np.array_equal(masks, matcher.allowed([last, *found], range(-1, len(found))))
+            assert np.array_equal(masks, matcher.allowed([last, *forced], range(-1, len(forced))))
             assert matcher.forced(last, 3)[0] == rest[: len(matcher.forced(last, 3)[0])]
         else:
             return
@@ -69,14 +69,14 @@ def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, 
     rng = random.Random(0)
     for _ in range(20):
         matcher = grammars.matcher(grammars.compile(choice(text)).result(), [end])
-        written = ""
+        text_before = ""
         last = 0
-        while written != text:
-            found, _ = matcher.forced(last, 64)
-            assert tokenizer.decode(found, skip_special_tokens=True) == text[len(written) :]
+        while text_before != text:
+            forced, _ = matcher.forced(last, 64)
+            assert tokenizer.decode(forced, skip_special_tokens=True) == text[len(text_before) :]
             last = rng.choice(tokens_in(matcher.allowed([last], [-1])[0], 64))
             assert matcher.push([last])
-            written += tokenizer.decode([last])
+            text_before += tokenizer.decode([last])
 
 
 def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars) -> None:
@@ -89,11 +89,11 @@ def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars)
         ["日本", "日木"],
     ):
         matcher = grammars.matcher(grammars.compile(choice(*texts)).result(), [end])
-        found, _ = matcher.forced(0, 64)
+        forced, _ = matcher.forced(0, 64)
         spelled = [tokenizer(text).input_ids for text in texts]
-        assert all(found == own[: len(found)] for own in spelled), texts
-        together = next(i for i, each in enumerate(zip(*spelled, strict=False)) if len(set(each)) > 1)
-        assert len(found) >= together - 2, texts
+        assert all(forced == spelling[: len(forced)] for spelling in spelled), texts
+        together = next(i for i, column in enumerate(zip(*spelled, strict=False)) if len(set(column)) > 1)
+        assert len(forced) >= together - 2, texts
 
 
 def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: Any, grammars: Grammars) -> None:
@@ -117,9 +117,9 @@ def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
     matcher = grammars.matcher(
         grammars.compile(Grammar("ebnf", 'root ::= "ab " root')).result(), [tokenizer.eos_token_id]
     )
-    found, _ = matcher.forced(0, 15)
-    assert 8 <= len(found) <= 15
-    assert matcher.push(found)
+    forced, _ = matcher.forced(0, 15)
+    assert 8 <= len(forced) <= 15
+    assert matcher.push(forced)
 
 
 def test_what_is_free_is_not_forced(tokenizer: Any, grammars: Grammars) -> None:
@@ -134,7 +134,7 @@ def test_a_proposal_that_knows_more_is_kept() -> None:
     assert not goes_beyond(nodes, [5])
     assert not goes_beyond(nodes, [6, 8])
     masks = np.zeros((5, 2), np.uint32)
-    masks[0, 0], masks[2, 0], masks[3, 0] = 1 << 6, 1 << 7, 1 << 9
+    masks[[0, 2, 3], 0] = 1 << np.array([6, 7, 9])
     assert allowed_depth(nodes, NodeMasks(0, [0, 1, 2, 3, 4], masks)) == 2
 
 
@@ -178,9 +178,9 @@ def test_answers_are_those_without(
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True, **options)
     for _ in range(2):
         answers = run(engine, [*requests(tokenizer, NAMES, temperature), free])
-        found = {name: answer for name, answer in answers.items() if name != "free"}
-        assert tokens_of(found) == expected[temperature]
-        assert accepted(found) > 20
+        constrained = {name: answer for name, answer in answers.items() if name != "free"}
+        assert tokens_of(constrained) == expected[temperature]
+        assert accepted(constrained) > 20
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

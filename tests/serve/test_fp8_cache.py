@@ -65,7 +65,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scale_tensors() -> dict[str, Tensor]:
-    """Of all layers SCALE."""
+    """Returns SCALE for the keys and values of all layers."""
     return {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([SCALE]) for i in range(LAYERS) for x in "kv"}
 
 
@@ -105,7 +105,7 @@ class RoundingCache(DynamicCache):
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen2", "qwen3-tied", "mistral", "llama-rope-linear"}))
 def test_answers_are_those_of_transformers_with_a_rounded_cache(family: str, make_target: Any, tmp_path: Path) -> None:
-    """Of each family, beyond its windows: no token is worse by the logits of transformers than the best one."""
+    """For each family, beyond its windows: no token is worse by the logits of transformers than the best one."""
     shutil.copytree(make_target(family), tmp_path / "target")
     add(tmp_path / "target", scale_tensors())
     requests = [make_request(str(length), random_prompt(length, length), max_tokens=16) for length in (5, 40)]
@@ -188,8 +188,8 @@ def test_scales_of_a_checkpoint(names: tuple[str, ...], value: Tensor, make_targ
         (target / file.name).write_bytes(file.read_bytes())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    found = {f"model.layers.{i}.self_attn.{name}": value.clone() for i in range(LAYERS) for name in names}
-    add(target, found, quantization_config=config)
+    scales = {f"model.layers.{i}.self_attn.{name}": value.clone() for i in range(LAYERS) for name in names}
+    add(target, scales, quantization_config=config)
     expected = value.float().flatten().expand(HEADS).tolist()
     engine = build_engine(target, **FP8)
     assert scales_of(engine) == [[expected, expected]] * LAYERS
@@ -232,8 +232,8 @@ def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_
     sizes = [DryRun(ServeConfig(target=str(scaled), dtype="bfloat16", **options)).kv_bytes() for options in ({}, FP8)]
     assert sizes[0] == [2 * size for size in sizes[1]]
     save_random_draft(scaled, tmp_path / "draft")
-    own = DryRun(ServeConfig(target=str(scaled), draft=str(tmp_path / "draft"), dtype="bfloat16", drafter=FP8))
-    assert [network.kv_dtype for network in own.networks] == [torch.bfloat16, E4M3]
+    fp8 = DryRun(ServeConfig(target=str(scaled), draft=str(tmp_path / "draft"), dtype="bfloat16", drafter=FP8))
+    assert [network.kv_dtype for network in fp8.networks] == [torch.bfloat16, E4M3]
 
 
 def test_llm_takes_the_option() -> None:
@@ -250,12 +250,12 @@ def test_exact_text_does_not_depend_on_the_draft(draft: str, tmp_path: Path) -> 
     requests = sized_requests((1, 9, 33, 150, 400), temperature=0.7)
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True, "kv_cache_tokens": 4096, **FP8}
     expected = tokens_of(run(build_engine(TINY_TARGET, max_running=1, **options), requests))
-    own: dict[str, Any] = {"prefill_budget": 64, "cuda_graph": False}
+    draft_options: dict[str, Any] = {"prefill_budget": 64, "cuda_graph": False}
     if draft != "ngram":
         save_random_draft(TINY_TARGET, tmp_path / "eagle3 tree")
         save_random_dflash(TINY_TARGET, tmp_path / "dflash", texts_of(TINY_TARGET, requests[:2]))
-        own = {"drafter": FP8 | ({"topk": 3, "depth": 3} if draft == "eagle3 tree" else {})}
-    engine = build_engine(TINY_TARGET, draft if draft == "ngram" else tmp_path / draft, **options, **own)
+        draft_options = {"drafter": FP8 | ({"topk": 3, "depth": 3} if draft == "eagle3 tree" else {})}
+    engine = build_engine(TINY_TARGET, draft if draft == "ngram" else tmp_path / draft, **options, **draft_options)
     for _ in range(2):  # the second time after cached prompts
         assert tokens_of(run(engine, requests)) == expected
 
@@ -278,12 +278,12 @@ def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
     metadata = scene.metadata()
     attention.plan(metadata)
     out = attention.attend(*scene.qkv, scene.layer(with_norms=True), mask)
-    known = SDPABackend(plain.kv, plain.ropes)
-    known.plan(plain.metadata())
-    q = known.rotate_and_store(*plain.qkv, plain.layer(with_norms=True))
+    oracle = SDPABackend(plain.kv, plain.ropes)
+    oracle.plan(plain.metadata())
+    q = oracle.rotate_and_store(*plain.qkv, plain.layer(with_norms=True))
     new = plain.cache.flatten(2, 3)[LAYER][:, plain.written]
     stored = scene.kv.caches[GROUP].flatten(2, 3)[LAYER].view(torch.uint8)[:, scene.written].view(E4M3)
     expected = encode(new, scales[LAYER][:, None, :, None])
     assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
     plain.cache.copy_(decode(scene.kv.caches[GROUP], per_head, torch.float32))
-    torch.testing.assert_close(out, known.attend_stored(q, plain.layer(), mask), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, oracle.attend_stored(q, plain.layer(), mask), atol=1e-5, rtol=1e-5)

@@ -76,13 +76,15 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
     run(engine, requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True))
     assert any(plan.slots and plan.chunks for plan, _ in recorded)
     check_replay(recorded, engine, eager)
-    for found, expected in zip(caches_of(engine), caches_of(eager), strict=True):
-        assert torch.equal(found[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
+    for cache, expected in zip(caches_of(engine), caches_of(eager), strict=True):
+        assert torch.equal(cache[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
 
 
 def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> None:
     rng = random.Random(2)
-    kinds = {name: one for name, one in kinds_of_requests(rng, 24, longest=60).items() if len(one.prompt) < 50}
+    kinds = {
+        name: request for name, request in kinds_of_requests(rng, 24, longest=60).items() if len(request.prompt) < 50
+    }
     expected = on_cpu(target, list(kinds.values()))
     engine = on_gpu(target, draft, max_running=5, kv_cache_tokens=176, page_size=1, prefill_budget=40)
     engine.planner.policy = AnyPolicy(engine.planner, rng)
@@ -111,7 +113,7 @@ def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
 def test_processors_and_constraints_under_graphs(name: str, target: Path, draft: Path) -> None:
     """Beside requests that have none."""
-    asked: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
         {"logit_bias": {7: 5.0, 9: -100.0, 11: 4.0}},
         {"bad_words": ((7,), (9, 11), (12, 12, 5)), "min_tokens": 30, "logit_bias": {9: 6.0, 11: 6.0, 12: 6.0}},
@@ -119,7 +121,7 @@ def test_processors_and_constraints_under_graphs(name: str, target: Path, draft:
     ]
     requests = [
         make_request(f"{index} at {t}", random_prompt(9 + 5 * index, index), max_tokens=50, temperature=t, **params)
-        for index, params in enumerate(asked)
+        for index, params in enumerate(variants)
         for t in (0.0, 1.0)
     ]
     expected = on_cpu(target, requests)
@@ -193,11 +195,11 @@ def test_gpt_oss_in_mxfp4_answers_as_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("name", ["none", "draft", "ngram"])
 def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) -> None:
-    """Of answers and prompts, beside requests that want none."""
-    wanted: list[dict[str, Any]] = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
+    """For answers and prompts, beside requests without log-probabilities."""
+    fields_of_requests: list[dict[str, Any]] = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
     requests = [
-        make_request(f"{index} {kind}", random_prompt(9 + 5 * index, index), seed=index, **own, **SAMPLINGS[kind])
-        for index, own in enumerate(wanted)
+        make_request(f"{index} {kind}", random_prompt(9 + 5 * index, index), seed=index, **fields, **SAMPLINGS[kind])
+        for index, fields in enumerate(fields_of_requests)
         for kind in SAMPLINGS
     ]
     expected = run(build_engine(target, device="cpu", kv_cache_tokens=8192, logprobs_mode=mode), requests)
@@ -208,12 +210,12 @@ def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) 
         assert tokens_of(answers) == tokens_of(expected)
         for request, answer in answers.items():
             for field in ("logprobs", "prompt_logprobs"):
-                found = getattr(answer, field)
-                own = getattr(expected[request], field)
-                assert (found is None) == (own is None)
-                if own is not None:
-                    assert found.tokens == pytest.approx(own.tokens, abs=1e-3)
-                    assert sum(found.top, []) == pytest.approx(sum(own.top, []), abs=1e-3)
+                logprobs = getattr(answer, field)
+                eager = getattr(expected[request], field)
+                assert (logprobs is None) == (eager is None)
+                if eager is not None:
+                    assert logprobs.tokens == pytest.approx(eager.tokens, abs=1e-3)
+                    assert sum(logprobs.top, []) == pytest.approx(sum(eager.top, []), abs=1e-3)
     assert engine.scheduler.num_preemptions > 0
 
 
@@ -247,11 +249,11 @@ def test_captured_prompts_leave_what_others_leave(target: Path, draft: Path) -> 
     for engine in engines:
         run(engine, requests)
     caches = [caches_of(engine) for engine in engines]
-    for found, expected in zip(*caches, strict=True):
-        used = (expected != 0).flatten(3).any(-1).any(0).any(0)
-        used[0] = False  # the dump page
-        assert int(used.sum()) >= sum(len(request.prompt) for request in requests)
-        torch.testing.assert_close(found[:, :, used], expected[:, :, used], rtol=1e-4, atol=1e-4)
+    for replayed, expected in zip(*caches, strict=True):
+        is_written = (expected != 0).flatten(3).any(-1).any(0).any(0)
+        is_written[0] = False  # the dump page
+        assert int(is_written.sum()) >= sum(len(request.prompt) for request in requests)
+        torch.testing.assert_close(replayed[:, :, is_written], expected[:, :, is_written], rtol=1e-4, atol=1e-4)
 
 
 def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) -> None:
@@ -261,16 +263,16 @@ def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) 
 
 def test_memory_does_not_grow_over_2000_steps(target: Path, draft: Path) -> None:
     engine = on_gpu(target, draft, width=4, kv_cache_tokens=4096)
-    used: list[int] = []
-    while len(used) < 2000:
-        start = len(used)
+    allocated: list[int] = []
+    while len(allocated) < 2000:
+        start = len(allocated)
         requests = [
             make_request(f"{start} {index}", random_prompt(9, index), max_tokens=200, ignore_eos=True)
             for index in range(8)
         ]
         num_steps = max(answer.counts.rounds for answer in run(engine, requests).values())
-        used += [torch.cuda.memory_allocated()] * num_steps
-    assert used[-1] == used[len(used) // 2]
+        allocated += [torch.cuda.memory_allocated()] * num_steps
+    assert allocated[-1] == allocated[len(allocated) // 2]
 
 
 @pytest.mark.parametrize(
@@ -284,10 +286,10 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     def starve(owner: type, kind_of: Callable[..., str]) -> None:
         parts_of = owner.parts_of  # type: ignore[attr-defined]
 
-        def starving(part: Callable[[Any], Any], key: tuple[Any, ...], given: Any) -> Any:
+        def starving(part: Callable[[Any], Any], key: tuple[Any, ...], value: Any) -> Any:
             if torch.cuda.is_current_stream_capturing() and starved & {kind_of(*key), key[-1]}:
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-            return part(given)
+            return part(value)
 
         def starving_parts(graphs: Any, key: tuple[Any, ...]) -> list[Callable[[Any], Any]]:
             return [partial(starving, part, key) for part in parts_of(graphs, key)]

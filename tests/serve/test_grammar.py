@@ -82,11 +82,11 @@ class Bytes:
                 return False
         return matcher.is_over
 
-    def write(self, compiled: Any, rng: random.Random, most: int = 600) -> str | None:
+    def write(self, compiled: Any, rng: random.Random, limit: int = 600) -> str | None:
         """A text at random under the mask, mostly short; None if it does not end in time."""
         matcher = self.matcher(compiled)
         text = []
-        while len(text) < most:
+        while len(text) < limit:
             allowed = allowed_after(matcher)
             visible = [token for token in allowed if ord(" ") < token < 127 or token == END] or allowed
             [token] = rng.choices(visible, [LIKELY.get(token, 1.0) for token in visible])
@@ -116,14 +116,14 @@ def written(value: Any) -> Iterator[str]:
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
 def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> None:
-    """Of a served one every valid value can be written, and no invalid one."""
+    """A served schema admits every valid value and no invalid one."""
     served = Counter[str]()
     refused = Counter[str]()
     compiler = Bytes()
@@ -137,8 +137,8 @@ def test_official_schemas_are_served_as_they_are_meant_or_refused_by_name() -> N
             continue
         served[case["keyword"]] += 1
         for test in case["tests"]:
-            found = any(compiler.takes(compiled, text) for text in written(test["data"]))
-            assert found == test["valid"], (case["keyword"], case["description"], test)
+            is_served = any(compiler.takes(compiled, text) for text in written(test["data"]))
+            assert is_served == test["valid"], (case["keyword"], case["description"], test)
     assert served.total() >= 201
     assert served.total() + refused.total() == 383
 
@@ -187,10 +187,10 @@ def user_schema(rng: random.Random) -> dict[str, Any]:
 def object_schema(rng: random.Random, depth: int, definitions: dict[str, Any]) -> dict[str, Any]:
     names = rng.sample(NAMES, 4)
     names = names[: rng.randrange(1, 5)]
-    found: dict[str, Any] = {"type": "object", "title": "O"}
-    found["properties"] = {name: any_schema(rng, depth - 1, definitions) for name in names}
-    found["required"] = [name for name in names if rng.random() < 0.7]
-    return found | ({"additionalProperties": False} if rng.random() < 0.7 else {})
+    schema: dict[str, Any] = {"type": "object", "title": "O"}
+    schema["properties"] = {name: any_schema(rng, depth - 1, definitions) for name in names}
+    schema["required"] = [name for name in names if rng.random() < 0.7]
+    return schema | ({"additionalProperties": False} if rng.random() < 0.7 else {})
 
 
 def any_schema(rng: random.Random, depth: int, definitions: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ VALUES += [
 
 
 def test_what_is_beside_one_another_holds_together() -> None:
-    """Of random schemas with allOf, anyOf, $ref and keywords beside them: as jsonschema says of every value."""
+    """Random schemas with allOf, anyOf, $ref and keywords beside them admit the values that jsonschema does."""
     rng = random.Random(0)
     compared = 0
     for _ in range(600):
@@ -280,13 +280,13 @@ def test_what_is_beside_one_another_holds_together() -> None:
         validator = jsonschema.Draft202012Validator(schema)
         rewriter = _Rewriter(schema, Work())
         try:
-            found = rewriter.run()
+            rewritten = rewriter.run()
         except Unsupported as error:
             if "allow nothing together" in str(error) and error.place == "":
                 assert not any(map(validator.is_valid, VALUES)), schema
             continue
         for value in VALUES:
-            assert rewriter.holds(value, found, "", "") == validator.is_valid(value), (schema, value, found)
+            assert rewriter.holds(value, rewritten, "", "") == validator.is_valid(value), (schema, value, rewritten)
         compared += 1
     assert compared > 200
 
@@ -321,14 +321,16 @@ def test_strings_may_hold_any_character(text: str) -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 0), (1, None), (0, 129)])
 def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> None:
-    least, most = bounds
-    schema = {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+    min_length, max_length = bounds
+    schema = {"type": "string", "minLength": min_length} | ({} if max_length is None else {"maxLength": max_length})
     compiler = Bytes()
     compiled = compiler.compile(schema)
-    near = {max(0, edge + step) for edge in (least, most or 500, 127, 256) for step in (-1, 0, 1)}
+    near = {max(0, edge + step) for edge in (min_length, max_length or 500, 127, 256) for step in (-1, 0, 1)}
     for character in ("a", '\\"', "\\u00e9", "é"):
-        taken = {length for length in near if compiler.takes(compiled, f'"{character * length}"')}
-        assert taken == {length for length in near if length >= least and (most is None or length <= most)}
+        lengths = {length for length in near if compiler.takes(compiled, f'"{character * length}"')}
+        assert lengths == {
+            length for length in near if length >= min_length and (max_length is None or length <= max_length)
+        }
 
 
 @pytest.mark.parametrize(
@@ -419,12 +421,17 @@ def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -
 
 
 def test_members_come_in_the_order_of_the_schema() -> None:
-    """Of several schemas in that of the first one; in values as they are written, which are equal in any order."""
+    """Where several schemas apply, the first one's order counts; members of a constant keep theirs, and are equal in
+    any order."""
     compiler = Bytes()
-    one = {"const": 1}
+    member = {"const": 1}
     for schema in (
-        {"type": "object", "properties": {"b": one, "a": one}, "required": ["a", "b"]},
-        {"type": "object", "properties": {"b": one}, "allOf": [{"properties": {"a": one}, "required": ["a", "b"]}]},
+        {"type": "object", "properties": {"b": member, "a": member}, "required": ["a", "b"]},
+        {
+            "type": "object",
+            "properties": {"b": member},
+            "allOf": [{"properties": {"a": member}, "required": ["a", "b"]}],
+        },
         {"const": {"b": 1, "a": 1}},
     ):
         compiled = compiler.compile(schema)
@@ -542,7 +549,7 @@ XML = "<parameter=x>", "</parameter>"
 
 
 @pytest.mark.parametrize(
-    ("grammar", "before", "after", "least"),
+    ("grammar", "before", "after", "min_spaces"),
     [
         (Grammar("json_object"), "", "", 0),
         (Grammar("json_schema", "{}"), "", "", 0),
@@ -553,33 +560,33 @@ XML = "<parameter=x>", "</parameter>"
         (structural_tag({"type": "json_schema", "style": "qwen_xml", "json_schema": VALUE}), *XML, 1),
     ],
 )
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("max_spaces", [0, 1, 3])
 def test_json_has_no_more_white_space_than_is_allowed(
-    grammar: Grammar, before: str, after: str, least: int, most: int
+    grammar: Grammar, before: str, after: str, min_spaces: int, max_spaces: int
 ) -> None:
     vocabulary = Bytes()
-    compiled = compile_with(vocabulary.compiler, translate(grammar, most))
+    compiled = compile_with(vocabulary.compiler, translate(grammar, max_spaces))
 
     def takes(value: str) -> bool:
         assert json.loads(value)
         return vocabulary.takes(compiled, before + value + after)
 
-    most = max(most, least)
-    for space in (" " * most, ("\n" + " " * most)[:most], ""):
+    max_spaces = max(max_spaces, min_spaces)
+    for space in (" " * max_spaces, ("\n" + " " * max_spaces)[:max_spaces], ""):
         assert takes(spaced(space))
-    whole = spaced("")
-    assert takes('{"a": 1, "b": [true]}') == (most > 0)
-    for place in [match.start() for match in re.finditer(r"(?<=[{\[:,])|(?=[}\]:,])", whole)][1:-1]:
-        wide = whole[:place] + " " * (most + 1) + whole[place:]
+    compact = spaced("")
+    assert takes('{"a": 1, "b": [true]}') == (max_spaces > 0)
+    for place in [match.start() for match in re.finditer(r"(?<=[{\[:,])|(?=[}\]:,])", compact)][1:-1]:
+        wide = compact[:place] + " " * (max_spaces + 1) + compact[place:]
         assert not takes(wide), wide
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    found = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    yield found
-    found.close()
+    engine_grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    yield engine_grammars
+    engine_grammars.close()
 
 
 def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
@@ -597,17 +604,17 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
         for node in range(1, 8):
             parents.append(rng.randrange(node))
             tokens.append(rng.choice([*letters, end]))
-        found = matcher.allowed(tokens, parents)
+        masks = matcher.allowed(tokens, parents)
         paths = [[letters[0]]]
         for node in range(1, 8):
             paths.append([*paths[parents[node]], tokens[node]])
         for node, path in enumerate(paths):
             alone = grammars.matcher(grammars.compile(grammar).result(), [end])
-            taken = alone.push(path)
-            if taken and end not in path:
-                assert np.array_equal(found[node], alone.allowed([path[-1]], [-1])[0])
+            is_taken = alone.push(path)
+            if is_taken and end not in path:
+                assert np.array_equal(masks[node], alone.allowed([path[-1]], [-1])[0])
             else:
-                assert (found[node] == 2**32 - 1).all(), "never accepted, so anything"
+                assert (masks[node] == 2**32 - 1).all(), "never accepted, so anything"
 
 
 def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
@@ -620,9 +627,9 @@ def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -
     first, second = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
     tokens = [first, second, size + 90, second]
     parents = [-1, 0, 1, 2]
-    found = larger.matcher(larger.compile(grammar).result(), [end, size + 5])
-    assert found.push([first])
-    masks = found.allowed(tokens, parents)
+    matcher = larger.matcher(larger.compile(grammar).result(), [end, size + 5])
+    assert matcher.push([first])
+    masks = matcher.allowed(tokens, parents)
     alone = grammars.matcher(grammars.compile(grammar).result(), [end])
     assert alone.push([first])
     right = alone.allowed(tokens[:2], parents[:2])
@@ -643,11 +650,11 @@ def test_masks_of_many_requests_on_threads_are_those_of_each(
     end = tokenizer.eos_token_id
     matchers = []
     trees = []
-    for least in range(1, 6):
-        matchers.append(grammars.matcher(grammars.compile(Grammar("regex", f"[ab]{{{least},9}}c*")).result(), [end]))
+    for size in range(1, 6):
+        matchers.append(grammars.matcher(grammars.compile(Grammar("regex", f"[ab]{{{size},9}}c*")).result(), [end]))
         assert matchers[-1].push(letters[:1])
-        parents = [-1, *(rng.randrange(node) for node in range(1, least))]
-        trees.append(([letters[0], *rng.choices([*letters, end], k=least - 1)], parents))
+        parents = [-1, *(rng.randrange(node) for node in range(1, size))]
+        trees.append(([letters[0], *rng.choices([*letters, end], k=size - 1)], parents))
     for masks, matcher, tree in zip(grammars.allowed(matchers, trees), matchers, trees, strict=True):
         assert np.array_equal(masks, matcher.allowed(*tree))
 
@@ -680,8 +687,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 def build(draft: str) -> Build:
     def make(drafter: str, **options: Any) -> Engine:
         name = drafter.split()[0]
-        own = name if name in ("none", "ngram") else draft
-        return build_engine(TINY, own, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
+        draft_path = name if name in ("none", "ngram") else draft
+        return build_engine(TINY, draft_path, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
 
     return make
 
@@ -710,7 +717,7 @@ def expected(build: Build) -> Expected:
         return tokens_of(run(engine, requests_of([name], temperature)))
 
     def tokens(temperature: float, *names: str) -> dict[str, list[int]]:
-        return {request: found for name in names for request, found in answers(temperature, name).items()}
+        return {request: tokens for name in names for request, tokens in answers(temperature, name).items()}
 
     return tokens
 
@@ -722,12 +729,12 @@ def test_answers_are_texts_of_their_grammar_and_the_same_with_every_drafter(
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
     engine = build(drafter, kv_cache_tokens=100, page_size=1)
-    asked = requests_of([*GRAMMARS], 1.0)
-    answers = run(engine, [*asked, free])
+    constrained = requests_of([*GRAMMARS], 1.0)
+    answers = run(engine, [*constrained, free])
     assert engine.scheduler.num_preemptions > 0
-    assert {name: one.tokens for name, one in answers.items() if name != "free"} == expected(1.0, *GRAMMARS)
+    assert {name: answer.tokens for name, answer in answers.items() if name != "free"} == expected(1.0, *GRAMMARS)
     ends = 0
-    for request in asked:
+    for request in constrained:
         answer = answers[request.id]
         grammar = request.params.grammar
         assert grammar is not None
@@ -790,13 +797,13 @@ def test_passes_begin_before_their_masks_are_there(
     draft = "none" if drafter == "none" else draft
     sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
     engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
-    begun = set[int]()
+    started = set[int]()
     masked = list[int]()
     begin = engine.runner.begin
 
     def watch(plan: StepPlan) -> None:
         assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
-        begun.add(plan.number)
+        started.add(plan.number)
         begin(plan)
 
     def trace(event: str, plan: StepPlan) -> None:
@@ -806,16 +813,16 @@ def test_passes_begin_before_their_masks_are_there(
     monkeypatch.setattr(engine.runner, "begin", watch)
     engine.trace = trace
     forced = "the total number of apples in all the baskets"
-    each = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{30}}{forced}[0-9]{{20}}{forced}[a-c]*"}
+    patterns = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{30}}{forced}[0-9]{{20}}{forced}[a-c]*"}
     requests = [
         make_request(name, [5, 6, index], max_tokens=90, temperature=temperature, grammar=Grammar("regex", regex))
-        for index, (name, regex) in enumerate(each.items())
+        for index, (name, regex) in enumerate(patterns.items())
     ]
     free = make_request("free", [5, 6, 7], max_tokens=50, temperature=temperature, ignore_eos=True)
     answers = run(engine, [*requests, free])
     assert tokens_of(answers) == plain_answers(TINY, [*requests, free])
-    assert len(begun.intersection(masked)) > 20
-    assert set(masked) - begun
+    assert len(started.intersection(masked)) > 20
+    assert set(masked) - started
     assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"
 
 
@@ -854,8 +861,8 @@ def test_a_grammar_is_compiled_once_for_its_request(build: Build, monkeypatch: p
     monkeypatch.setattr("slipstream.serve.grammar.grammars.compile_with", compile_counted)
     engine = build("none", max_running=2, kv_cache_tokens=100, page_size=1)
     patterns = [Grammar("regex", f"[ab ]{{80}}{index}") for index in range(5)]
-    asked = [make_request(pattern.text, [5, 6, 7], max_tokens=60, grammar=pattern) for pattern in patterns]
-    assert {one.finish_reason for one in run(engine, asked).values()} == {"length"}
+    requests = [make_request(pattern.text, [5, 6, 7], max_tokens=60, grammar=pattern) for pattern in patterns]
+    assert {answer.finish_reason for answer in run(engine, requests).values()} == {"length"}
     assert engine.scheduler.num_preemptions > 0
     assert [counts[pattern] for pattern in patterns] == [1] * len(patterns)
 
@@ -892,7 +899,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
     for request in (wrong, free):
         engine.add(request)
     while engine.has_work:
-        ended |= {one.request_id: one for one in engine.step() if one.finish_reason}
+        ended |= {output.request_id: output for output in engine.step() if output.finish_reason}
     assert ended["wrong"].is_refusal
     assert "cannot be used" in ended["wrong"].error
     assert ended["free"].finish_reason == "length"

@@ -74,16 +74,16 @@ def test_openai_clients_see_an_authentication_error(guarded: Server) -> None:
         pytest.raises(openai.AuthenticationError, match="not one of this server's"),
     ):
         stranger.chat.completions.create(**ask)
-    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[1]) as known:
-        assert known.chat.completions.create(**ask).choices[0].finish_reason == "length"
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[1]) as authorised:
+        assert authorised.chat.completions.create(**ask).choices[0].finish_reason == "length"
 
 
 def test_browsers_of_other_origins_get_no_permission(client: httpx.Client) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    allowed = client.options(CHAT, headers={"Origin": "https://pages.example", **asked})
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = client.options(CHAT, headers={"Origin": "https://pages.example", **preflight})
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "https://pages.example"
-    other = client.options(CHAT, headers={"Origin": "https://else.example", **asked})
+    other = client.options(CHAT, headers={"Origin": "https://else.example", **preflight})
     assert "access-control-allow-origin" not in other.headers
 
 

@@ -1,4 +1,4 @@
-"""What is left for the KV cache on the CPU, read off trees such as the kernel shows."""
+"""Tests the memory that is left for the KV cache on the CPU, read from trees such as the kernel's."""
 
 from collections.abc import Callable
 from pathlib import Path

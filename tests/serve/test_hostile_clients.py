@@ -1,4 +1,4 @@
-"""What no honest client sends: each is answered or cut off, none with a 5xx, and nothing is left of any."""
+"""Requests that no honest client sends: each is answered or cut off, none with a 5xx, and nothing is left of any."""
 
 import json
 import logging
@@ -36,11 +36,11 @@ SHAPES = ["[%s]", '{"5": %s}', '{"a": {"minimum": %s}}']
 VALUES = NUMBERS + [shape % number for shape, number in product(SHAPES, NUMBERS)]
 
 
-def raw(server: Server, sent: bytes, *, half_closes: bool = False) -> bytes:
-    """All that comes back on a connection that sends `sent` and, with `half_closes`, says that it is done."""
+def raw(server: Server, request: bytes, *, half_closes: bool = False) -> bytes:
+    """All that comes back on a connection that sends `request` and, with `half_closes`, says that it is done."""
     with socket.create_connection(server.listener.getsockname()[:2], timeout=120) as connection:
         try:
-            connection.sendall(sent)
+            connection.sendall(request)
             if half_closes:
                 connection.shutdown(socket.SHUT_WR)
             with connection.makefile("rb") as file:
@@ -65,11 +65,11 @@ def own_server(byte_target: str) -> Iterator[Server]:
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("path", KINDS)
 def test_numbers_of_any_size_in_any_field(own_server: Server, path: str, every: int) -> None:
-    whole = json.dumps(WHOLE[path] | ({LENGTHS[path]: 2} if path in LENGTHS else {}))[:-1]
+    valid = json.dumps(WHOLE[path] | ({LENGTHS[path]: 2} if path in LENGTHS else {}))[:-1]
     with httpx.Client(base_url=own_server.url, timeout=120) as client:
         fields = list(KINDS[path].model_fields)
         for field, value in list(product(fields, VALUES))[::every]:
-            body = f"{whole}, {json.dumps(field)}: {value}}}"
+            body = f"{valid}, {json.dumps(field)}: {value}}}"
             answer = client.post(path, content=body, headers=JSON)
             assert answer.status_code in (200, 400, 404), (body, answer.text)
             assert answer.status_code == 200 or answer.json()["error"]["message"], body
@@ -118,8 +118,8 @@ REQUESTS = {  # what is sent, and the status line that comes back
 @pytest.mark.parametrize("name", REQUESTS)
 def test_malformed_requests(own_server: Server, name: str) -> None:
     """Where no status is given the connection may also be cut off before the answer, since more is sent than read."""
-    sent, status = REQUESTS[name]
-    answer = raw(own_server, sent, half_closes=name == "half a request")
+    request, status = REQUESTS[name]
+    answer = raw(own_server, request, half_closes=name == "half a request")
     assert answer[9:12] in ((status,) if status else (b"", b"400", b"413")), answer[:200]
     assert status != b"400" or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert (b"fewer and larger" in answer) == (name == "a chunk too many")

@@ -14,7 +14,7 @@ from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, 
 
 
 def repeated(prompt: str, num_tokens: int) -> str:
-    """What the fake engine answers; each byte is one token."""
+    """Returns the answer of the fake engine; each byte is one token."""
     return bytes(islice(cycle(prompt.encode()), num_tokens)).decode(errors="replace")
 
 
@@ -99,11 +99,11 @@ def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(("path", "extra"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "héllo 👍"})])
 def test_streams_equal_whole_answers(client: httpx.Client, path: str, extra: dict[str, Any]) -> None:
     request = {**extra, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
-    whole = client.post(path, json=request).json()
+    answer = client.post(path, json=request).json()
     texts, reasons, counts = streamed(client, path, request)
-    assert texts == [choice["message"]["content"] if path == CHAT else choice["text"] for choice in whole["choices"]]
-    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
-    assert counts == {"usage": whole["usage"], "metrics": whole["metrics"]}
+    assert texts == [choice["message"]["content"] if path == CHAT else choice["text"] for choice in answer["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in answer["choices"]]
+    assert counts == {"usage": answer["usage"], "metrics": answer["metrics"]}
     for event in events(client.post(path, json={**request, "stream": True})):
         assert not {"usage", "metrics"} & event.keys(), "only when it is asked for"
 
@@ -125,8 +125,8 @@ def test_usage_in_every_event(client: httpx.Client, path: str, prompt: dict[str,
     assert counts == [13, 13]
     assert last["usage"]["completion_tokens"] == 26
     for options in ({"include_usage": False, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
-        told = events(client.post(path, json={**body, "stream_options": options}))
-        assert not any("usage" in event for event in told), "as vLLM: only with include_usage"
+        usage_events = events(client.post(path, json={**body, "stream_options": options}))
+        assert not any("usage" in event for event in usage_events), "as vLLM: only with include_usage"
 
 
 @pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
@@ -135,12 +135,13 @@ def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
     strings = [stop] if isinstance(stop, str) else stop
     end, start = min((full.find(s) + len(s), full.find(s)) for s in strings if s in full)
     request = {"prompt": "hello world", "max_tokens": 200, "stop": stop, "cache_salt": "slow"}
-    whole = client.post(COMPLETIONS, json=request).json()
-    [choice], usage = whole["choices"], whole["usage"]
+    answer = client.post(COMPLETIONS, json=request).json()
+    [choice] = answer["choices"]
+    usage = answer["usage"]
     assert (choice["text"], choice["finish_reason"]) == (full[:start], "stop")
     assert usage["completion_tokens"] == end, "tokens up to the one that completes the stop string; one byte each"
-    assert whole["metrics"]["speculative_decoding"]["num_spec_steps"] == -(-(end - 1) // ROUND)
-    counts = {"usage": usage, "metrics": whole["metrics"]}
+    assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == -(-(end - 1) // ROUND)
+    counts = {"usage": usage, "metrics": answer["metrics"]}
     assert streamed(client, COMPLETIONS, request) == ([full[:start]], ["stop"], counts)
     wait_until(lambda: gauge(client, "engine_running") == 0, "the engine is free")
 

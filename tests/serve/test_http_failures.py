@@ -78,17 +78,17 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
 
     async def ask_and_break() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as many:
-            asked = [
+            tasks = [
                 asyncio.create_task(many.post(COMPLETIONS, json={**SLOW, "stream": index % 2 == 0}))
                 for index in range(24)
             ]
             while (await many.get("/health")).json()["open_requests"] < 24:
-                assert not any(task.done() for task in asked)
+                assert not any(task.done() for task in tasks)
             if cause == "SIGKILL":
                 os.kill(server.api.engine.pid or 0, signal.SIGKILL)
             else:
                 assert (await many.post(COMPLETIONS, json={"prompt": "x", "cache_salt": "crash"})).status_code == 500
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
 
     with (
         serving(ServeConfig(target=byte_target, port=0)) as server,
@@ -216,8 +216,8 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
 
         monkeypatch.setattr(server.api.frontend, "encode", encode_together)
         bodies = [SLOW, {**SLOW, "user": LONG}]  # a thread each
-        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=120) for body in bodies]
-        assert sorted(call.result().status_code for call in asked) == [200, 429]
+        calls = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=120) for body in bodies]
+        assert sorted(call.result().status_code for call in calls) == [200, 429]
 
 
 @contextmanager
@@ -271,14 +271,14 @@ def test_what_does_not_end_in_time_is_told(byte_target: str, drain_timeout: floa
     """In time: before the timeout and before a second signal."""
     with serving_with_client(byte_target, drain_timeout=drain_timeout) as (server, client):
         with ThreadPoolExecutor() as pool:
-            whole, stream = (
+            answer, stream = (
                 pool.submit(client.post, COMPLETIONS, json=SLOW | {"max_tokens": 90_000, "stream": stream})
                 for stream in (False, True)
             )
             wait_until(lambda: client.get("/health").json()["open_requests"] == 2, "both requests are open")
             for _ in range(num_signals):
                 server.handle_exit(signal.SIGTERM, None)
-            assert whole.result().status_code == 503
-            assert "shutting down" in whole.result().json()["error"]["message"]
+            assert answer.result().status_code == 503
+            assert "shutting down" in answer.result().json()["error"]["message"]
             assert "shutting down" in stream.result().text.splitlines()[-2]
         wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the engine has ended")

@@ -18,7 +18,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module", params=["auto", "hermes"])
 def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.Client]:
-    """Of a server that cannot tell the form of calls, and of one that is told."""
+    """A client of a server that cannot tell the form of calls, and of a server that is told."""
     parsers = {"tool_parser": request.param, "reasoning_parser": "auto"}
     with (
         serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL, **parsers)) as server,
@@ -33,11 +33,11 @@ def test_no_body_is_a_server_error(count: int, client: httpx.Client) -> None:
     statuses = Counter[int]()
     for number in range(count):
         path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
-        sent = json.dumps(body(rng, path))
-        answer = client.post(path, content=sent, headers=JSON)
-        assert answer.status_code in (200, 400, 404, 413), (number, path, sent, answer.text)
+        content = json.dumps(body(rng, path))
+        answer = client.post(path, content=content, headers=JSON)
+        assert answer.status_code in (200, 400, 404, 413), (number, path, content, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
-            assert error["message"], sent
+            assert error["message"], content
         statuses[answer.status_code] += 1
     assert min(statuses[200], statuses[400]) > count / 10, statuses

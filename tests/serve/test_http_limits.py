@@ -1,4 +1,4 @@
-"""What is too large is refused, by name and before it costs anything; what is just not too large is taken."""
+"""Requests that are too large are refused by name, before they cost anything; those at the limit are served."""
 
 import json
 import logging
@@ -72,11 +72,13 @@ def test_each_limit_is_the_last_that_is_taken(
 
 
 def test_text_that_can_not_fit_is_not_tokenised(client: httpx.Client) -> None:
-    most = CONTEXT * len("<|assistant|>")  # the longest token of this tokenizer, whose other tokens are bytes
-    messages = [client.post(COMPLETIONS, json={"prompt": "x" * size}).json()["error"] for size in (most, most + 1)]
+    max_chars = CONTEXT * len("<|assistant|>")  # the longest token of this tokenizer, whose other tokens are bytes
+    messages = [
+        client.post(COMPLETIONS, json={"prompt": "x" * size}).json()["error"] for size in (max_chars, max_chars + 1)
+    ]
     assert [message["code"] for message in messages] == ["context_length_exceeded"] * 2
-    assert f"{most} tokens" in messages[0]["message"]
-    assert f"{most + 1} characters" in messages[1]["message"]
+    assert f"{max_chars} tokens" in messages[0]["message"]
+    assert f"{max_chars + 1} characters" in messages[1]["message"]
 
 
 def chunks(size: int) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ Entry = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def ids(client: httpx.Client) -> dict[str, int]:
-    """Of printable characters."""
+    """Ids of printable characters."""
     text = "".join(map(chr, range(32, 127)))
     return dict(zip(text, client.post("/tokenize", json={"prompt": text}).json()["tokens"], strict=True))
 
@@ -43,37 +43,38 @@ def answered(client: httpx.Client, path: str, body: dict[str, Any], *, stream: b
     for event in events(response):
         for piece in event["choices"]:
             text = piece["delta"].get("content", "") if path == CHAT else piece["text"]
-            one = joined.setdefault(piece["index"], {"index": piece["index"], "text": "", "logprobs": {}})
-            one["text"] += text
-            one["finish_reason"] = piece["finish_reason"]
+            choice = joined.setdefault(piece["index"], {"index": piece["index"], "text": "", "logprobs": {}})
+            choice["text"] += text
+            choice["finish_reason"] = piece["finish_reason"]
             is_told = text or piece["finish_reason"]
             assert is_told or not any((piece["logprobs"] or {}).values()), "entries come with text"
             for name, values in (piece["logprobs"] or {}).items():
                 if values is not None:
-                    one["logprobs"].setdefault(name, []).extend(values)
+                    choice["logprobs"].setdefault(name, []).extend(values)
     return [joined[index] for index in sorted(joined)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", [[], ["efa"], ["c"]])
 def test_completions(client: httpx.Client, ids: dict[str, int], stop: list[str], stream: bool) -> None:
-    """Of two choices of two prompts."""
+    """Two choices of two prompts."""
     prompts = ["abcdef", "fed"]
     body = {"prompt": prompts, "n": 2, "max_tokens": 20, "logprobs": 2, "stop": stop}
     for index, choice in enumerate(answered(client, COMPLETIONS, body, stream=stream)):
         text = choice["text"]
-        found = choice["logprobs"]
-        whole = (prompts[index // 2] * 20)[:20]
-        cut = min([whole.find(one) for one in stop if one in whole], default=20)
-        assert text == whole[:cut]
-        assert found["tokens"] == list(text)
-        assert found["text_offset"] == list(range(len(text)))
+        logprobs = choice["logprobs"]
+        repeated = (prompts[index // 2] * 20)[:20]
+        cut = min([repeated.find(word) for word in stop if word in repeated], default=20)
+        assert text == repeated[:cut]
+        assert logprobs["tokens"] == list(text)
+        assert logprobs["text_offset"] == list(range(len(text)))
         expected = logprobs_of([ids[letter] for letter in text], 2)
-        assert found["token_logprobs"] == expected.tokens
+        assert logprobs["token_logprobs"] == expected.tokens
         names = {token: letter for letter, token in ids.items()}
-        columns = text, expected.tokens, expected.top, expected.top_ids, found["top_logprobs"]
-        for letter, own, top, top_ids, shown in zip(*columns, strict=True):
-            assert shown == {names[token]: value for token, value in zip(top_ids, top, strict=True)} | {letter: own}
+        columns = zip(text, expected.tokens, expected.top, expected.top_ids, logprobs["top_logprobs"], strict=True)
+        for letter, logprob, top, top_ids, alternatives in columns:
+            names_of_top = [names[token] for token in top_ids]
+            assert alternatives == dict(zip(names_of_top, top, strict=True)) | {letter: logprob}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -81,16 +82,16 @@ def test_completions(client: httpx.Client, ids: dict[str, int], stop: list[str],
 @pytest.mark.parametrize("stop", ["", "lo", "l"])
 def test_token_ids(client: httpx.Client, stop: str, stream: bool, path: str) -> None:
     """They are counted as the usage counts them: those of a stop string are among them."""
-    asked = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO, "add_generation_prompt": False}
-    body = {**asked, "max_tokens": 12, "stop": [stop] if stop else [], "stream": stream}
+    prompt = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO, "add_generation_prompt": False}
+    body = {**prompt, "max_tokens": 12, "stop": [stop] if stop else [], "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     response = client.post(path, json={**body, "return_token_ids": True})
-    found = events(response) if stream else [response.json()]
-    told = [token for event in found for choice in event["choices"] for token in choice.get("token_ids", [])]
-    assert len(told) == found[-1]["usage"]["completion_tokens"]
-    text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
-    whole = "hellohellohe" if path == COMPLETIONS else "<|user|>hello" * 2
-    assert text == (whole[: whole.index(stop) + len(stop)] if stop else whole)
+    pieces = events(response) if stream else [response.json()]
+    tokens = [token for event in pieces for choice in event["choices"] for token in choice.get("token_ids", [])]
+    assert len(tokens) == pieces[-1]["usage"]["completion_tokens"]
+    text = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    expected = "hellohellohe" if path == COMPLETIONS else "<|user|>hello" * 2
+    assert text == (expected[: expected.index(stop) + len(stop)] if stop else expected)
     response = client.post(path, json=body)
     plain = events(response) if stream else [response.json()]
     assert not any("token_ids" in choice for event in plain for choice in event["choices"])
@@ -105,16 +106,16 @@ def test_chat(client: httpx.Client, ids: dict[str, int], stream: bool) -> None:
         text = choice["text"] if stream else choice["message"]["content"]
         assert text == "helloa你h", "special tokens have no text"
         content = choice["logprobs"]["content"]
-        names = [one["token"] for one in content]
+        names = [entry["token"] for entry in content]
         assert names == ["<|user|>", *"helloa", "bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0", "<|user|>", "h"]
-        assert b"".join(bytes(one["bytes"]) for one in content) == "<|user|>helloa你<|user|>h".encode()
+        assert b"".join(bytes(entry["bytes"]) for entry in content) == "<|user|>helloa你<|user|>h".encode()
         tokens = [ids.get(name, 2) for name in names]
-        for one, token, name in zip(content, tokens, names, strict=True):
-            assert len(one["top_logprobs"]) == k
+        for scored, token, name in zip(content, tokens, names, strict=True):
+            assert len(scored["top_logprobs"]) == k
             if not name.startswith("bytes"):
                 expected = logprobs_of([token], k)
-                assert one["logprob"] == expected.tokens[0]
-                assert [top["logprob"] for top in one["top_logprobs"]] == expected.top[0]
+                assert scored["logprob"] == expected.tokens[0]
+                assert [top["logprob"] for top in scored["top_logprobs"]] == expected.top[0]
     [choice] = answered(client, CHAT, {**body, "logprobs": False}, stream=stream)
     assert not choice["logprobs"]
 
@@ -126,21 +127,21 @@ def test_echo(client: httpx.Client, ids: dict[str, int], logprobs: int | None, m
     """As programs that score texts ask, by text and by token ids."""
     prompt = "I say hi"
     tokens = [ids[letter] for letter in prompt]
-    for asked in (prompt, tokens):
-        body = {"prompt": asked, "echo": True, "max_tokens": max_tokens, "logprobs": logprobs}
+    for question in (prompt, tokens):
+        body = {"prompt": question, "echo": True, "max_tokens": max_tokens, "logprobs": logprobs}
         [choice] = answered(client, COMPLETIONS, body, stream=stream)
         text = prompt + prompt[:max_tokens]
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
-        found = choice["logprobs"]
+        figures = choice["logprobs"]
         if logprobs is None:
-            assert not found
+            assert not figures
             continue
         expected = logprobs_of([ids[letter] for letter in text], logprobs)
-        assert found["tokens"] == list(text)
-        assert found["text_offset"] == list(range(len(text)))
-        assert found["token_logprobs"] == [None, *expected.tokens[1:]]
-        assert found["top_logprobs"][0] is None
-        assert all(len(top) == logprobs + 1 for top in found["top_logprobs"][1:])
+        assert figures["tokens"] == list(text)
+        assert figures["text_offset"] == list(range(len(text)))
+        assert figures["token_logprobs"] == [None, *expected.tokens[1:]]
+        assert figures["top_logprobs"][0] is None
+        assert all(len(top) == logprobs + 1 for top in figures["top_logprobs"][1:])
     usage = client.post(COMPLETIONS, json=body).json()["usage"]
     assert (usage["completion_tokens"], usage["total_tokens"]) == (max_tokens, len(prompt) + max_tokens)
 
@@ -171,14 +172,14 @@ def test_prompt_logprobs(client: httpx.Client, ids: dict[str, int]) -> None:
     for index, choice in enumerate(client.post(COMPLETIONS, json=body).json()["choices"]):
         assert choice["logprobs"] is None
         prompt = body["prompt"][index // 2]
-        first, *found = choice["prompt_logprobs"]
+        first, *entries = choice["prompt_logprobs"]
         assert first is None
         expected = logprobs_of([ids[letter] for letter in prompt[1:]], 1)
-        columns = zip(prompt[1:], found, expected.tokens, expected.ranks, expected.top, expected.top_ids, strict=True)
-        for letter, one, own, rank, (value,), (token,) in columns:
-            assert one[str(token)]["logprob"] == value
-            assert one[str(token)]["rank"] == 1
-            assert one[str(ids[letter])] == {"logprob": own, "rank": rank, "decoded_token": letter}
+        columns = zip(prompt[1:], entries, expected.tokens, expected.ranks, expected.top, expected.top_ids, strict=True)
+        for letter, alternatives, logprob, rank, (value,), (token,) in columns:
+            assert alternatives[str(token)]["logprob"] == value
+            assert alternatives[str(token)]["rank"] == 1
+            assert alternatives[str(ids[letter])] == {"logprob": logprob, "rank": rank, "decoded_token": letter}
     chat = {"messages": HELLO, "max_tokens": 2, "prompt_logprobs": 0}
     answer = client.post(CHAT, json=chat).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -192,8 +193,8 @@ def test_long_answers_are_written_on_a_thread(client: httpx.Client) -> None:
     choices = client.post(COMPLETIONS, json=long).json()["choices"]
     assert {json.dumps(choice["logprobs"]) for choice in choices} == {json.dumps(choices[0]["logprobs"])}
     echoed = {"prompt": "abcd" * 60, "max_tokens": 5, "echo": True, "logprobs": 1}
-    whole, streamed = (answered(client, COMPLETIONS, echoed, stream=stream)[0] for stream in (False, True))
-    assert whole["logprobs"] == streamed["logprobs"]
+    answer, streamed = (answered(client, COMPLETIONS, echoed, stream=stream)[0] for stream in (False, True))
+    assert answer["logprobs"] == streamed["logprobs"]
     assert client.post(CHAT, json=body).status_code == 200
 
 
@@ -207,12 +208,14 @@ def test_openais_client(server: Server) -> None:
             top_logprobs=2,
         )
         content = chat.choices[0].logprobs.content
-        assert [len(one.top_logprobs) for one in content] == [2] * 6
+        assert [len(entry.top_logprobs) for entry in content] == [2] * 6
         stream = client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=6, logprobs=True, stream=True
         )
         pieces = [piece.choices[0].logprobs for piece in stream]
-        assert [one.token for piece in pieces if piece for one in piece.content] == [one.token for one in content]
+        assert [entry.token for piece in pieces if piece for entry in piece.content] == [
+            entry.token for entry in content
+        ]
         completion = client.completions.create(model=MODEL, prompt="hi", max_tokens=0, echo=True, logprobs=1)
         assert completion.choices[0].logprobs.tokens == ["h", "i"]
 
@@ -221,9 +224,9 @@ def test_what_cannot_be_is_a_number() -> None:
     """JSON has no infinity."""
     texts = TokenTexts(byte_level())
     entry = Scored(5, 0, float("-inf"), 9, (-0.1, float("-inf")), (6, 7))
-    found = completion_logprobs([entry], 2, texts)
-    assert found["token_logprobs"] == [LEAST]
-    assert sorted(found["top_logprobs"][0].values()) == [LEAST, LEAST, -0.1]
+    columns = completion_logprobs([entry], 2, texts)
+    assert columns["token_logprobs"] == [LEAST]
+    assert sorted(columns["top_logprobs"][0].values()) == [LEAST, LEAST, -0.1]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -238,8 +241,8 @@ def test_bytes_of_tokens_join_to_the_text(name: str, text: str) -> None:
     assert joined in (expected, f" {expected}"), "one tokenizer begins texts with a space of its own"
     before = [b"".join(map(texts.bytes_of, tokens[:index])) for index in range(len(tokens))]
     stripped = len(joined) - len(expected)
-    whole = [len(spelling.decode(errors="ignore")) for spelling in before]
-    assert texts.starts(tokens, expected) == [max(count - stripped, 0) for count in whole]
+    lengths = [len(spelling.decode(errors="ignore")) for spelling in before]
+    assert texts.starts(tokens, expected) == [max(count - stripped, 0) for count in lengths]
 
 
 def test_special_and_unused_ids() -> None:
@@ -256,9 +259,9 @@ def test_special_and_unused_ids() -> None:
 @settings(max_examples=100, deadline=None)
 def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
     """However they are split over calls; those from the stop string on never do."""
-    whole = byte_level().decode(tokens, skip_special_tokens=True)
+    decoded = byte_level().decode(tokens, skip_special_tokens=True)
     rng = random.Random(seed)
-    stop = [whole[(at := rng.randrange(len(whole))) : at + 2]] if whole and rng.random() < 0.7 else []
+    stop = [decoded[(at := rng.randrange(len(decoded))) : at + 2]] if decoded and rng.random() < 0.7 else []
     stream = TextStream(Decoder(byte_level()), stop)
     returned = 0
     settled = list[int]()
@@ -271,9 +274,8 @@ def test_tokens_settle_with_their_text(tokens: list[int], seed: int) -> None:
         assert all(start < returned for start in stream.starts[: settled[-1]]) or finish
         return text
 
-    # type: ignore[method-assign]
     real = stream.push
-    stream.push = push
+    stream.push = push  # type: ignore[method-assign]
     push_in_chunks(stream, tokens, seed)
     assert settled == sorted(settled)
     if stream.stopped:
@@ -291,8 +293,8 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
     count = 5
     tokens = prompt + (prompt * count)[:count]
     starts = [len(tokenizer.decode(tokens[:index])) for index in range(len(tokens))]
-    whole = tokenizer.decode(tokens)
-    text = whole[starts[len(prompt)] :]
+    decoded = tokenizer.decode(tokens)
+    text = decoded[starts[len(prompt)] :]
     assert text.startswith(" "), "or this proves nothing"
     with (
         serving(ServeConfig(target=str(target), port=0)) as server,
@@ -303,7 +305,7 @@ def test_a_completion_keeps_the_space_that_its_tokenizer_drops_at_the_beginning_
             [choice] = answered(client, COMPLETIONS, body, stream=stream)
             assert choice["text"] == text
             [choice] = answered(client, COMPLETIONS, {**body, "echo": True}, stream=stream)
-            assert (choice["text"], choice["logprobs"]["text_offset"]) == (whole, starts)
+            assert (choice["text"], choice["logprobs"]["text_offset"]) == (decoded, starts)
         assert client.post(COMPLETIONS, json={**body, "logprobs": None}).json()["choices"][0]["text"] == text
         front = server.api.frontend
         chat = {"messages": [{"role": "user", "content": "the the"}], "max_tokens": count}

@@ -225,11 +225,11 @@ def test_broken_bodies(client: httpx.Client, content: str | bytes, kind: str, st
 
 
 def test_paths_and_methods(client: httpx.Client) -> None:
-    known = f"/v1/nothing is not supported; this server has {CHAT}"
+    message = f"/v1/nothing is not supported; this server has {CHAT}"
     for method, path, status, words in (
         ("GET", CHAT, 405, ""),
         ("POST", "/v1/models", 405, ""),
-        ("GET", "/v1/nothing", 404, known),
+        ("GET", "/v1/nothing", 404, message),
         ("GET", "/v1/models/other", 404, MODEL),
     ):
         response = client.request(method, path)
@@ -254,8 +254,8 @@ def test_sampling_defaults_come_from_the_target(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [0, 3]}
     front = frontend(tmp_path / "generation", generation)
     [default] = front.requests(CompletionBody(prompt="ab"), "r")
-    [asked] = front.requests(CompletionBody(prompt="ab", temperature=0.0, top_k=0), "r")
-    for params, expected in ((default.params, (0.6, 20, 0.95, 0.0)), (asked.params, (0.0, 0, 0.95, 0.0))):
+    [explicit] = front.requests(CompletionBody(prompt="ab", temperature=0.0, top_k=0), "r")
+    for params, expected in ((default.params, (0.6, 20, 0.95, 0.0)), (explicit.params, (0.0, 0, 0.95, 0.0))):
         assert (params.temperature, params.top_k, params.top_p, params.min_p) == expected
         assert params.max_tokens == 16
     silent = frontend(tmp_path / "silent", {"do_sample": False})
@@ -267,8 +267,8 @@ def test_sampling_defaults_come_from_the_target(tmp_path: Path) -> None:
 
 def test_what_changes_logits_reaches_the_engine(tmp_path: Path) -> None:
     front = frontend(tmp_path, {"repetition_penalty": 1.05})
-    asked = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"7": -100, "9": 1.5}, "min_tokens": 3}
-    [request] = front.requests(CompletionBody(prompt="ab", bad_words=["q", " zz"], **asked), "r")
+    settings = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"7": -100, "9": 1.5}, "min_tokens": 3}
+    [request] = front.requests(CompletionBody(prompt="ab", bad_words=["q", " zz"], **settings), "r")
     params = request.params
     assert params.repetition_penalty == 1.05, "the target's default"
     assert (params.frequency_penalty, params.presence_penalty, params.min_tokens) == (0.5, -1, 3)
@@ -287,9 +287,9 @@ def test_grammars_reach_the_engine_by_the_names_of_all_servers(tmp_path: Path) -
         [request] = front.requests(CompletionBody(prompt="ab", **fields), "r")
         return request.params.grammar
 
-    named = {"name": "n", "schema": schema, "strict": True, "description": "d"}
+    json_schema = {"name": "n", "schema": schema, "strict": True, "description": "d"}
     for fields in (
-        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"response_format": {"type": "json_schema", "json_schema": json_schema}},
         {"structured_outputs": {"json": schema, "disable_any_whitespace": False}},
         {"structured_outputs": {"json": text}},
         {"json_schema": text},
@@ -315,9 +315,9 @@ def test_prompts_of_a_call_have_seeds_of_their_own(tmp_path: Path) -> None:
     assert call == keys(prompt=["ab", "ab", "c"], n=2, seed=7), "a call repeats"
     assert call[:2] == keys(prompt="ab", n=2, seed=7) == [(7, 0), (7, 1)], "the first prompt is like a prompt alone"
     assert keys(prompt="ab", seed=-5) == [(-5, 0)]
-    drawn = keys(prompt=["ab", "ab"])
-    assert len({drawn[0], drawn[1], *keys(prompt="ab")}) == 3, "drawn anew for each call"
-    assert all(0 <= seed < 2**53 for seed, _ in drawn), "JSON readers keep it"
+    seeds = keys(prompt=["ab", "ab"])
+    assert len({seeds[0], seeds[1], *keys(prompt="ab")}) == 3, "drawn anew for each call"
+    assert all(0 <= seed < 2**53 for seed, _ in seeds), "JSON readers keep it"
 
 
 def test_choices_share_a_salt_and_differ_in_id(tmp_path: Path) -> None:
@@ -340,7 +340,8 @@ def test_the_answer_names_its_seed(client: httpx.Client, stream: bool) -> None:
         return {event["seed"] for event in (events(response) if stream else [response.json()])}
 
     assert seeds(seed=-(2**63)) == {-(2**63)}
-    [first], [second] = seeds(), seeds()
+    [first] = seeds()
+    [second] = seeds()
     assert first != second
 
 

@@ -77,35 +77,35 @@ def told(output: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_says_what_the_chat_endpoint_does(api: openai.OpenAI, name: str) -> None:
     text = ANSWERS[name]
-    found = api.responses.create(**asked(text), extra_body={"seed": 5})
+    answer = api.responses.create(**asked(text), extra_body={"seed": 5})
     messages: Any = [{"role": "user", "content": text + "<|end|>"}]
     chat = api.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, seed=5)
     [choice] = chat.choices
-    assert found.output_text == (choice.message.content or "")
-    reasoning = [part.text for item in found.output if item.type == "reasoning" for part in item.content or []]
+    assert answer.output_text == (choice.message.content or "")
+    reasoning = [part.text for item in answer.output if item.type == "reasoning" for part in item.content or []]
     assert "".join(reasoning) == (getattr(choice.message, "reasoning_content", None) or "")
-    calls = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
+    calls = [(item.name, item.arguments) for item in answer.output if item.type == "function_call"]
     functions = [call.function for call in choice.message.tool_calls or [] if call.type == "function"]
     assert calls == [(function.name, function.arguments) for function in functions]
-    assert (found.status, found.error, found.incomplete_details) == ("completed", None, None)
-    assert found.usage is not None
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert answer.usage is not None
     assert chat.usage is not None
     assert chat.usage.completion_tokens_details is not None
-    assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens) == (
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (
         chat.usage.prompt_tokens,
         chat.usage.completion_tokens,
         chat.usage.total_tokens,
     )
-    assert found.usage.input_tokens_details.cached_tokens == 1
+    assert answer.usage.input_tokens_details.cached_tokens == 1
     details = chat.usage.completion_tokens_details
-    assert found.usage.output_tokens_details.reasoning_tokens == details.reasoning_tokens
-    body = found.to_dict()
+    assert answer.usage.output_tokens_details.reasoning_tokens == details.reasoning_tokens
+    body = answer.to_dict()
     assert (body["seed"], body["system_fingerprint"], body["store"]) == (5, "fp_fake", False)
 
 
 def test_items_come_in_the_order_in_which_they_were_written(api: openai.OpenAI) -> None:
-    found = api.responses.create(**asked(ANSWERS["text after a call"]))
-    assert told(found.output) == [
+    answer = api.responses.create(**asked(ANSWERS["text after a call"]))
+    assert told(answer.output) == [
         ("message", "completed", [("output_text", "I look.")]),
         ("function_call", "completed", "weather", '{"days": 3}'),
         ("function_call", "completed", "now", "{}"),
@@ -113,7 +113,7 @@ def test_items_come_in_the_order_in_which_they_were_written(api: openai.OpenAI) 
         ("function_call", "completed", "now", "{}"),
         ("message", "completed", [("output_text", "So.")]),
     ]
-    assert len({item.id for item in found.output}) == 6
+    assert len({item.id for item in answer.output}) == 6
 
 
 OF_ITEM = {
@@ -125,26 +125,26 @@ OF_ITEM = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_stream_has_openais_events(api: openai.OpenAI, name: str) -> None:
-    whole = api.responses.create(**asked(ANSWERS[name]))
+    answer = api.responses.create(**asked(ANSWERS[name]))
     events = list(api.responses.create(**asked(ANSWERS[name], stream=True), extra_body={"cache_salt": "slow"}))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [kind for kind, _ in groupby(event.type.removeprefix("response.") for event in events)]
     expected = ["created", "in_progress"]
-    for item in whole.output:
-        inner = [kind for kind in OF_ITEM[item.type] if whole.output_text or not kind.startswith("output_text.delta")]
+    for item in answer.output:
+        inner = [kind for kind in OF_ITEM[item.type] if answer.output_text or not kind.startswith("output_text.delta")]
         expected += ["output_item.added", *inner, "output_item.done"]
     assert kinds == [*expected, "completed"]
     assert events[0].response.status == events[1].response.status == "in_progress"
     final = events[-1].response
-    assert told(final.output) == told(whole.output)
-    assert final.usage == whole.usage
+    assert told(final.output) == told(answer.output)
+    assert final.usage == answer.usage
     done = {event.output_index: event.item for event in events if event.type == "response.output_item.done"}
     assert [done[index] for index in range(len(done))] == final.output
     for index, item in done.items():
-        own = [event for event in events if getattr(event, "output_index", None) == index]
-        assert {event.item_id for event in own if hasattr(event, "item_id")} == {item.id}
+        events_of_item = [event for event in events if getattr(event, "output_index", None) == index]
+        assert {event.item_id for event in events_of_item if hasattr(event, "item_id")} == {item.id}
         text = item.arguments if item.type == "function_call" else (item.content or [])[0].text
-        assert "".join(event.delta for event in own if event.type.endswith(".delta")) == text
+        assert "".join(event.delta for event in events_of_item if event.type.endswith(".delta")) == text
     assert {event.response.id for event in events if hasattr(event, "response")} == {final.id}
 
 
@@ -175,8 +175,8 @@ class Weather(BaseModel):
 
 def test_parse(api: openai.OpenAI) -> None:
     text = '{"days": 3}'
-    found = api.responses.parse(model=MODEL, input=text + "<|end|>", text_format=Weather)
-    assert found.output_parsed == Weather(days=3)
+    answer = api.responses.parse(model=MODEL, input=text + "<|end|>", text_format=Weather)
+    assert answer.output_parsed == Weather(days=3)
     with api.responses.stream(model=MODEL, input=text + "<|end|>", text_format=Weather) as stream:
         assert stream.get_final_response().output_parsed == Weather(days=3)
     tools: Any = [openai.pydantic_function_tool(Weather)]
@@ -189,16 +189,16 @@ def test_parse(api: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "count"), [("I look.", 3), (REASONED + "I look.", 3), (CALLS, 55)])
 def test_an_answer_that_is_cut_is_incomplete(api: openai.OpenAI, text: str, count: int, stream: bool) -> None:
-    found = api.responses.create(**asked(text, max_output_tokens=count, stream=stream))
+    answer = api.responses.create(**asked(text, max_output_tokens=count, stream=stream))
     if stream:
-        *_, last = found
+        *_, last = answer
         assert last.type == "response.incomplete"
-        found = last.response
-    assert found.status == "incomplete"
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
-    assert found.usage.output_tokens == count
-    assert [item.status for item in found.output] == ["completed"] * (len(found.output) - 1) + ["incomplete"]
+        answer = last.response
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == count
+    assert [item.status for item in answer.output] == ["completed"] * (len(answer.output) - 1) + ["incomplete"]
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -206,26 +206,26 @@ def test_an_answer_that_is_cut_is_incomplete(api: openai.OpenAI, text: str, coun
 def test_log_probabilities_are_those_of_the_text(api: openai.OpenAI, name: str, k: int) -> None:
     """As the chat endpoint has them, where they are of markers and calls, too."""
     fields = {"include": [LOGPROBS], "top_logprobs": k}
-    found = api.responses.create(**asked(ANSWERS[name], **fields))
-    assert found.top_logprobs == k
-    parts = [part for item in found.output if item.type == "message" for part in item.content]
+    answer = api.responses.create(**asked(ANSWERS[name], **fields))
+    assert answer.top_logprobs == k
+    parts = [part for item in answer.output if item.type == "message" for part in item.content]
     entries = [logprob.to_dict() for part in parts for logprob in part.logprobs]
     assert bytes(
         byte for entry in entries for byte in entry["bytes"]
-    ).decode().split() == found.output_text.split() or (
+    ).decode().split() == answer.output_text.split() or (
         name == "text after a call"  # its texts are joined without the space between them
     )
     messages: Any = [{"role": "user", "content": ANSWERS[name] + "<|end|>"}]
     chat = api.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, logprobs=True, top_logprobs=k)
     [choice] = chat.choices
     assert choice.logprobs is not None
-    rest = iter([one.to_dict() for one in choice.logprobs.content or []])
+    rest = iter([entry.to_dict() for entry in choice.logprobs.content or []])
     assert all(entry in rest for entry in entries), "in their order"
     events = list(api.responses.create(**asked(ANSWERS[name], stream=True, **fields)))
     streamed = [logprob for event in events if event.type == "response.output_text.delta" for logprob in event.logprobs]
-    assert [one.token for one in streamed] == [entry["token"] for entry in entries]
-    assert [one.logprob for one in streamed] == [entry["logprob"] for entry in entries]
-    assert {len(one.top_logprobs or []) for one in streamed} == {k}
+    assert [entry.token for entry in streamed] == [entry["token"] for entry in entries]
+    assert [entry.logprob for entry in streamed] == [entry["logprob"] for entry in entries]
+    assert {len(entry.top_logprobs or []) for entry in streamed} == {k}
 
 
 @pytest.mark.parametrize(("salt", "code", "status"), [("fail", "server_error", 500), ("refuse", "invalid_prompt", 400)])
@@ -267,14 +267,14 @@ def test_what_was_asked_is_repeated(api: openai.OpenAI) -> None:
     form: Any = {"format": {"type": "json_object"}}
     settings: dict[str, Any] = {"top_p": 0.9, "max_output_tokens": 300, "parallel_tool_calls": False, "user": "me"}
     settings |= {"instructions": "be brief", "metadata": {"a": "b"}, "temperature": 0.5, "truncation": "disabled"}
-    found = api.responses.create(**asked(CALL), **settings, text=form, tool_choice=choice, store=False)
-    assert found.instructions == "be brief"
-    assert (found.metadata, found.user, found.truncation) == ({"a": "b"}, "me", "disabled")
-    assert (found.temperature, found.top_p, found.max_output_tokens) == (0.5, 0.9, 300)
-    body = found.to_dict()
+    answer = api.responses.create(**asked(CALL), **settings, text=form, tool_choice=choice, store=False)
+    assert answer.instructions == "be brief"
+    assert (answer.metadata, answer.user, answer.truncation) == ({"a": "b"}, "me", "disabled")
+    assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.5, 0.9, 300)
+    body = answer.to_dict()
     assert (body["tool_choice"], body["text"], body["tools"]) == (choice, form, FLAT)
-    assert (found.parallel_tool_calls, found.background, found.previous_response_id) == (False, False, None)
-    assert before - 1 <= found.created_at <= (found.completed_at or 0) <= time.time()
+    assert (answer.parallel_tool_calls, answer.background, answer.previous_response_id) == (False, False, None)
+    assert before - 1 <= answer.created_at <= (answer.completed_at or 0) <= time.time()
 
 
 def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
@@ -397,7 +397,7 @@ def prompt(frontend: Frontend, kind: Any, **fields: Any) -> str:
 
 CALL_1 = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"days": 3}'}}
 CALL_2 = {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-ITEM_1, ITEM_2 = ({"type": "function_call", "call_id": one["id"], **one["function"]} for one in (CALL_1, CALL_2))
+ITEM_1, ITEM_2 = ({"type": "function_call", "call_id": call["id"], **call["function"]} for call in (CALL_1, CALL_2))
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "sun"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sun"}
 SAID = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
@@ -478,8 +478,8 @@ def test_what_is_asked_reaches_the_engine(frontend: Frontend) -> None:
     unset = params(ChatBody, messages=[USER])
     assert params(ResponsesBody, input="hi") == unset, "an answer may fill the context"
     schema = {"type": "json_schema", "name": "n", "schema": SCHEMAS["weather"], "strict": True, "description": "d"}
-    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["weather"]}}
-    for form, chats in ((schema, named), ({"type": "json_object"},) * 2, ({"type": "text"},) * 2):
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["weather"]}}
+    for form, chats in ((schema, response_format), ({"type": "json_object"},) * 2, ({"type": "text"},) * 2):
         expected = params(ChatBody, messages=[USER], response_format=chats).grammar
         assert params(ResponsesBody, input="hi", text={"format": form}).grammar == expected
     assert isinstance(params(ResponsesBody, input="hi", regex="a+").grammar, Grammar)
@@ -507,5 +507,5 @@ def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
         part = {"type": "input_text", "text": "hi", "a": 1}
         body = {"input": user([part], b=1), "text": {"c": 1, "format": {"type": "text", "d": 1}}, "e": 1}
         assert client.post(RESPONSES, json={**body, "max_output_tokens": 2}).status_code == 200
-        for known in ({"store": True}, {"max_tokens": 5}):
-            assert client.post(RESPONSES, json={**body, **known}).status_code == 400
+        for field in ({"store": True}, {"max_tokens": 5}):
+            assert client.post(RESPONSES, json={**body, **field}).status_code == 400

@@ -16,19 +16,19 @@ TRACE = {"speculation": {"trace": True}}
 
 
 def traces(client: httpx.Client, path: str, body: dict[str, Any], *, stream: bool) -> list[list[Entry]]:
-    """Of each choice; streamed pieces joined."""
+    """Returns the trace of each choice; streamed pieces are joined."""
     response = client.post(path, json={**body, "stream": stream})
     assert response.status_code == 200, response.text
     if not stream:
         return [choice["speculation"]["trace"] for choice in response.json()["choices"]]
-    found: list[list[Entry]] = [[] for _ in range(body.get("n", 1))]
+    entries: list[list[Entry]] = [[] for _ in range(body.get("n", 1))]
     for event in events(response):
         for piece in event["choices"]:
             text = piece["delta"].get("content", "") if path == CHAT else piece["text"]
-            own = piece.get("speculation", {"trace": []})["trace"]
-            assert text == "".join(one["token"] for one in own)[: len(text)]
-            found[piece["index"]] += own
-    return found
+            trace = piece.get("speculation", {"trace": []})["trace"]
+            assert text == "".join(entry["token"] for entry in trace)[: len(text)]
+            entries[piece["index"]] += trace
+    return entries
 
 
 def expected(client: httpx.Client, prompt: str, count: int) -> list[Entry]:
@@ -37,21 +37,21 @@ def expected(client: httpx.Client, prompt: str, count: int) -> list[Entry]:
     names: dict[int | None, str | None] = {token: chr(code) for code, token in enumerate(ids)}
     names[None] = None  # withheld
     tokens = [ids[ord(letter)] for letter in islice(cycle(prompt), count)]
-    found = trace_of(tokens[:1], 0)
+    entries = trace_of(tokens[:1], 0)
     for number, start in enumerate(range(1, count, ROUND), 1):
-        found += trace_of(tokens[start : start + ROUND], number)
+        entries += trace_of(tokens[start : start + ROUND], number)
     return [
         {
             "id": token,
             "token": names[token],
-            "source": one.source,
-            "position": one.position,
-            "round": one.round,
-            "refused": [{"id": other, "token": names.get(other, "")} for other in one.refused],
-            "drafted": one.drafted,
-            "rows": one.rows,
+            "source": entry.source,
+            "position": entry.position,
+            "round": entry.round,
+            "refused": [{"id": other, "token": names.get(other, "")} for other in entry.refused],
+            "drafted": entry.drafted,
+            "rows": entry.rows,
         }
-        for token, one in zip(tokens, found, strict=True)
+        for token, entry in zip(tokens, entries, strict=True)
     ]
 
 
@@ -65,14 +65,14 @@ def test_completions(client: httpx.Client, num_choices: int, stream: bool) -> No
 def test_chat(client: httpx.Client) -> None:
     """Special tokens, which have no text, and parts of characters have entries, too."""
     body = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "a你"}}
-    [found] = traces(client, CHAT, {**body, "max_tokens": 12, **TRACE}, stream=False)
+    [entries] = traces(client, CHAT, {**body, "max_tokens": 12, **TRACE}, stream=False)
     names = ["<|user|>", *"helloa", "bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0", "<|user|>", "h"]
-    assert [one["token"] for one in found] == names
-    assert [one["round"] for one in found] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
-    assert [one["position"] for one in found] == [0, *[1, 2, 0] * 3, 1, 2]
+    assert [entry["token"] for entry in entries] == names
+    assert [entry["round"] for entry in entries] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
+    assert [entry["position"] for entry in entries] == [0, *[1, 2, 0] * 3, 1, 2]
     response = client.post(CHAT, json={**body, "max_tokens": 12, "stream": True, **TRACE})
     pieces = [event["choices"][0] for event in events(response)]
-    assert [one for piece in pieces for one in piece.get("speculation", {"trace": []})["trace"]] == found
+    assert [entry for piece in pieces for entry in piece.get("speculation", {"trace": []})["trace"]] == entries
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -82,11 +82,11 @@ def test_entries_end_with_the_tokens_that_count(client: httpx.Client, stop: str,
     text = "abcdef" * 3
     count = text.index(stop) + len(stop)
     body = {"prompt": "abcdef", "max_tokens": 20, "stop": stop, "cache_salt": "slow", **TRACE}
-    [found] = traces(client, COMPLETIONS, body, stream=stream)
-    assert found == expected(client, "abcdef", 20)[:count]
+    [entries] = traces(client, COMPLETIONS, body, stream=stream)
+    assert entries == expected(client, "abcdef", 20)[:count]
     usage = client.post(COMPLETIONS, json=body).json()
     assert usage["usage"]["completion_tokens"] == count
-    accepted = sum(one["position"] > 0 for one in found)
+    accepted = sum(entry["position"] > 0 for entry in entries)
     assert usage["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == accepted
 
 
@@ -94,38 +94,38 @@ def test_entries_end_with_the_tokens_that_count(client: httpx.Client, stop: str,
 def test_the_id_that_ends_an_answer_has_an_entry(client: httpx.Client, stream: bool) -> None:
     ids = client.post("/tokenize", json={"prompt": "hij"}).json()["tokens"]
     body = {"prompt": [*ids, 0], "max_tokens": 9, **TRACE}
-    [found] = traces(client, COMPLETIONS, body, stream=stream)
-    assert [(one["id"], one["token"], one["position"]) for one in found[-1:]] == [(0, "<|end|>", 0)]
-    assert len(found) == 4
+    [entries] = traces(client, COMPLETIONS, body, stream=stream)
+    assert [(entry["id"], entry["token"], entry["position"]) for entry in entries[-1:]] == [(0, "<|end|>", 0)]
+    assert len(entries) == 4
 
 
 def test_without_drafts(client: httpx.Client) -> None:
     """No figures, since there is no speculation to judge; a trace may still be asked for."""
     body = {"prompt": "abc", "max_tokens": 7}
-    whole = client.post(COMPLETIONS, json=body).json()
+    answer = client.post(COMPLETIONS, json=body).json()
     plain = client.post(COMPLETIONS, json={**body, "speculation": {"enabled": False, "trace": True}}).json()
     assert plain["metrics"] == {"speculative_decoding": None}
-    assert plain["usage"] == whole["usage"]
-    assert plain["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert plain["usage"] == answer["usage"]
+    assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
     assert len(plain["choices"][0]["speculation"]["trace"]) == 7
-    assert "speculation" not in whole["choices"][0]
+    assert "speculation" not in answer["choices"][0]
 
 
 def test_responses_have_figures_and_refuse_traces(client: httpx.Client) -> None:
-    found = client.post(RESPONSES, json={"input": "abc", "max_output_tokens": 7}).json()
+    answer = client.post(RESPONSES, json={"input": "abc", "max_output_tokens": 7}).json()
     chat = client.post(CHAT, json={"messages": [{"role": "user", "content": "abc"}], "max_tokens": 7}).json()
-    assert found["metrics"] == chat["metrics"]
-    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert answer["metrics"] == chat["metrics"]
+    assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
     refused = client.post(RESPONSES, json={"input": "abc", **TRACE})
     assert refused.status_code == 400
     assert "speculation.trace is true; it is not written here" in refused.text
 
 
 def test_figures_of_several_choices_are_sums(client: httpx.Client) -> None:
-    one, three = (
+    one_choice, three = (
         client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 8, "n": n}).json()["metrics"] for n in (1, 3)
     )
-    single = one["speculative_decoding"]
+    single = one_choice["speculative_decoding"]
     sums = three["speculative_decoding"]
     assert sums["acceptance_histogram"] == [3 * count for count in single["acceptance_histogram"]]
     assert sums["mean_acceptance_length"] == single["mean_acceptance_length"]
@@ -143,7 +143,7 @@ def test_openais_client(server: Server) -> None:
     trace = chat.choices[0].speculation["trace"]
     assert len(trace) == chat.usage.completion_tokens == 9
     parts = [getattr(piece.choices[0], "speculation", {"trace": []})["trace"] for piece in pieces]
-    assert [one for part in parts for one in part] == trace
+    assert [entry for part in parts for entry in part] == trace
     assert last.metrics == chat.metrics
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as client,

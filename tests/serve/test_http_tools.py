@@ -70,15 +70,15 @@ def test_an_answer_with_reasoning_content_and_calls(url: str) -> None:
     assert calls == [("function", "weather", '{"days": 3}'), ("function", "now", "{}")]
     ids = {call["id"] for call in message["tool_calls"]}
     assert len(ids) == 2
-    assert all(one.startswith("call_") for one in ids)
+    assert all(id.startswith("call_") for id in ids)
     # One token for each marker, and one for each byte of "\nhm\n".
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 + 4
 
 
 def test_a_stream_has_openais_order(url: str) -> None:
     client = OpenAI(base_url=url + "/v1", api_key="none")
-    asked: dict[str, Any] = question(REASONED + CALLS, tools=TOOLS, stream=True)
-    chunks = list(client.chat.completions.create(**asked))
+    body: dict[str, Any] = question(REASONED + CALLS, tools=TOOLS, stream=True)
+    chunks = list(client.chat.completions.create(**body))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant"
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
@@ -104,9 +104,9 @@ def test_the_client_library_gathers_a_stream_as_the_whole_answer(url: str) -> No
     client = OpenAI(base_url=url + "/v1", api_key="none")
     with client.chat.completions.stream(**question(CALLS, tools=TOOLS)) as stream:
         final = stream.get_final_completion().choices[0].message
-    whole = client.chat.completions.create(**question(CALLS, tools=TOOLS)).choices[0].message
-    assert final.content == whole.content == "I look."
-    for message in (final, whole):
+    answer = client.chat.completions.create(**question(CALLS, tools=TOOLS)).choices[0].message
+    assert final.content == answer.content == "I look."
+    for message in (final, answer):
         assert [call.function.name for call in message.tool_calls or [] if call.type == "function"] == [
             "weather",
             "now",
@@ -144,47 +144,47 @@ def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[flo
     """By choice: the spelling of the tokens that have log-probabilities, and these."""
     answer = httpx.post(url + CHAT, json={**body, "logprobs": True, "top_logprobs": 1, "stream": stream}, timeout=120)
     assert answer.status_code == 200, answer.text
-    found: dict[int, tuple[str, list[float]]] = {}
+    choices: dict[int, tuple[str, list[float]]] = {}
     for event in events(answer) if stream else [answer.json()]:
         for choice in event["choices"]:
             entries = (choice["logprobs"] or {"content": []})["content"]
             is_shown = "message" in choice or choice["delta"] or choice["finish_reason"]
             assert is_shown or not entries or not body.get("include_reasoning", True)
-            text, values = found.get(choice["index"], ("", []))
+            text, values = choices.get(choice["index"], ("", []))
             text += bytes(byte for entry in entries for byte in entry["bytes"]).decode()
-            found[choice["index"]] = text, values + [entry["logprob"] for entry in entries]
+            choices[choice["index"]] = text, values + [entry["logprob"] for entry in entries]
             assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
-    return found
+    return choices
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> None:
     """Each token of each choice has an entry: markers, too, the end, and reasoning that is left out."""
-    whole = REASONED + CALLS + "<|end|>"
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": whole}, timeout=120).json()["tokens"]
+    answer = REASONED + CALLS + "<|end|>"
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": answer}, timeout=120).json()["tokens"]
     for fields in ({"n": 2}, {"include_reasoning": False}):
-        found = scored(url, stream, **question(REASONED + CALLS, tools=TOOLS, **fields))
-        assert set(found) == set(range(fields.get("n", 1)))
-        for text, values in found.values():
-            assert text == whole
+        choices = scored(url, stream, **question(REASONED + CALLS, tools=TOOLS, **fields))
+        assert set(choices) == set(range(fields.get("n", 1)))
+        for text, values in choices.values():
+            assert text == answer
             assert values == logprobs_of(tokens, 1).tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_call_that_is_cut(url: str, stream: bool) -> None:
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS + "<|end|>"}, timeout=120).json()["tokens"]
-    for fields, shown in (
+    for fields, visible in (
         ({"stop": "days"}, CALLS[: CALLS.index("days")]),
         ({"stop": "</tool_call>"}, CALLS[: CALLS.index("</tool_call>")]),
         ({"max_tokens": 55}, None),
         ({"tool_choice": "none"}, CALLS + "<|end|>"),
     ):
         [(text, values)] = scored(url, stream, **question(CALLS, tools=TOOLS, **fields)).values()
-        if shown is None:
+        if visible is None:
             assert CALLS.startswith(text)
             assert len(values) == 55
         else:
-            assert text == shown
+            assert text == visible
         assert values == logprobs_of(tokens[: len(values)], 1).tokens
 
 
@@ -281,19 +281,19 @@ def test_grammars_reach_the_engine(frontend: Frontend) -> None:
 
     assert grammar(tools=TOOLS) is grammar(tools=TOOLS, tool_choice="none") is None
     for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"parallel_tool_calls": False}):
-        found = grammar(tools=TOOLS, **fields)
-        assert found is not None
-        assert found.kind == "structural_tag"
+        constraint = grammar(tools=TOOLS, **fields)
+        assert constraint is not None
+        assert constraint.kind == "structural_tag"
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["weather"]}}
-    found = grammar(response_format=schema)
-    assert found is not None
-    think, content = json.loads(found.text)["format"]["elements"]
+    constraint = grammar(response_format=schema)
+    assert constraint is not None
+    think, content = json.loads(constraint.text)["format"]["elements"]
     assert think["type"] == "optional", "the answer may begin with reasoning"
     assert content["json_schema"] == SCHEMAS["weather"]
     tag = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</a>"}
     older = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
     newer = {"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag]}}
-    for given in (newer, older, json.dumps(newer)):
-        assert grammar(structured_outputs={"structural_tag": given}) == grammar(
+    for structure in (newer, older, json.dumps(newer)):
+        assert grammar(structured_outputs={"structural_tag": structure}) == grammar(
             response_format={"type": "structural_tag", **newer}
         )

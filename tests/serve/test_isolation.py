@@ -1,4 +1,4 @@
-"""What a host stage raises ends one request with a sentence; all others get the answers that they get otherwise."""
+"""An exception in a host stage ends one request with a sentence; all others get the answers that they get otherwise."""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,12 +55,12 @@ class Saboteur:
             setattr(stage, name, partial(self.call, getattr(stage, name), name, strikes=name == method))
 
     def call(
-        self, own: Callable[..., Any], name: str, given: Any, *arguments: Any, strikes: bool, **options: Any
+        self, call: Callable[..., Any], name: str, subject: Any, *arguments: Any, strikes: bool, **options: Any
     ) -> Any:
         if name == "admit" and arguments[0].id == VICTIM:
-            self.slot = given
-        result = own(given, *arguments, **options)
-        slots = [given] if isinstance(given, int) else given if isinstance(given, list) else given.slots
+            self.slot = subject
+        result = call(subject, *arguments, **options)
+        slots = [subject] if isinstance(subject, int) else subject if isinstance(subject, list) else subject.slots
         is_hit = self.slot in slots
         if name == "release" and is_hit:
             self.slot = -1
@@ -120,10 +120,10 @@ def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
     engine = build(target, prefill_budget=16)
     push = Constrained.push
 
-    def fail(held: Constrained, tokens: list[int]) -> bool:
-        if tokens and held.max_tokens < 4:
+    def fail(constrained: Constrained, tokens: list[int]) -> bool:
+        if tokens and constrained.max_tokens < 4:
             raise ValueError("no such token")
-        return push(held, tokens)
+        return push(constrained, tokens)
 
     monkeypatch.setattr(Constrained, "push", fail)
     short = [make_request(str(count), random_prompt(40, count), max_tokens=count, min_tokens=1) for count in (1, 2, 3)]

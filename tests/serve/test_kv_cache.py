@@ -58,22 +58,23 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
     assert cache.admit(table, old[:2], 2, headroom=0)  # uses page [1], needs one more: [3] is the oldest leaf
     cache.release(table, old[:2], 1)
     assert [num_matched_pages(cache, tokens) for tokens in (old, new)] == [2, 3]
-    taken = PageTable("", 0)
+    first = PageTable("", 0)
     for expected in ([2, 3], [1, 3], [1, 2], [1, 1], [1, 0], [0, 0]):
-        assert cache.extend(taken, len(taken.pages) + 1)
+        assert cache.extend(first, len(first.pages) + 1)
         assert [num_matched_pages(cache, tokens) for tokens in (old, new)] == expected
-        cache.check([taken])
-    assert not cache.extend(taken, 7)
+        cache.check([first])
+    assert not cache.extend(first, 7)
 
 
 def test_a_refused_admission_takes_nothing() -> None:
     cache = PageCache(6, 4)
     store(cache, list(range(9)))
-    before = len(cache._free), len(cache._cached)
+    num_free = len(cache._free)
+    num_cached = len(cache._cached)
     table = PageTable("", 0)
     assert not cache.admit(table, list(range(9)), 21, headroom=0)  # 6 pages of 5
     assert not cache.admit(table, list(range(9)), 20, headroom=1)
-    assert (len(cache._free), len(cache._cached), table.pages, table.nodes) == (*before, [], [])
+    assert (len(cache._free), len(cache._cached), table.pages, table.nodes) == (num_free, num_cached, [], [])
     cache.check([])
     assert cache.admit(table, list(range(9)), 20, headroom=0)
     cache.check([table])
@@ -135,7 +136,7 @@ def test_check_notices(fault: str) -> None:
 
 
 class TextModel:
-    """What each page's KV was made of, as a dict; and every text that a cache without eviction would know."""
+    """A dict from pages to the tokens of their KV, and every text that a cache without eviction would know."""
 
     def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
@@ -144,7 +145,7 @@ class TextModel:
         self.known: set[Text] = set()
 
     def text(self, table: PageTable, tokens: list[int], index: int) -> Text:
-        """What page `index` depends on: all tokens up to its end, and those looked ahead at."""
+        """Returns the text that page `index` depends on: all tokens up to its end, and those looked ahead at."""
         return table.namespace, tuple(tokens[: (index + 1) * self.page_size + self.lookahead])
 
     def check_admitted(self, table: PageTable, tokens: list[int], evicts: bool) -> None:
@@ -269,9 +270,9 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
     other = compute(cache, list(range(16)))
     assert (len(other.nodes), other.windows[0].first) == (3, 3)
     assert other.windows[0].pages[0] != table.windows[0].pages[0], "a second copy, the token after it was left"
-    for one in (table, other):
-        cache.extend_windows(one, 24)
-        cache.slide(one, 20)
+    for sharer in (table, other):
+        cache.extend_windows(sharer, 24)
+        cache.slide(sharer, 20)
     assert (len(window._cached), len(window._free)) == (4, 59 - 4 - 4), "the copy is free"
     cache.check([table, other])
 
@@ -306,8 +307,8 @@ def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tr
     assert (len(table.nodes), num_matched_pages(cache, [*tokens, 99])) == (0, 4)
     for _ in range(len(cache._free) + 4):  # the tree forgets all
         cache._take()
-    held = table.windows[0].pages.copy()
-    assert (window._attached, window._holders, table.windows[0].pages) == ({}, {}, held)
+    attached = table.windows[0].pages.copy()
+    assert (window._attached, window._holders, table.windows[0].pages) == ({}, {}, attached)
     window.check([(table.windows[0], set())], set())
 
 
@@ -371,11 +372,12 @@ class Run:
     tokens: list[int]
     num_prompt: int
     num_computed: int
-    given: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page, as it was handed out
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page, as it was handed out
 
 
 class GroupsModel(TextModel):
-    """What each page of each window group holds, as the passes write it, and which nodes have one attached."""
+    """The contents of each page of each window group, as the passes write them, and the nodes that have a page
+    attached."""
 
     def __init__(self, page_size: int, lookahead: int, windows: list[int]) -> None:
         super().__init__(page_size, lookahead)
@@ -386,57 +388,57 @@ class GroupsModel(TextModel):
     def first_read(self, window: int, start: int) -> int:
         return max(0, start - window + 1) // self.page_size
 
-    def take_in(self, run: Run, others: list[Run], is_hit: bool = False) -> None:
+    def take_in(self, run: Run, neighbours: list[Run], is_hit: bool = False) -> None:
         """New pages of the run are of no use to others any more, and those it had are the same."""
         for group, pages in enumerate(run.table.windows):
-            needed = {page for other in others for page in self.needed(other, group)}
+            needed = {page for other in neighbours for page in self.needed(other, group)}
             for index, page in enumerate(pages.pages, pages.first):
-                new = (group, index) not in run.given
+                new = (group, index) not in run.pages
                 assert page != 0
-                assert run.given.setdefault((group, index), page) == page, "an entry of the table has changed"
+                assert run.pages.setdefault((group, index), page) == page, "an entry of the table has changed"
                 assert is_hit or not new or page not in needed, "a page that another sequence needs"
 
     def needed(self, run: Run, group: int) -> Iterator[int]:
         first = self.first_read(self.windows[group], run.num_computed)
-        yield from (page for (one, index), page in run.given.items() if one == group and index >= first)
+        yield from (page for (number, index), page in run.pages.items() if number == group and index >= first)
 
     def check_hit(self, run: Run, evicts: bool) -> None:
         """Exactly the pages that the first pass reads are there, and have its text; the hit is the longest there is."""
         table = run.table
         num_shared = len(run.table.nodes)
-        for window, pages, written in zip(self.windows, table.windows, self.written, strict=True):
+        for window, pages, texts_of_pages in zip(self.windows, table.windows, self.written, strict=True):
             assert pages.first == self.first_read(window, num_shared * self.page_size)
             assert pages.end == num_shared
             for index, page in enumerate(pages.pages, pages.first):
-                assert written[page] == self.text(table, run.tokens, index)
+                assert texts_of_pages[page] == self.text(table, run.tokens, index)
         if evicts:
             return
-        most = (len(run.tokens) - max(self.lookahead, 1)) // self.page_size
-        texts = [self.text(table, run.tokens, index) for index in range(most)]
-        known = next((index for index, text in enumerate(texts) if text not in self.known), most)
-        hits = [num for num in range(known + 1) if self._has_windows(texts[:num])]
+        max_pages = (len(run.tokens) - max(self.lookahead, 1)) // self.page_size
+        texts = [self.text(table, run.tokens, index) for index in range(max_pages)]
+        num_cached = next((index for index, text in enumerate(texts) if text not in self.known), max_pages)
+        hits = [num for num in range(num_cached + 1) if self._has_windows(texts[:num])]
         assert num_shared == hits[-1], "not the longest hit"
 
     def _has_windows(self, texts: list[Text]) -> bool:
         firsts = [self.first_read(window, len(texts) * self.page_size) for window in self.windows]
         return all(attached.issuperset(texts[first:]) for first, attached in zip(firsts, self.attached, strict=True))
 
-    def run_pass(self, run: Run, end: int, num_spoiled: int, known: list[int]) -> None:
-        """A pass over tokens [num_computed, end): it reads what windows show, and writes; `known` are all tokens."""
+    def run_pass(self, run: Run, end: int, num_spoiled: int, tokens: list[int]) -> None:
+        """A pass over tokens [num_computed, end): it reads what windows show, and writes; `tokens` are all."""
         start = run.num_computed
         size = self.page_size
-        for window, pages, written in zip(self.windows, run.table.windows, self.written, strict=True):
+        for window, pages, texts_of_pages in zip(self.windows, run.table.windows, self.written, strict=True):
             for index in range(self.first_read(window, start), -(-start // size)):
                 assert index >= pages.first, "a page was given back too early"
                 read_end = min((index + 1) * size, start)
-                text = run.table.namespace, tuple(known[: read_end + self.lookahead])
-                assert written[pages.pages[index - pages.first]] == text
+                text = run.table.namespace, tuple(tokens[: read_end + self.lookahead])
+                assert texts_of_pages[pages.pages[index - pages.first]] == text
             for index in range(start // size, -(-(end + num_spoiled) // size)):
-                text = run.table.namespace, tuple(known[: min((index + 1) * size, end) + self.lookahead])
-                written[pages.pages[index - pages.first]] = text if index * size < end else None
+                text = run.table.namespace, tuple(tokens[: min((index + 1) * size, end) + self.lookahead])
+                texts_of_pages[pages.pages[index - pages.first]] = text if index * size < end else None
 
     def share(self, run: Run, num_computed: int, ends: bool) -> None:
-        """What the tree and the windows know after a publish or a release."""
+        """Records the texts of the tree and of the windows after a publish or a release."""
         table = run.table
         is_known = True
         num_full = min(num_computed, len(run.tokens) - self.lookahead) // self.page_size
@@ -495,7 +497,7 @@ class Play:
 
     def go_on(self, run: Run) -> None:
         """A chunk of its prompt, or nodes."""
-        others = [other for other in self.running if other is not run]
+        neighbours = [other for other in self.running if other is not run]
         if run.num_computed < run.num_prompt:
             end = self.rng.randrange(run.num_computed, run.num_prompt) + 1
             is_last = end == run.num_prompt
@@ -505,7 +507,7 @@ class Play:
                 is_last = False
             assert end > run.num_computed, "a chunk has a token at least"
             self.cache.extend_windows(run.table, end + RESERVE * is_last)
-            self.model.take_in(run, others)
+            self.model.take_in(run, neighbours)
             sampled = self.rng.choices(range(3), k=is_last)
             self.model.run_pass(run, end, RESERVE * is_last, run.tokens + sampled)
             self.model.share(run, end, ends=False)
@@ -516,7 +518,7 @@ class Play:
                 self.end(run)
                 return
             self.cache.extend_windows(run.table, run.num_computed + RESERVE)
-            self.model.take_in(run, others)
+            self.model.take_in(run, neighbours)
             run.tokens += self.rng.choices(range(3), k=self.rng.randrange(1, RESERVE + 1))
             end = len(run.tokens) - 1
             self.model.run_pass(run, end, run.num_computed + RESERVE - end, run.tokens)

@@ -81,11 +81,11 @@ COUNT = {
 }
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_a_model_that_knows_no_json_ends_an_object(most: int) -> None:
+@pytest.mark.parametrize("max_spaces", [0, 1])
+def test_a_model_that_knows_no_json_ends_an_object(max_spaces: int) -> None:
     """A small model fills the white space that JSON may have. The playground's example is one that it ends, too."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Tom has 3 boxes."}]
-    with LLM(str(TINY_TARGET), device="cpu", json_whitespace=most, max_running=1, kv_cache_tokens=512) as llm:
+    with LLM(str(TINY_TARGET), device="cpu", json_whitespace=max_spaces, max_running=1, kv_cache_tokens=512) as llm:
         for schema in (COUNT, *map(json.loads, EXAMPLE)):
             grammar = Grammar("json_schema", json.dumps(schema))
             params = SamplingParams(temperature=0.0, max_tokens=256, grammar=grammar)
@@ -94,14 +94,14 @@ def test_a_model_that_knows_no_json_ends_an_object(most: int) -> None:
             value = json.loads(answer.text)
             jsonschema.validate(value, schema)
             compact = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-            assert (answer.text == compact) == (most == 0)
+            assert (answer.text == compact) == (max_spaces == 0)
             request = replace(llm.begin("untranslated", messages, params).request, params=params)
             assert [token for output in llm.stream([request]) for token in output.tokens] == answer.tokens
     assert len(EXAMPLE) == 1
 
 
 def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> None:
-    expected = [plain.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
+    expected = [plain.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     for llm in (plain, drafted):
         answers = llm.generate(PROMPTS, PARAMS)
         assert tokens_of(answers) == tokens_of(expected)
@@ -119,14 +119,14 @@ def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> N
 def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafted: LLM) -> None:
     """All along an answer, so that some of them lie inside a draft and one in the prompt's own pass."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
-    whole = plain.generate([PROMPTS[1]], params)[0].tokens
-    for token in [token for token in whole if token > 2][::stride]:
+    full = plain.generate([PROMPTS[1]], params)[0].tokens
+    for token in [token for token in full if token > 2][::stride]:
         stop = f"w{token}"
-        end = next(index for index, other in enumerate(whole) if f"w{other}".startswith(stop)) + 1
+        end = next(index for index, other in enumerate(full) if f"w{other}".startswith(stop)) + 1
         for llm in (plain, drafted):
             (answer,) = llm.generate([PROMPTS[1]], params, stop=("never", stop))
-            assert (answer.tokens, answer.finish_reason) == (whole[:end], "stop")
-            assert answer.text.strip() == words(whole[: end - 1])
+            assert (answer.tokens, answer.finish_reason) == (full[:end], "stop")
+            assert answer.text.strip() == words(full[: end - 1])
             counts = answer.stats
             assert counts.completion_tokens == end
             assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last step may be cut"
@@ -135,9 +135,9 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
             assert not llm.engine.has_work
             llm.engine.scheduler.check()
     for llm in (plain, drafted):
-        (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(whole[10:13]) + " ",))
-        text = f" {words(whole[:10])} "
-        assert (answer.text, answer.tokens) == (text, whole[:14]), "the next token brings the space"
+        (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(full[10:13]) + " ",))
+        text = f" {words(full[:10])} "
+        assert (answer.text, answer.tokens) == (text, full[:14]), "the next token brings the space"
 
 
 def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path, Path]) -> None:
@@ -145,18 +145,18 @@ def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=0)
     prompt = PROMPTS[1]
-    whole = plain.generate([PROMPTS[1]], params)[0].tokens
+    full = plain.generate([PROMPTS[1]], params)[0].tokens
     with torch.inference_mode():
-        rows = model(torch.tensor([prompt + whole])).logits[0, :-1].log_softmax(dim=-1)
-    expected = rows.gather(1, torch.tensor(prompt + whole)[1:, None])[:, 0].tolist()
-    stop = next(f"w{token}" for token in whole[12:] if token > 2)
+        rows = model(torch.tensor([prompt + full])).logits[0, :-1].log_softmax(dim=-1)
+    expected = rows.gather(1, torch.tensor(prompt + full)[1:, None])[:, 0].tolist()
+    stop = next(f"w{token}" for token in full[12:] if token > 2)
     for llm in (plain, drafted):
         for answer in (llm.generate([prompt], params)[0], llm.generate([prompt], params, stop=stop)[0]):
             assert answer.logprobs is not None
             assert answer.prompt_logprobs is not None
             assert answer.prompt_logprobs.tokens == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
-            own = expected[len(prompt) - 1 :][: len(answer.tokens)]
-            assert answer.logprobs.tokens == pytest.approx(own, abs=1e-4)
+            expected_scores = expected[len(prompt) - 1 :][: len(answer.tokens)]
+            assert answer.logprobs.tokens == pytest.approx(expected_scores, abs=1e-4)
             assert [len(top) for top in answer.logprobs.top] == [2] * len(answer.tokens)
         (alone,) = llm.generate([prompt], replace(params, max_tokens=0, logprobs=None))
         assert (alone.text, alone.tokens, alone.finish_reason, alone.logprobs) == ("", [], "length", None)
@@ -165,25 +165,25 @@ def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path
 
 def test_traces_and_figures_end_with_the_tokens(plain: LLM, drafted: LLM) -> None:
     """At a stop string, too."""
-    whole = plain.generate([PROMPTS[1]], PARAMS[4])[0]
-    for stop in ("", f"w{whole.tokens[9]} w{whole.tokens[10]}"):
+    full = plain.generate([PROMPTS[1]], PARAMS[4])[0]
+    for stop in ("", f"w{full.tokens[9]} w{full.tokens[10]}"):
         for llm in (plain, drafted):
             params = replace(PARAMS[4], speculation={"trace": True})
             answer = llm.generate([PROMPTS[1]], params, stop=[stop] if stop else ())[0]
-            assert answer.tokens == whole.tokens[: len(answer.tokens)]
+            assert answer.tokens == full.tokens[: len(answer.tokens)]
             assert answer.trace is not None
             assert len(answer.trace) == len(answer.tokens)
             figures = answer.metrics["speculative_decoding"]
             if llm is plain:
                 assert figures is None
-                assert {one.source for one in answer.trace} == {"target"}
+                assert {entry.source for entry in answer.trace} == {"target"}
                 continue
-            assert {one.source for one in answer.trace} == {"target", "eagle3"} or stop
-            assert figures["num_accepted_draft_tokens"] == sum(one.position > 0 for one in answer.trace)
+            assert {entry.source for entry in answer.trace} == {"target", "eagle3"} or stop
+            assert figures["num_accepted_draft_tokens"] == sum(entry.position > 0 for entry in answer.trace)
             assert figures["num_spec_steps"] == sum(figures["acceptance_histogram"]) == answer.trace[-1].round
             assert len(figures["acceptance_histogram"]) == figures["num_spec_tokens"] + 1 == 4
     off = drafted.generate([PROMPTS[1]], replace(PARAMS[4], speculation={"enabled": False}))[0]
-    assert (off.tokens, off.trace, off.metrics) == (whole.tokens, None, {"speculative_decoding": None})
+    assert (off.tokens, off.trace, off.metrics) == (full.tokens, None, {"speculative_decoding": None})
 
 
 def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
@@ -243,19 +243,19 @@ def test_bad_arguments_are_named_before_anything_runs(
 
 
 def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
-    drawn = 0
+    num_drawn = 0
 
     def requests() -> Iterator[Request]:
-        nonlocal drawn
+        nonlocal num_drawn
         for index in range(40):
-            drawn += 1
+            num_drawn += 1
             yield make_request(str(index), [5 + index], max_tokens=3, ignore_eos=True)
 
     ended = 0
     for output in plain.stream(requests()):
         ended += output.finish_reason is not None
-        assert drawn - ended <= 2 * 4 + 4, "at most two batches wait, and one has just ended"
-    assert ended == drawn == 40
+        assert num_drawn - ended <= 2 * 4 + 4, "at most two batches wait, and one has just ended"
+    assert ended == num_drawn == 40
 
 
 def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

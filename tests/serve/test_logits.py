@@ -127,8 +127,8 @@ def test_captured_passes_count_too(drafter: str, budget: int, build: Build, monk
 def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
     """The next step of requests whose prompts are computed: it verifies all that is proposed. The one after that has
     its pages, too."""
-    for index, own in enumerate(params):
-        engine.add(make_request(str(index), random_prompt(9 + index, index), max_tokens=60, ignore_eos=True, **own))
+    for index, fields in enumerate(params):
+        engine.add(make_request(str(index), random_prompt(9 + index, index), max_tokens=60, ignore_eos=True, **fields))
     engine.step()
     sequences = decoding(engine)
     reserve = engine.planner.limits.reserve
@@ -137,8 +137,8 @@ def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
         assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * reserve)
     plan = engine.planner.plan()
     assert plan is not None
-    most = engine.planner.limits.most_nodes
-    return replace(engine.planner.choose(plan, "all"), nodes=len(plan.slots) * most, width=most)
+    max_nodes = engine.planner.limits.most_nodes
+    return replace(engine.planner.choose(plan, "all"), nodes=len(plan.slots) * max_nodes, width=max_nodes)
 
 
 @contextmanager
@@ -157,31 +157,33 @@ def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyP
     plan = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
     width = engine.planner.limits.most_nodes
     generator = torch.Generator().manual_seed(0)
-    seen = list[Tensor]()
+    logits_of_passes = list[Tensor]()
     allowed = torch.rand(4, VOCAB, generator=generator) < 0.1
     bits = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int64)
     for mask, token in allowed.nonzero().tolist():
         bits[mask, token // 32] |= 1 << token % 32
     bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
-    chosen = torch.randint(-1, 4, (3, width), dtype=torch.int32, generator=generator)
-    chosen[0, 0] = 2
+    choices = torch.randint(-1, 4, (3, width), dtype=torch.int32, generator=generator)
+    choices[0, 0] = 2
     masks = tuple(
-        NodeMasks(slot, [node], bits[chosen[index, node]].numpy().view(np.uint32)[None])
+        NodeMasks(slot, [node], bits[choices[index, node]].numpy().view(np.uint32)[None])
         for index, slot in enumerate(plan.slots)
         for node in range(width)
-        if chosen[index, node] >= 0
+        if choices[index, node] >= 0
     )
-    with changed_logits(engine, lambda logits: seen.append(logits) or logits, monkeypatch):
+    with changed_logits(engine, lambda logits: logits_of_passes.append(logits) or logits, monkeypatch):
         output = engine.runner.execute(replace(plan, edits=Edits(masks=masks))).read()
     assert drafter == "none" or (output.num_verified > 1).all()
     for request in range(3):
         nodes = range(width) if output.accepted is None else output.accepted[request].tolist()
         assert output.num_emitted[request] >= 1
         for node, token in zip(nodes, output.emitted(request), strict=False):
-            mask = allowed[chosen[request, node]] if chosen[request, node] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
+            mask = (
+                allowed[choices[request, node]] if choices[request, node] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
+            )
             assert mask[token]
             if request == 0:  # greedy
-                assert token == int(seen[0][node].masked_fill(~mask, -torch.inf).argmax())
+                assert token == int(logits_of_passes[0][node].masked_fill(~mask, -torch.inf).argmax())
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
@@ -197,11 +199,13 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
         plan = started(engine, params)
         state = engine.runner.state
         rows = admit(state.stored.survivals, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
-        own = slice(rows[0], rows[0] + rows[1])
+        rows_of_request = slice(rows[0], rows[0] + rows[1])
 
-        def poison(logits: Tensor, own: slice = own, is_broken: bool = engine is broken) -> Tensor:
+        def poison(
+            logits: Tensor, rows_of_request: slice = rows_of_request, is_broken: bool = engine is broken
+        ) -> Tensor:
             logits = logits.clone()
-            logits[own] = torch.nan if is_broken else logits[own]
+            logits[rows_of_request] = torch.nan if is_broken else logits[rows_of_request]
             return logits
 
         with changed_logits(engine, poison, monkeypatch):
@@ -209,13 +213,13 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
         bounds = tuple(bound + rows[index] for index, bound in enumerate(plan.bounds))
         after = replace(plan, number=plan.number + 1, admissions=(), pages=(), bounds=bounds)
         outputs.append((first, engine.runner.execute(after).read()))
-    (expected, later), (found, after) = outputs
-    assert found.emitted(1) == [-1]
-    assert list(found.errors) == [plan.slots[1]]
+    (expected, later), (ending, after) = outputs
+    assert ending.emitted(1) == [-1]
+    assert list(ending.errors) == [plan.slots[1]]
     assert not expected.errors
-    for one, other in ((found, expected), (after, later)):
+    for emitted, other in ((ending, expected), (after, later)):
         for name in ("num_emitted", "num_verified", "tokens", "cells"):
-            np.testing.assert_equal(getattr(one, name)[[0, 2]], getattr(other, name)[[0, 2]])
+            np.testing.assert_equal(getattr(emitted, name)[[0, 2]], getattr(other, name)[[0, 2]])
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "dflash"])
@@ -246,12 +250,12 @@ def test_nan_ends_a_request_and_the_next_one_is_served(
 
     with changed_logits(engine, poison, monkeypatch):
         answers = run(engine, requests)
-    first, *others = requests
+    first, *healthy = requests
     assert [answers[request.id].finish_reason for request in requests] == ["error", "length", "length"]
     assert "logits are not finite" in answers[first.id].error
     assert answers[first.id].tokens == expected[first.id][: len(answers[first.id].tokens)]
     assert answers[first.id].tokens
-    assert all(answers[request.id].tokens == expected[request.id] for request in others)
+    assert all(answers[request.id].tokens == expected[request.id] for request in healthy)
 
 
 def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
@@ -262,21 +266,21 @@ def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
         state.change([Admission(1, request, tuple(tokens))])
         state.write_changes()
 
-    held = state.processors
+    processors = state.processors
     admit([1, 2, 1], [1, 2, 1, 5, 5, 2], presence_penalty=0.5)  # resumed, with three tokens of its answer
-    assert held.flags.tolist() == [0, 1, 0]
-    assert held.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0]
-    assert [float(x[1]) for x in (held.repetition, held.frequency, held.presence)] == [1, 0, 0.5]
+    assert processors.flags.tolist() == [0, 1, 0]
+    assert processors.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0]
+    assert [float(x[1]) for x in (processors.repetition, processors.frequency, processors.presence)] == [1, 0, 0.5]
     admit([3], [3], logit_bias={7: -2.5, 0: 1})
-    assert held.flags.tolist() == [0, 2, 0]
-    assert held.bias[1].tolist() == [1, 0, 0, 0, 0, 0, 0, -2.5]
-    assert held.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0], "nothing reads them"
+    assert processors.flags.tolist() == [0, 2, 0]
+    assert processors.bias[1].tolist() == [1, 0, 0, 0, 0, 0, 0, -2.5]
+    assert processors.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0], "nothing reads them"
     admit([3], [3])
-    assert held.flags.tolist() == [0, 0, 0]
+    assert processors.flags.tolist() == [0, 0, 0]
     admit([3], [3], repetition_penalty=1.5)
-    assert held.counts[1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-    assert not held.counts[[0, 2]].any()
-    assert not held.bias[[0, 2]].any()
+    assert processors.counts[1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert not processors.counts[[0, 2]].any()
+    assert not processors.bias[[0, 2]].any()
 
 
 def test_the_state_knows_its_size() -> None:

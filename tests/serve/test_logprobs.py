@@ -42,12 +42,19 @@ def model(target: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Of every sampling, some of which want log-probabilities of the answer, the prompt, or both."""
-    wanted: list[dict[str, int]] = [{"logprobs": 5}, {}, {"logprobs": 0, "prompt_logprobs": 2}, {"logprobs": 20}]
-    wanted.append({"prompt_logprobs": 0})
+    """Returns requests of every sampling, some with log-probabilities of the answer, the prompt, or both."""
+    fields_of_requests: list[dict[str, int]] = [
+        {"logprobs": 5},
+        {},
+        {"logprobs": 0, "prompt_logprobs": 2},
+        {"logprobs": 20},
+    ]
+    fields_of_requests.append({"prompt_logprobs": 0})
     return [
-        make_request(f"{name} {index}", random_prompt(5 + 9 * index, index), max_tokens=20, seed=index, **own, **params)
-        for index, own in enumerate(wanted)
+        make_request(
+            f"{name} {index}", random_prompt(5 + 9 * index, index), max_tokens=20, seed=index, **fields, **params
+        )
+        for index, fields in enumerate(fields_of_requests)
         for name, params in SAMPLINGS.items()
         if (index + len(name)) % 2
     ]
@@ -66,16 +73,18 @@ def expected_rows(model: Any, request: Request, tokens: list[int]) -> Tensor:
     return logits.float().log_softmax(dim=-1)
 
 
-def check(found: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]) -> None:
+def check(logprobs: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]) -> None:
     """`rows` (N, V): what the tokens' places allow."""
     if k is None:
-        assert found is None
+        assert logprobs is None
         return
-    assert found is not None
-    assert len(found) == len(found.ranks) == len(found.top) == len(found.top_ids) == len(tokens) == len(rows)
-    own = rows[torch.arange(len(tokens)), tokens]
-    torch.testing.assert_close(torch.tensor(found.tokens, dtype=own.dtype), own, atol=TOLERANCE, rtol=0)
-    for row, token, rank, top, ids in zip(rows, tokens, found.ranks, found.top, found.top_ids, strict=True):
+    assert logprobs is not None
+    assert (
+        len(logprobs) == len(logprobs.ranks) == len(logprobs.top) == len(logprobs.top_ids) == len(tokens) == len(rows)
+    )
+    scores = rows[torch.arange(len(tokens)), tokens]
+    torch.testing.assert_close(torch.tensor(logprobs.tokens, dtype=scores.dtype), scores, atol=TOLERANCE, rtol=0)
+    for row, token, rank, top, ids in zip(rows, tokens, logprobs.ranks, logprobs.top, logprobs.top_ids, strict=True):
         assert len(top) == len(ids) == len(set(ids)) == k
         best = row.sort(descending=True).values[:k]
         torch.testing.assert_close(torch.tensor(top), best, atol=TOLERANCE, rtol=0)
@@ -156,13 +165,13 @@ def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
 def test_a_prompt_alone(build: Build, model: Any) -> None:
     """No token is generated; beside others that get theirs. Prompts of whole pages, too."""
     sizes = (1, 2, 16, 30, 48)
-    asked = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in sizes]
-    requests = [*asked, make_request("other", random_prompt(12, 1), logprobs=1)]
+    scored = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in sizes]
+    requests = [*scored, make_request("other", random_prompt(12, 1), logprobs=1)]
     for drafter in ("none", "eagle3"):
         answers = run(build(drafter), requests)
         check_answers(model, requests, answers)
-        for one in asked:
-            assert (answers[one.id].tokens, answers[one.id].finish_reason) == ([], "length")
+        for request in scored:
+            assert (answers[request.id].tokens, answers[request.id].finish_reason) == ([], "length")
 
 
 def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,18 +185,20 @@ def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypat
 
     monkeypatch.setattr(runner_logits, "LOGITS_BYTES", 7 * 4 * VOCAB)
     monkeypatch.setattr(type(engine.runner.target), "logits", watched)
-    asked = [make_request("0", random_prompt(60, 0), max_tokens=0, prompt_logprobs=1)]
-    check_answers(model, asked, run(engine, asked))
+    scored = [make_request("0", random_prompt(60, 0), max_tokens=0, prompt_logprobs=1)]
+    check_answers(model, scored, run(engine, scored))
     assert sizes == [1, *[7] * 8, 3]
 
 
 def test_processed(target: Path) -> None:
-    """Of the distribution that tokens are sampled from: what cannot be sampled has none."""
+    """From the distribution that tokens are sampled from; tokens that cannot be sampled have none."""
     bias = {7: 3.0, 9: -100.0}
     prompt = random_prompt(9, 1)
     filtered = {"temperature": 0.5, "top_k": 4}
     kinds: dict[str, dict[str, Any]] = {"filters": filtered, "greedy": {"temperature": 0.0, "logit_bias": bias}}
-    requests = [make_request(name, prompt, logprobs=6, seed=3, max_tokens=12, **own) for name, own in kinds.items()]
+    requests = [
+        make_request(name, prompt, logprobs=6, seed=3, max_tokens=12, **fields) for name, fields in kinds.items()
+    ]
     raw, processed = (run(build_engine(target, logprobs_mode=mode), requests) for mode in ("raw", "processed"))
     assert tokens_of(raw) == tokens_of(processed)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -213,9 +224,9 @@ def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.M
     counted = list[int]()
     record = engine.planner.policy.record
 
-    def watch(cells: Any, *others: Any) -> None:
+    def watch(cells: Any, *arguments: Any) -> None:
         counted.append(len(cells))
-        record(cells, *others)
+        record(cells, *arguments)
 
     monkeypatch.setattr(engine.planner.policy, "record", watch)
     params = {"max_tokens": 9, "ignore_eos": True}

@@ -108,11 +108,13 @@ FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 
 
-def drafted(drafters: Collection[str], *factors: Collection[Any], kept: Collection[tuple[Any, ...]] = ()) -> list[Any]:
+def drafted(
+    drafters: Collection[str], *factors: Collection[Any], in_gate: Collection[tuple[Any, ...]] = ()
+) -> list[Any]:
     """For parametrize: the product of all drafters and `factors`. The gate runs `drafters`, as `rotating` has it, and
-    `kept`."""
-    others = [name for name in (*DRAFTERS, *BLOCKS) if name not in drafters]
-    return [*rotating(drafters, *factors), *gate_of(product(others, *factors), kept)]
+    `in_gate`."""
+    other_drafters = [name for name in (*DRAFTERS, *BLOCKS) if name not in drafters]
+    return [*rotating(drafters, *factors), *gate_of(product(other_drafters, *factors), in_gate)]
 
 
 def is_right_now_and_then(drafter: str, answers: dict[str, Answer]) -> bool:
@@ -144,15 +146,15 @@ def build(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, list[int]]]:
     """Tokens by request id: no draft, one request at a time, pages of the default size."""
-    known: dict[tuple[str, str], list[int]] = {}
+    references: dict[tuple[str, str], list[int]] = {}
     engines: dict[str, Engine] = {}
 
     def tokens(family: str, requests: list[Request]) -> dict[str, list[int]]:
         for request in requests:
-            if (family, repr(request)) not in known:
+            if (family, repr(request)) not in references:
                 engine = engines.setdefault(family, build(family, "none", device="cpu", max_running=1))
-                known[family, repr(request)] = run(engine, [request])[request.id].tokens
-        return {request.id: known[family, repr(request)] for request in requests}
+                references[family, repr(request)] = run(engine, [request])[request.id].tokens
+        return {request.id: references[family, repr(request)] for request in requests}
 
     return tokens
 
@@ -167,7 +169,7 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
         SAMPLINGS,
         [(1, 8), (16, 8), (16, 1)],
         FEW,
-        kept=[
+        in_gate=[
             ("dflash2 tree", "plain", (16, 8), "qwen3"),
             ("dspark", "greedy", (1, 8), "qwen3"),
             ("lilicorr", "greedy", (16, 8), "qwen3"),
@@ -328,13 +330,13 @@ def test_an_answer_may_end_inside_a_draft(
     page_size, ending = case
     engine = build(family, drafter, page_size=page_size)
     requests = ending_requests()
-    whole = run(engine, requests)
+    answers_to_ends = run(engine, requests)
     shorter = []
     expected = {}
-    assert tokens_of(whole) == reference(family, requests)
+    assert tokens_of(answers_to_ends) == reference(family, requests)
     for request in requests:
-        tokens = whole[request.id].tokens
-        for index in inside_drafts(whole[request.id]):
+        tokens = answers_to_ends[request.id].tokens
+        for index in inside_drafts(answers_to_ends[request.id]):
             if index and tokens[index] not in tokens[:index]:
                 end = {"max_tokens": index + 1} if ending == "max_tokens" else {"stop_token_ids": (tokens[index],)}
                 name = f"{request.id} to {index}"
@@ -353,16 +355,16 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build:
         make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=100, ignore_eos=True)
         for seed in range(8)
     ]
-    whole = tokens_of(run(build(family, drafter), endless))
-    assert {len(tokens) for tokens in whole.values()} == {100}
+    answers_to_ends = tokens_of(run(build(family, drafter), endless))
+    assert {len(tokens) for tokens in answers_to_ends.values()} == {100}
     ending = [
         make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=100)
         for request in endless
-        if 2 in whole[request.id]
+        if 2 in answers_to_ends[request.id]
     ]
     assert ending, "no text has the stop id: choose other seeds"
     for name, answer in run(build(family, drafter), ending).items():
-        assert answer.tokens == whole[name][: whole[name].index(2) + 1]
+        assert answer.tokens == answers_to_ends[name][: answers_to_ends[name].index(2) + 1]
         assert answer.finish_reason == "stop"
 
 
@@ -463,12 +465,12 @@ class AnyPolicy(BudgetPolicy):
 
     def choose(self, num_decoding: int, prompt_rows: int = 0, **_: Any) -> Choice:
         rng = self.rng
-        most = num_decoding * self.limits.most_nodes
+        max_nodes = num_decoding * self.limits.most_nodes
         if rng.random() < 0.3:
             cells = np.random.default_rng(self.number).random(CELLS, np.float32)
             self.survivals = np.where(cells < 0.1, np.float32(0), cells)
             self.number = self.number + 1
-        nodes = rng.choice((num_decoding, rng.randint(num_decoding, most), most))
+        nodes = rng.choice((num_decoding, rng.randint(num_decoding, max_nodes), max_nodes))
         return Choice(nodes, rng.choice(self.widths))
 
     def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
@@ -514,13 +516,13 @@ def test_no_token_depends_on_what_else_a_step_computes(
     engine = build(family, drafter, page_size=page_size, max_running=5, prefill_budget=32, kv_cache_tokens=400)
     engine.scheduler.max_chunks = rng.choice((2, None))
     engine.planner.policy = AnyPolicy(engine.planner, rng)
-    seen = watch(engine)
+    counts = watch(engine)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 30, 8, lambda: preempt_some(engine, rng))
-    assert seen["mixed"] > 3
-    assert seen["cached"] > 0
+    assert counts["mixed"] > 3
+    assert counts["cached"] > 0
     if drafter != "none":
-        assert seen["ragged"] > 3, "requests of one step verify different numbers of nodes"
-        assert seen["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see BY_CHANCE
+        assert counts["ragged"] > 3, "requests of one step verify different numbers of nodes"
+        assert counts["accepted"] > (0 if drafter.startswith("lilicorr") else 10)  # see BY_CHANCE
 
 
 Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text: tokens and parents
@@ -548,7 +550,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
     ),
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
-    """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""
+    """A drafter's state of a text is right, whatever chunks and accepted nodes it came in."""
     rng = random.Random(f"{drafter} {page_size} {family}")
     kinds = kinds_of_requests(random.Random(f"texts of {family}"), 10, longest=30)
     proposals = Proposals()
@@ -587,19 +589,19 @@ def preempt_some(engine: Engine, rng: random.Random) -> None:
 def watch(engine: Engine) -> Counter[str]:
     """From now on counts steps with nodes and chunks, steps that verify different numbers of nodes of their requests,
     accepted tokens, and prompts that begin in the cache."""
-    seen = Counter[str]()
+    counts = Counter[str]()
     read = engine._read
 
     def reading(flight: Any) -> Any:
         arrived = read(flight)
         plan = flight.plan
         output = arrived.output
-        seen["mixed"] += bool(plan.slots and plan.chunks)
-        seen["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
-        seen["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())
+        counts["mixed"] += bool(plan.slots and plan.chunks)
+        counts["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
+        counts["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())
         admitted = {admission.slot for admission in plan.admissions}
-        seen["cached"] += sum(chunk.start > 0 for chunk in plan.chunks if chunk.slot in admitted)
+        counts["cached"] += sum(chunk.start > 0 for chunk in plan.chunks if chunk.slot in admitted)
         return arrived
 
     engine._read = reading  # type: ignore[method-assign]
-    return seen
+    return counts

@@ -80,8 +80,8 @@ def test_what_a_scrape_shows() -> None:
         **{("accepted_tokens_total", f'position="{place}",source="eagle"'): 1 for place in (1, 2)},
         **{("kv_pages", 'group="0",state="used"'): 7, ("kv_pages", 'group="1",state="free"'): 9},
     }
-    found = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
-    assert {key: found["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
+    samples = {(name, ",".join(sorted(labels.split(",")))): value for (name, labels), value in values.items()}
+    assert {key: samples["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
     for name, kind in (("rounds_total", "counter"), ("open_requests", "gauge"), ("accept_length", "histogram")):
         assert kinds[f"slipstream_{name}"] == kind
 
@@ -91,9 +91,9 @@ def test_help_says_what_is_counted_and_the_process_is_seen() -> None:
     view = EngineView(dict.fromkeys(names, 1.0), EngineCounts(), num_open=0, is_up=True, is_ready=True)
     text = Metrics().render(view)[0].decode()
     helps = dict(re.findall(r"# HELP (\w+) ([^\n]+)", text))
-    told = [helps[f"slipstream_engine_{name}"] for name in names]
-    assert len(set(told)) == len(names)
-    assert not any(name in text for name, text in zip(names, told, strict=True))
+    descriptions = [helps[f"slipstream_engine_{name}"] for name in names]
+    assert len(set(descriptions)) == len(names)
+    assert not any(name in text for name, text in zip(names, descriptions, strict=True))
     assert re.search(r"\nprocess_resident_memory_bytes \d", text)
     assert re.search(r"\nprocess_open_fds \d", text)
 

@@ -66,17 +66,17 @@ def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, ta
     """Clients do where the drafter shares between keys, namespaces never. Prefixes are shared in a namespace."""
     options: dict[str, Any] = {"width": 16, "page_size": 1, "drafter": {"share_between_keys": share}}
     engine = build_engine(target, "ngram", **options)
-    mine = requests_of(**{name: "mine"})
-    alone = accept_length(run(build_engine(target, "ngram", **options), mine))
+    requests = requests_of(**{name: "mine"})
+    alone = accept_length(run(build_engine(target, "ngram", **options), requests))
     run(engine, requests_of(**{name: "yours"}))
-    answers = run(engine, mine)
+    answers = run(engine, requests)
     beside = accept_length(answers)
     assert any(answer.counts.cached_tokens for answer in answers.values()) == (name == "client")
     if share and name == "client":
         assert beside > 4 * alone
     else:
         assert beside == pytest.approx(alone, rel=0.1), "when the thread inserts is its own business"
-        assert accept_length(run(engine, mine)) > 4 * alone
+        assert accept_length(run(engine, requests)) > 4 * alone
 
 
 def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_two_engines_do_not_write_one_file_at_once(target: Path, tmp_path: Path)
     (staging_path(path) / NEW).write_bytes(b"of a killed one")
     engine.close()
     assert is_saved_trie(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["texts.trie"]
+    assert [file.name for file in tmp_path.iterdir()] == ["texts.trie"]
 
 
 def test_what_save_would_spoil_is_found_at_the_start(
@@ -268,10 +268,10 @@ def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     """One repeats, one does not, in the same batch: both keep what they would have alone."""
     engine = build_both(target, draft, ngram_first=8)
     requests = requests_of()
-    known = requests[0]
-    run(engine, [known])
+    request = requests[0]
+    run(engine, [request])
     alone = run(build_engine(target, draft), requests[1:2])["1"].counts
-    together = run(engine, [replace(known, id="known"), requests[1]])
+    together = run(engine, [replace(request, id="known"), requests[1]])
     assert accept_length({"known": together["known"]}) > 4
     assert together["1"].counts.accepted_tokens == alone.accepted_tokens
     assert together["1"].counts.drafted_tokens == 3 * together["1"].counts.rounds, "what the network drafts, not 15"

@@ -27,11 +27,11 @@ MAGIC = 0x31454952544D47  # of a saved trie
 def paths(tree: Tree) -> list[list[int]]:
     """The tokens from below the root to each node."""
     tokens, parents, _ = tree
-    found: list[list[int]] = [[]]
+    prefixes: list[list[int]] = [[]]
     for node in range(1, len(tokens)):
         if parents[node] >= 0:
-            found.append([*found[parents[node]], tokens[node]])
-    return found[1:]
+            prefixes.append([*prefixes[parents[node]], tokens[node]])
+    return prefixes[1:]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -66,15 +66,16 @@ def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed: int) -
         tree = advance(core, 0, 32)
         core.release(0)
         core.flush()
-        own = context[:-1]  # what its last token's match may reach
-        found = [
+        drafted = context[:-1]  # what its last token's match may reach
+        lengths = [
             length
             for length in range(1, min(6, len(context)) + 1)
-            if contains([own], context[-length:]) or any(contains([text[:-1]], context[-length:]) for text in history)
+            if contains([drafted], context[-length:])
+            or any(contains([text[:-1]], context[-length:]) for text in history)
         ]
-        assert tree[2] == max(found, default=0)
-        seen = [*history, *(context + context[start:] for start in range(len(context)))]  # it may repeat itself
-        assert all(contains(seen, [context[-1], *path]) for path in paths(tree) if len(path) < 3)
+        assert tree[2] == max(lengths, default=0)
+        texts_so_far = [*history, *(context + context[start:] for start in range(len(context)))]  # it may repeat itself
+        assert all(contains(texts_so_far, [context[-1], *path]) for path in paths(tree) if len(path) < 3)
         history.append(context[-12:])
 
 
@@ -149,7 +150,8 @@ def test_drafts_are_longer_than_a_branch() -> None:
 
 
 def continuations(text: list[int], count: int) -> list[list[int]]:
-    """What followed the last token at its earlier places in the text, which is repeated from there where it ends."""
+    """Returns the continuations of the last token at its earlier places in the text, which is repeated from there where
+    it ends."""
     starts = [index for index in range(1, len(text)) if text[index - 1] == text[-1]]
     return [list(itertools.islice(itertools.cycle(text[start:]), count)) for start in starts]
 
@@ -160,7 +162,8 @@ def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
     text in the trie, nearly every node does: all but those at places that the own text is not searched for."""
     rng = random.Random(seed)
     num_nodes = Counter[bool]()
-    vocab, (text, *texts) = rng.choice((6, 30)), random_texts(seed, 6, 60, 30)
+    vocab = rng.choice((6, 30))
+    text, *texts = random_texts(seed, 6, 60, 30)
     for inserted in (texts, []):
         core = NgramCore(breadth=8)
         for other in inserted:
@@ -518,11 +521,11 @@ def checksum(data: bytes) -> int:
     """The one of csrc/snapshot.cpp."""
     mask = (1 << 64) - 1
     total = len(data)
-    whole = len(data) // 8 * 8
-    for (word,) in struct.iter_unpack("<Q", data[:whole]):
+    num_aligned = len(data) // 8 * 8
+    for (word,) in struct.iter_unpack("<Q", data[:num_aligned]):
         total = (total ^ word) * 0x9E3779B97F4A7C15 & mask
         total ^= total >> 29
-    for byte in data[whole:]:
+    for byte in data[num_aligned:]:
         total = (total ^ byte) * 0x100000001B3 & mask
     return total
 

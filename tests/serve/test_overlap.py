@@ -40,7 +40,7 @@ def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) 
 
 
 def kinds(engine: Engine) -> list[str]:
-    """Of the steps in flight."""
+    """Returns the kinds of the steps in flight."""
     return ["chunks" if flight.plan.chunks else "nodes" for flight in engine._in_flight]
 
 
@@ -173,7 +173,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
 
 
 def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Path) -> None:
-    """What they propose is verified in the very next step, though its tokens are handed out after its launch."""
+    """Their proposals are verified in the very next step, though its tokens are handed out after its launch."""
     engine = build_overlapping(target, "ngram")
     events = list[str]()
     engine.trace = lambda event, plan: None if plan.chunks else events.append(event)
@@ -205,8 +205,8 @@ def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., En
     starts = [answer.starts[-1] for answer in again.values()]
     assert max(len(answer.tokens) - start for answer, start in zip(again.values(), starts, strict=True)) > 1
     engine.stages[0].core.flush()  # type: ignore[attr-defined]
-    known = sum(9 + len(answer.tokens) for answer in [*first.values(), *again.values()])
-    assert engine.metrics()["ngram_inserted_tokens"] == known
+    num_tokens = sum(9 + len(answer.tokens) for answer in [*first.values(), *again.values()])
+    assert engine.metrics()["ngram_inserted_tokens"] == num_tokens
 
 
 def test_closing_a_stream_early_ends_what_is_in_flight(

@@ -156,37 +156,37 @@ def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def assert_same_files(one: Path, other: Path) -> None:
+def assert_same_files(written_folder: Path, other: Path) -> None:
     """But for the versions of libraries."""
-    first, second = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in (written_folder, other))
     for values in (first, second):
         del values["transformers_version"], values["transformer_layer_config"]["initializer_range"]
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             del values["transformer_layer_config"][name]
     assert first == second
-    tensors, others = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert tensors.keys() == others.keys()
+    tensors, other_tensors = (load_file(folder / "model.safetensors") for folder in (written_folder, other))
+    assert tensors.keys() == other_tensors.keys()
     for key, tensor in tensors.items():
-        assert tensor.dtype == others[key].dtype
-        assert torch.equal(tensor, others[key]), key
+        assert tensor.dtype == other_tensors[key].dtype
+        assert torch.equal(tensor, other_tensors[key]), key
 
 
 def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
-    theirs = tmp_path / "theirs"
+    peer = tmp_path / "theirs"
     oracle = save_eagle3(target, ours, LAYERS, *DEFAULTS)
-    save_with_package("eagle3", ours, target, theirs, LAYERS)
-    check(build.build_engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    save_with_package("eagle3", ours, target, peer, LAYERS)
+    check(build.build_engine(EngineConfig(draft=str(peer), **CONFIG)), oracle, target)
     save_as_speculators_eagle3(ours, target, tmp_path / "written", LAYERS, 2048)
-    assert_same_files(tmp_path / "written", theirs)
+    assert_same_files(tmp_path / "written", peer)
 
 
 def test_dflash_saved_by_the_package(target: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
-    theirs = tmp_path / "theirs"
+    peer = tmp_path / "theirs"
     windows = {"sliding_window": 2048, "windowed_layers": (0, 1)}
     oracle = save_dflash(target, ours, draft_vocab_size=100, intermediate_size=48, **windows)
-    save_with_package("dflash", ours, target, theirs, LAYERS)
-    check(build.build_engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    save_with_package("dflash", ours, target, peer, LAYERS)
+    check(build.build_engine(EngineConfig(draft=str(peer), **CONFIG)), oracle, target)
     save_as_speculators_dflash(ours, target, tmp_path / "written")
-    assert_same_files(tmp_path / "written", theirs)
+    assert_same_files(tmp_path / "written", peer)

@@ -43,8 +43,8 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
 ) -> None:
     options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
     options |= {"max_running": 3, "prefill_budget": 16, "kv_cache_tokens": 110, "page_size": 1}
-    named = name if name in ("none", "ngram") else draft
-    engine = build(target, named, **options)
+    draft_path = name if name in ("none", "ngram") else draft
+    engine = build(target, draft_path, **options)
     plans = list[bytes]()
     outputs = dict[int, list[list[int]]]()
 
@@ -63,7 +63,7 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
     engine._read = reading
     run(engine, requests_of(temperature=0.8))
     assert engine.scheduler.num_preemptions > 0
-    fresh = build(target, named, **options).runner
+    fresh = build(target, draft_path, **options).runner
     replayed = {plan.number: emitted(fresh.execute(plan).read()) for plan in map(pickle.loads, plans)}
     assert outputs.items() <= replayed.items(), "what is in flight when the last request ends is never read"
 
@@ -78,10 +78,10 @@ def test_a_step_may_draft_for_some_requests_alone(
     plans = list[StepPlan]()
     options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
     engine: Engine = build(target, draft, max_running=4, **options)
-    own = engine.planner.policy.choose
+    original = engine.planner.policy.choose
 
-    def choose(*arguments: Any, **named: Any) -> Choice:
-        choice = own(*arguments, **named)
+    def choose(*arguments: Any, **options: Any) -> Choice:
+        choice = original(*arguments, **options)
         return choice._replace(drafted=1 + len(plans) % 3) if choice.width > 1 else choice
 
     monkeypatch.setattr(engine.planner.policy, "choose", choose)
@@ -94,11 +94,11 @@ def test_a_step_may_draft_for_some_requests_alone(
 def test_prompts_are_limited_by_the_times_of_the_steps_that_they_share(params: dict[str, Any], target: Path) -> None:
     engine = build_engine(target, max_running=3, prefill_budget=16)
     limited = list[bool]()
-    own = engine.planner.policy.chunk_rows
+    original = engine.planner.policy.chunk_rows
 
     def chunk_rows(num_decoding: int, *, filtered: bool) -> int:
         limited.append(filtered)
-        return own(num_decoding, filtered=filtered)
+        return original(num_decoding, filtered=filtered)
 
     engine.planner.policy.chunk_rows = chunk_rows  # type: ignore[assignment]
     run(engine, requests_of(temperature=0.8, **params))
@@ -120,7 +120,7 @@ def test_a_pass_without_memory_fails_its_requests_alone(
     requests = requests_of()
     expected = plain_answers(target, requests)
     engine: Engine = build(target, draft, max_running=2, prefill_budget=16)
-    own = getattr(type(engine.runner.passes), which)
+    original = getattr(type(engine.runner.passes), which)
     calls = 0
 
     def fail_once(*arguments: Any, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_pass_without_memory_fails_its_requests_alone(
             torch.empty(1 << 46)  # 256 TiB
         if calls == number:
             raise torch.OutOfMemoryError("tried to allocate 2 GB")
-        return own(*arguments, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(type(engine.runner.passes), which, fail_once)
     answers = run(engine, requests)
@@ -165,15 +165,15 @@ class Watching(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return not self.slots.isdisjoint(slots)
 
-    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
-        assert isinstance(given, Proposed)
-        self.seen.append(given)
-        for (count, *tokens), root in zip(given.results.tolist(), given.nodes[0, :, 0].tolist(), strict=True):
+    def run(self, proposed: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        assert isinstance(proposed, Proposed)
+        self.seen.append(proposed)
+        for (count, *tokens), root in zip(proposed.results.tolist(), proposed.nodes[0, :, 0].tolist(), strict=True):
             assert not count or tokens[count - 1] == root
         errors = {
             slot: f"token {self.refused} is refused"
-            for index, slot in enumerate(given.slots)
-            if self.refused in given.nodes[0, index].tolist()
+            for index, slot in enumerate(proposed.slots)
+            if self.refused in proposed.nodes[0, index].tolist()
         }
         return Edits(errors=errors)
 
@@ -202,10 +202,12 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
 
     engine.trace = look
     assert tokens_of(run(engine, requests)) == expected
-    seen = {
-        (slot, tuple(nodes)) for one in stage.seen for slot, nodes in zip(one.slots, one.nodes[0].tolist(), strict=True)
+    observed = {
+        (slot, tuple(nodes))
+        for proposed in stage.seen
+        for slot, nodes in zip(proposed.slots, proposed.nodes[0].tolist(), strict=True)
     }
-    assert {(slot, tuple(nodes)) for slot, nodes in verified} <= seen
+    assert {(slot, tuple(nodes)) for slot, nodes in verified} <= observed
     assert len(verified) > 5
 
 
@@ -224,13 +226,14 @@ def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> Non
 
 def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
     trees = np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32)
-    given = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
+    proposed = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
     nodes = np.zeros((4, 2, 2), np.int32)
-    nodes[0], nodes[1] = [[9, 3], [5, 2]], [-1, 0]
+    nodes[0] = [[9, 3], [5, 2]]
+    nodes[1] = [-1, 0]
     edit = HostProposal([7, 4], nodes, counts=[2, 0], kinds=[1, 1], source="ngram")
-    after = given.after([edit])
+    after = proposed.after([edit])
     assert after.nodes.tolist() == [[[5, 6, 8], [9, 3, -1]], [[-1, 0, 1], [-1, 0, -1]]]
-    assert given.nodes[0, 1].tolist() == [9, 10, 11], "the first one is kept"
+    assert proposed.nodes[0, 1].tolist() == [9, 10, 11], "the first one is kept"
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
@@ -266,9 +269,9 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
         assert (survivals[count:] == 0).all()
         if count:
             assert (cells[0], survivals[0]) == (-1, 1)
-            own = engine.planner.policy.table[cells[1:count]]
+            table = engine.planner.policy.table[cells[1:count]]
             assert (cells[1:count] >= NETWORK_CELLS).all()
-            assert survivals[1:count].tolist() == np.minimum.accumulate(own).tolist()
+            assert survivals[1:count].tolist() == np.minimum.accumulate(table).tolist()
     engine.planner.policy.calibration.table = np.full(CELLS, 0.25, np.float32)
     engine.planner.policy.calibration.version += 1
     engine.planner.offer(Edits((HostProposal([0], nodes, [16], [20], "ngram"),)))

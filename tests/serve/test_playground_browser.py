@@ -76,7 +76,7 @@ def answer_of(server: Server, messages: list[dict[str, str]], tokens: int = TOKE
 
 
 def salted(page: Any, salt: str) -> None:
-    """What the page sends makes the fake engine misbehave."""
+    """Makes the page send a body that the fake engine misbehaves on."""
 
     def change(route: Any) -> None:
         route.continue_(post_data={**route.request.post_data_json, "cache_salt": salt})
@@ -87,27 +87,27 @@ def salted(page: Any, salt: str) -> None:
 def test_tokens_show_where_they_come_from(open_page: Open, server: Server) -> None:
     page = open_page(server.url)
     ask(page)
-    whole = answer_of(server, [{"role": "user", "content": QUESTION}])
-    [choice] = whole["choices"]
+    answer = answer_of(server, [{"role": "user", "content": QUESTION}])
+    [choice] = answer["choices"]
     spans = page.locator(".answer .token")
     assert "".join(spans.all_text_contents()) == choice["message"]["content"]
-    shown = [
+    tints = [
         (span.get_attribute("class").split()[1], span.evaluate("one => one.style.getPropertyValue('--step')"))
         for span in spans.all()
     ]
     trace = choice["speculation"]["trace"]
     # Of a character's bytes the last one shows it; special tokens show nothing.
-    visible = [one for one in trace if not one["token"].startswith(("<|", "bytes:\\xe4", "bytes:\\xbd"))]
+    visible = [entry for entry in trace if not entry["token"].startswith(("<|", "bytes:\\xe4", "bytes:\\xbd"))]
     kinds = {"target": "target", "fake": "draft"}
-    assert shown == [(kinds[one["source"]], str(one["position"])) for one in visible]
+    assert tints == [(kinds[entry["source"]], str(entry["position"])) for entry in visible]
     marked = [("refused" in span.get_attribute("class")) for span in spans.all()]
-    assert marked == [bool(one["refused"]) for one in visible]
-    rounds = {one["round"]: one["rows"] for one in trace if one["round"]}
-    length = sum(one["round"] > 0 for one in trace) / len(rounds)
+    assert marked == [bool(entry["refused"]) for entry in visible]
+    rounds = {entry["round"]: entry["rows"] for entry in trace if entry["round"]}
+    length = sum(entry["round"] > 0 for entry in trace) / len(rounds)
     assert page.locator("#charts .value").first.inner_text() == f"{length:.2f}"
     assert page.locator("#charts .value").last.inner_text() == f"{sum(rounds.values()) / len(rounds):.1f}"
     assert page.locator("#charts path.main").first.get_attribute("d").count("L") == len(rounds) - 1
-    figures = whole["metrics"]["speculative_decoding"]
+    figures = answer["metrics"]["speculative_decoding"]
     assert f"{figures['num_accepted_draft_tokens']} of " in page.locator(".summary").inner_text()
 
 
@@ -119,16 +119,18 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
         answer_of(server, [{"role": "user", "content": QUESTION}])["choices"][0][name]
         for name in ("speculation", "logprobs")
     )
-    place, one = next((i, one) for i, one in enumerate(trace["trace"]) if one["refused"] and one["token"].isalpha())
+    place, entry = next(
+        (i, entry) for i, entry in enumerate(trace["trace"]) if entry["refused"] and entry["token"].isalpha()
+    )
     chance = scored["content"][place]["logprob"]
-    refused = page.locator(".answer .token.refused", has_text=one["token"]).first
+    refused = page.locator(".answer .token.refused", has_text=entry["token"]).first
     details = page.locator("#details")
     refused.hover()
-    told = details.inner_text()
-    assert f"{one['round']}: {one['drafted']} guessed tokens checked, in a pass of {one['rows']} rows" in told
-    assert f"{100 * math.exp(chance):.0f} %" in told
-    assert f"id {one['id']}" in told
-    assert "(withheld)" in told
+    text = details.inner_text()
+    assert f"{entry['round']}: {entry['drafted']} guessed tokens checked, in a pass of {entry['rows']} rows" in text
+    assert f"{100 * math.exp(chance):.0f} %" in text
+    assert f"id {entry['id']}" in text
+    assert "(withheld)" in text
     assert details.locator("tbody tr").count() == 5
     page.keyboard.press("Escape")
     assert details.is_hidden()
@@ -147,12 +149,12 @@ def test_details_of_a_token(open_page: Open, server: Server) -> None:
 
 def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
     page = open_page(server.url)
-    asked = list[dict[str, Any]]()
+    bodies = list[dict[str, Any]]()
 
     def change(route: Any) -> None:
         """The third call gets another question, and so another answer."""
-        asked.append(route.request.post_data_json)
-        body = asked[-1] if len(asked) % 4 else {**asked[-1], "messages": [{"role": "user", "content": "help"}]}
+        bodies.append(route.request.post_data_json)
+        body = bodies[-1] if len(bodies) % 4 else {**bodies[-1], "messages": [{"role": "user", "content": "help"}]}
         route.continue_(post_data=body)
 
     page.route(f"**{CHAT}", change)
@@ -165,7 +167,7 @@ def test_with_and_without_the_draft(open_page: Open, server: Server) -> None:
     marked = page.locator(".token.differs").count()
     assert marked > 2
     assert "tokens differ" in page.locator(".verdict").inner_text()
-    with_draft, without = asked[:2]
+    with_draft, without = bodies[:2]
     assert (with_draft["speculation"]["enabled"], without["speculation"]["enabled"]) == (True, False)
     assert {**with_draft, "speculation": 0} == {**without, "speculation": 0}, "the same prompt, seed and settings"
 
@@ -177,22 +179,24 @@ def test_differences_are_the_fewest(open_page: Open, server: Server) -> None:
     run = "async ([a, b]) => (await import('/playground/tokens.js')).differences(a, b).map((set) => [...set])"
     for _ in range(30):
         a, b = ([rng.randrange(4) for _ in range(rng.randrange(12))] for _ in range(2))
-        sides = page.evaluate(run, [[{"id": one} for one in side] for side in (a, b)])
-        kept = [[one for i, one in enumerate(side) if i not in out] for side, out in zip((a, b), sides, strict=True)]
-        assert kept[0] == kept[1]
+        sides = page.evaluate(run, [[{"id": token} for token in side] for side in (a, b)])
+        common = [
+            [token for i, token in enumerate(side) if i not in out] for side, out in zip((a, b), sides, strict=True)
+        ]
+        assert common[0] == common[1]
         blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
-        assert len(kept[0]) >= sum(block.size for block in blocks)
+        assert len(common[0]) >= sum(block.size for block in blocks)
 
 
 def test_a_conversation_goes_on_and_can_be_stopped(open_page: Open, server: Server) -> None:
     page = open_page(server.url)
-    asked = list[dict[str, Any]]()
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    bodies = list[dict[str, Any]]()
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "one")
     ask(page, "two", waits=False)
     page.locator(".summary").nth(1).wait_for(state="attached")
     first = page.locator(".answer").first.locator(".token").all_text_contents()
-    assert asked[1]["messages"][:2] == [
+    assert bodies[1]["messages"][:2] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "".join(first)},
     ]
@@ -222,7 +226,9 @@ def test_what_comes_at_once_is_laid_out_at_once(open_page: Open, server: Server)
 
     def layouts() -> float:
         return next(
-            one["value"] for one in devtools.send("Performance.getMetrics")["metrics"] if one["name"] == "LayoutCount"
+            metric["value"]
+            for metric in devtools.send("Performance.getMetrics")["metrics"]
+            if metric["name"] == "LayoutCount"
         )
 
     before = layouts()
@@ -249,12 +255,12 @@ def test_the_text_of_tokens_is_the_text_of_the_answer(open_page: Open, server: S
     }"""
 
     def event(delta: dict[str, str], *spelled: bytes) -> dict[str, Any]:
-        scored = [{"bytes": list(one), "logprob": -1, "top_logprobs": []} for one in spelled]
+        scored = [{"bytes": list(spelling), "logprob": -1, "top_logprobs": []} for spelling in spelled]
         trace = [{"source": "target"} for _ in spelled]
         return {"delta": delta, "logprobs": {"content": scored}, "speculation": {"trace": trace}}
 
     you = "你".encode()
-    found = page.evaluate(
+    shown_texts = page.evaluate(
         run,
         [
             event({"reasoning_content": "Hm, so"}, b"<think>", b" Hm", b",", b" so"),
@@ -267,7 +273,7 @@ def test_the_text_of_tokens_is_the_text_of_the_answer(open_page: Open, server: S
     )
     texts = [["reasoning", text] for text in ("", "Hm", ",", " so", "!")]
     texts += [["content", text] for text in ("", "", "A", "", "你", " ", "b", "?", "")]
-    assert found == texts
+    assert shown_texts == texts
 
 
 def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -> None:
@@ -281,9 +287,9 @@ def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for name, value in {"schema": json.dumps(schema), "temperature": "0.5", "seed": "7", "system": "Be brief."}.items():
         page.fill(f"#{name}", value)
-    with page.expect_request(f"**{CHAT}") as sent:
+    with page.expect_request(f"**{CHAT}") as posted:
         ask(page)
-    body = sent.value.post_data_json
+    body = posted.value.post_data_json
     assert (body["temperature"], body["seed"], body["response_format"]["json_schema"]["schema"]) == (0.5, 7, schema)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 
@@ -320,8 +326,8 @@ def test_a_key_is_asked_for_and_kept_in_memory(open_page: Open, byte_target: str
         page.locator("#model", has_text=MODEL).wait_for()
         assert dialog.is_hidden()
         ask(page)
-        kept = page.evaluate("[document.cookie, localStorage.length, sessionStorage.length, location.href].join()")
-        assert kept == f",0,0,{server.url}/"
+        stored = page.evaluate("[document.cookie, localStorage.length, sessionStorage.length, location.href].join()")
+        assert stored == f",0,0,{server.url}/"
         assert "sk-right" not in page.content() + page.input_value("#key")
         page.reload()
         dialog.wait_for()
@@ -374,10 +380,10 @@ def test_by_keyboard_alone(open_page: Open, server: Server) -> None:
     ask(page)
     page.reload()
     page.locator("#model", has_text=MODEL).wait_for()
-    seen = []
+    focused = []
     for _ in range(8):
         page.keyboard.press("Tab")
-        seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+        focused.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
     expected = [
         "Skip to the message field",
         "new-chat",
@@ -388,7 +394,7 @@ def test_by_keyboard_alone(open_page: Open, server: Server) -> None:
         "send",
         "Settings",
     ]
-    assert seen[:8] == expected
+    assert focused[:8] == expected
     page.locator("#message").focus()
     page.keyboard.type("hello")
     page.keyboard.press("Enter")
@@ -446,14 +452,18 @@ CONTRASTS = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tints_can_be_read_and_told_apart(open_page: Open, server: Server, scheme: str) -> None:
     """WCAG AA: 4.5 for text, 3 for marks. A second cue beside the colour: each origin has a line of its own."""
-    found = open_page(server.url, color_scheme=scheme).evaluate(CONTRASTS)
-    for one in found:
-        assert one["text"] >= 4.5, one
-        assert one["mark"] >= 3, one
-    assert {one["kind"]: one["line"] for one in found} == {"draft": "solid", "ngram": "dashed", "grammar": "dotted"}
-    draft = [one for one in found if one["kind"] == "draft"]
-    assert len({one["thickness"] for one in draft[:4]}) == 4
-    assert len({one["tint"] for one in draft}) == 6
+    contrasts = open_page(server.url, color_scheme=scheme).evaluate(CONTRASTS)
+    for contrast in contrasts:
+        assert contrast["text"] >= 4.5, contrast
+        assert contrast["mark"] >= 3, contrast
+    assert {contrast["kind"]: contrast["line"] for contrast in contrasts} == {
+        "draft": "solid",
+        "ngram": "dashed",
+        "grammar": "dotted",
+    }
+    draft = [contrast for contrast in contrasts if contrast["kind"] == "draft"]
+    assert len({contrast["thickness"] for contrast in draft[:4]}) == 4
+    assert len({contrast["tint"] for contrast in draft}) == 6
 
 
 @pytest.mark.slow
@@ -471,7 +481,7 @@ def test_with_a_real_engine(open_page: Open) -> None:
         page.check("#compare")
         for _ in range(2):
             ask(page, "How many eggs are in 3 boxes of 12 eggs?", tokens=160)  # it begins with white space
-        assert all(told.startswith("The same ") for told in page.locator(".verdict").all_inner_texts())
+        assert all(verdict.startswith("The same ") for verdict in page.locator(".verdict").all_inner_texts())
         assert page.locator(".answer").nth(2).locator(".token.ngram").count() > 0
         assert page.locator(".answer").first.locator(".token.grammar").count() > 0
         assert page.locator(".answer").nth(1).locator(".token:not(.target)").count() == 0
@@ -523,15 +533,15 @@ def test_a_setting_that_cannot_be_sent_is_shown(open_page: Open, server: Server)
 
 def test_a_question_is_taken_back(open_page: Open, server: Server) -> None:
     page = open_page(server.url)
-    asked = list[dict[str, Any]]()
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    bodies = list[dict[str, Any]]()
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     for question in ("one", "two", "three"):
         ask(page, question)
     page.get_by_role("button", name="Edit").nth(1).click()
     assert page.locator(".turn").count() == 1
     assert page.input_value("#message") == "two"
     ask(page, "other")
-    assert [message["content"] for message in asked[-1]["messages"] if message["role"] == "user"] == ["one", "other"]
+    assert [message["content"] for message in bodies[-1]["messages"] if message["role"] == "user"] == ["one", "other"]
 
 
 def test_a_narrow_screen_scrolls_one_way(open_page: Open, server: Server) -> None:

@@ -84,29 +84,29 @@ def secret_of(rng: random.Random) -> str:
     return f"The {rng.choice(words)} of {rng.choice(words)} is {numbers} and the PIN is {rng.randrange(1000, 10_000)}."
 
 
-def forced(known: list[int], **fields: Any) -> Body:
+def forced(prefix: list[int], **fields: Any) -> Body:
     """A completion whose first token is the last known one, so that its second place shows what followed that."""
     common = {"max_tokens": 3, "temperature": 0, "seed": 7, "ignore_eos": True, "speculation": {"trace": True}}
-    return {"prompt": known[:-1], "logit_bias": {str(known[-1]): 100}, **common, **fields}
+    return {"prompt": prefix[:-1], "logit_bias": {str(prefix[-1]): 100}, **common, **fields}
 
 
-def asked_in_chat(known: list[int], text: str) -> Body:
+def asked_in_chat(prefix: list[int], text: str) -> Body:
     """The body that the playground sends, and a bias, as its settings may have one."""
-    body = forced(known, stream=True, logprobs=True, top_logprobs=5)
+    body = forced(prefix, stream=True, logprobs=True, top_logprobs=5)
     del body["prompt"]
     return {**body, "messages": [{"role": "user", "content": text}]}
 
 
 WAYS: dict[str, tuple[str, Callable[[list[int], str], Body]]] = {
-    "trace": (COMPLETIONS, lambda known, _: forced(known)),
-    "stream": (COMPLETIONS, lambda known, _: forced(known, stream=True)),
-    "log-probabilities": (COMPLETIONS, lambda known, _: forced(known, logprobs=5, prompt_logprobs=2)),
-    "echo": (COMPLETIONS, lambda known, _: forced(known, echo=True, logprobs=1)),
-    "choices": (COMPLETIONS, lambda known, _: forced(known, n=2, stream=True)),
+    "trace": (COMPLETIONS, lambda prefix, _: forced(prefix)),
+    "stream": (COMPLETIONS, lambda prefix, _: forced(prefix, stream=True)),
+    "log-probabilities": (COMPLETIONS, lambda prefix, _: forced(prefix, logprobs=5, prompt_logprobs=2)),
+    "echo": (COMPLETIONS, lambda prefix, _: forced(prefix, echo=True, logprobs=1)),
+    "choices": (COMPLETIONS, lambda prefix, _: forced(prefix, n=2, stream=True)),
     "playground": (CHAT, asked_in_chat),
     "playground, text to continue": (
         COMPLETIONS,
-        lambda known, _: forced(known, stream=True, logprobs=5, speculation={"enabled": True, "trace": True}),
+        lambda prefix, _: forced(prefix, stream=True, logprobs=5, speculation={"enabled": True, "trace": True}),
     ),
     "responses": (RESPONSES, lambda _, text: {"input": text, "max_output_tokens": 4, "temperature": 0, "seed": 7}),
 }
@@ -151,19 +151,21 @@ def test_no_answer_shows_another_clients_text(
     way: str, victim: httpx.Client, attacker: httpx.Client, tokenizer: Any
 ) -> None:
     """Not even to one who knows the beginning and asks what comes next, at every place."""
-    rng, (path, body_of), num_withheld = random.Random(way), WAYS[way], 0
+    rng = random.Random(way)
+    path, body_of = WAYS[way]
+    num_withheld = 0
     for _ in range(2):
         secret = secret_of(rng)
         tokens = tokenizer(secret, add_special_tokens=False).input_ids
         message = {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0}
         answers(victim, CHAT, message)
         for end in sorted(rng.sample(range(4, len(tokens)), 4)):
-            known = tokens[:end]
-            body = body_of(known, tokenizer.decode(known))
+            prefix = tokens[:end]
+            body = body_of(prefix, tokenizer.decode(prefix))
             shared, withheld = told(answers(attacker, path, body))
             alone, _ = told(answers(attacker, path, {**body, "cache_salt": next(SALTS)}))
-            names = set(map(tokenizer.decode, known))
-            assert shared <= alone | names | set(known), tokenizer.decode(known)
+            names = set(map(tokenizer.decode, prefix))
+            assert shared <= alone | names | set(prefix), tokenizer.decode(prefix)
             num_withheld += withheld
     assert (num_withheld > 0) == (path != RESPONSES), "or the attack has no aim"
 
@@ -171,14 +173,14 @@ def test_no_answer_shows_another_clients_text(
 def test_a_secret_is_not_read_token_by_token(victim: httpx.Client, attacker: httpx.Client, tokenizer: Any) -> None:
     secret = secret_of(random.Random(5))
     answers(victim, CHAT, {"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "temperature": 0})
-    known = tokenizer(secret, add_special_tokens=False).input_ids[:5]
-    start = len(known)
+    prefix = tokenizer(secret, add_special_tokens=False).input_ids[:5]
+    start = len(prefix)
     for _ in range(20):
-        (answer,) = answers(attacker, COMPLETIONS, forced(known, max_tokens=2))
+        (answer,) = answers(attacker, COMPLETIONS, forced(prefix, max_tokens=2))
         guesses = [guess["id"] for guess in answer["choices"][0]["speculation"]["trace"][1]["refused"]]
         assert guesses, "the trie proposes something"
-        known += [guess for guess in guesses if guess is not None][:1]
-    assert len(known) == start, tokenizer.decode(known)
+        prefix += [guess for guess in guesses if guess is not None][:1]
+    assert len(prefix) == start, tokenizer.decode(prefix)
 
 
 def test_salts_and_streams_are_told_apart_by_the_oracle() -> None:

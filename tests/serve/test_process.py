@@ -123,15 +123,15 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
         rescue.start()
         prompt = list(range(4, VOCABULARY)) * 400
         same = list[Collector]()
-        own = list[Collector]()
+        collectors = list[Collector]()
         for index in range(30):  # 6 MB, if each were sent
             same.append(Collector())
             client.submit(request(f"same {index}", prompt=prompt), same[-1])
         await asyncio.sleep(0)
         assert not client.is_congested, "what one prompt's choices share is sent once"
-        while not client.is_congested and len(own) < 100:
-            own.append(Collector())
-            client.submit(request(f"own {len(own)}", prompt=[*prompt, 4 + len(own) % 9]), own[-1])
+        while not client.is_congested and len(collectors) < 100:
+            collectors.append(Collector())
+            client.submit(request(f"own {len(collectors)}", prompt=[*prompt, 4 + len(collectors) % 9]), collectors[-1])
             await asyncio.sleep(0)
         assert client.is_congested
         client.submit(request("aborted", max_tokens=10**6, namespace="slow"), aborted := Collector())
@@ -142,8 +142,8 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
         assert not was_late.is_set()
         engine.resume()
         assert await aborted.end == "abort"
-        assert {await collector.end for collector in same + own} == {"length"}
-        assert all(collector.tokens == prompt[:7] for collector in same + own)
+        assert {await collector.end for collector in same + collectors} == {"length"}
+        assert all(collector.tokens == prompt[:7] for collector in same + collectors)
         assert client.num_open == 0
         while client.unresponsive_seconds or client.metrics["running"]:  # comes with the last outputs or after them
             await asyncio.sleep(0.01)

@@ -39,12 +39,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_text_does_not_depend_on_the_draft(name: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = models
     save_quantized(LAYOUTS[name], target, tmp_path / name)
-    asked = {"quantization": "fp8"} if name == "on-the-fly" else {}
-    engine = build_engine(tmp_path / name, draft, **asked)
+    options = {"quantization": "fp8"} if name == "on-the-fly" else {}
+    engine = build_engine(tmp_path / name, draft, **options)
     module = engine.runner.drafter.module
     assert not any(isinstance(layer, FP8Linear) for layer in module.modules()), "a draft has its own format"
     drafted = run(engine, sized_requests())
-    plain = run(build_engine(tmp_path / name, **asked), sized_requests(logprobs=2))
+    plain = run(build_engine(tmp_path / name, **options), sized_requests(logprobs=2))
     codes_inputs = any(isinstance(layer, FP8Linear) for layer in engine.runner.target.modules())
     for key, answer in drafted.items():
         check_tokens(answer.tokens, plain[key], TIE if codes_inputs else 0.0)

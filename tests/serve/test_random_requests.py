@@ -93,9 +93,9 @@ def accepted(frontend: Frontend, path: str, fields: dict[str, Any], name: str) -
 def accepted_with(generator: Generator, frontend: Frontend, path: str, field: str, name: str) -> Accepted:
     """A body that has the field."""
     for _ in range(MOST_TRIES):
-        found = accepted(frontend, path, generator.body(path, field), name)
-        if found is not None and field in found.fields:
-            return found
+        accepted_body = accepted(frontend, path, generator.body(path, field), name)
+        if accepted_body is not None and field in accepted_body.fields:
+            return accepted_body
     raise AssertionError(f"no value of {field} was accepted at {path}; bench/fuzzed.py needs examples of it")
 
 
@@ -103,7 +103,7 @@ def answer_all(engine: Engine, beside: Request, answers: dict[str, Answer]) -> t
     """The tokens of one request, and how often the others ended for which reason."""
     tokens = list[int]()
     reasons = Counter[str]()
-    for request in (beside, *(one.request for one in answers.values())):
+    for request in (beside, *(answer.request for answer in answers.values())):
         engine.add(request)
     while engine.has_work:
         for output in engine.step():
@@ -137,8 +137,8 @@ def test_accepted_bodies_leave_the_engine_and_other_answers_alone(
     pairs = [(path, field) for path, kind in BODIES.items() for field in kind.model_fields] * rounds
     rng.shuffle(pairs)
     for start in range(0, len(pairs), BATCH):
-        each = enumerate(pairs[start : start + BATCH], start)
-        bodies = [accepted_with(generator, frontend, *pair, f"{number}") for number, pair in each]
+        batch = enumerate(pairs[start : start + BATCH], start)
+        bodies = [accepted_with(generator, frontend, *pair, f"{number}") for number, pair in batch]
         request, expected = bystanders[rng.choice(sorted(bystanders))]
         answers = {answer.request.id: answer for body in bodies for answer in body.answers}
         tokens, ends = answer_all(engine, request, answers)

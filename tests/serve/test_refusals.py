@@ -45,17 +45,17 @@ NEEDED = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input"
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=400, deadline=None)
-@given(sent=BODIES)
-def test_a_refused_body_is_a_sentence(kind: Any, sent: dict[str, Any]) -> None:
+@given(fields=BODIES)
+def test_a_refused_body_is_a_sentence(kind: Any, fields: dict[str, Any]) -> None:
     needed = {name: value for name, value in NEEDED.items() if name in kind.model_fields and kind is not TokenizeBody}
-    assert len(refusal(lambda: read_whole(kind, needed | sent))) <= MAX_ERROR_CHARS
+    assert len(refusal(lambda: read_whole(kind, needed | fields))) <= MAX_ERROR_CHARS
 
 
 def read_whole(kind: Any, fields: dict[str, Any]) -> None:
     """Everything that the server reads before it asks the engine."""
     body = read_body(kind, fields)
-    if kind is not TokenizeBody and (asked := grammar_of(body)) is not None:
-        translate(asked[0])
+    if kind is not TokenizeBody and (grammar := grammar_of(body)) is not None:
+        translate(grammar[0])
     if kind is TokenizeBody:
         read_tools(body.tools)
     elif kind is not CompletionBody:
@@ -72,15 +72,15 @@ def refusal(read: Callable[[], object]) -> str:
 
 
 @settings(max_examples=400, deadline=None)
-@given(sent=SENT)
-def test_a_refused_schema_is_a_sentence(sent: Any) -> None:
-    assert len(refusal(lambda: rewrite(sent))) <= MAX_ERROR_CHARS
+@given(schema=SENT)
+def test_a_refused_schema_is_a_sentence(schema: Any) -> None:
+    assert len(refusal(lambda: rewrite(schema))) <= MAX_ERROR_CHARS
 
 
 @settings(max_examples=200, deadline=None)
-@given(name=st.sampled_from([field.name for field in fields(SamplingParams)]), sent=SENT)
-def test_refused_sampling_params_are_a_sentence(name: str, sent: Any) -> None:
+@given(name=st.sampled_from([field.name for field in fields(SamplingParams)]), fault=SENT)
+def test_refused_sampling_params_are_a_sentence(name: str, fault: Any) -> None:
     """Python's own integers have more digits than JSON's may."""
-    for value in (sent, 10**10_000, [10**10_000]):
+    for value in (fault, 10**10_000, [10**10_000]):
         values = {"max_tokens": 5, name: value}
         assert len(refusal(lambda values=values: SamplingParams(**values).check_token_ids(100))) <= MAX_ERROR_CHARS

@@ -28,9 +28,9 @@ def lines() -> Iterator[list[dict[str, Any]]]:
     level = logging.getLogger("slipstream").level
     warn = warnings.showwarning
     handler = logs.configure("json")
-    found = list[dict[str, Any]]()
-    handler.emit = lambda record: found.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
-    yield found
+    entries = list[dict[str, Any]]()
+    handler.emit = lambda record: entries.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
+    yield entries
     root.removeHandler(handler)
     logging.getLogger("slipstream").setLevel(level)
     logging.captureWarnings(False)
@@ -46,22 +46,22 @@ def test_every_request_has_an_id_and_a_line(client: httpx.Client, lines: list[di
     failed = client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "fail"})
     unknown = client.get("/nothing")
     _ = client.get("/health")
-    ids = [one.headers[HEADER] for one in (answer, streamed, refused, failed, unknown)]
+    ids = [response.headers[HEADER] for response in (answer, streamed, refused, failed, unknown)]
 
     def own() -> dict[str, dict[str, Any]]:  # others end whenever their streams do
         return {line["request_id"]: line for line in lines if line["message"] == "request"}
 
     wait_until(lambda: set(ids) <= own().keys(), "five lines")
-    told = [own()[name] for name in ids]
-    assert [line["status"] for line in told] == [200, 200, 400, 500, 404]
+    entries = [own()[name] for name in ids]
+    assert [line["status"] for line in entries] == [200, 200, 400, 500, 404]
     assert len(set(ids)) == 5
-    assert told[0]["answer"] == answer.json()["id"]
-    assert told[0]["finish_reasons"] == ["length", "length"]
-    assert told[0]["completion_tokens"] == answer.json()["usage"]["completion_tokens"] == 14
-    assert (told[1]["path"], told[1]["stream"], told[1]["completion_tokens"]) == (RESPONSES, True, 5)
-    assert told[2]["error"] == refused.json()["error"]["message"]
-    assert told[3]["finish_reasons"] == ["error"]
-    assert all(line["seconds"] >= 0 and line["time"].endswith("Z") for line in told)
+    assert entries[0]["answer"] == answer.json()["id"]
+    assert entries[0]["finish_reasons"] == ["length", "length"]
+    assert entries[0]["completion_tokens"] == answer.json()["usage"]["completion_tokens"] == 14
+    assert (entries[1]["path"], entries[1]["stream"], entries[1]["completion_tokens"]) == (RESPONSES, True, 5)
+    assert entries[2]["error"] == refused.json()["error"]["message"]
+    assert entries[3]["finish_reasons"] == ["error"]
+    assert all(line["seconds"] >= 0 and line["time"].endswith("Z") for line in entries)
 
 
 def test_a_text_log_has_a_line_for_each_refused_request(
@@ -73,11 +73,11 @@ def test_a_text_log_has_a_line_for_each_refused_request(
     answer = client.post(COMPLETIONS, json=body, headers={HEADER: "find-me"})
     client.get("/v1/%0aforged", headers={HEADER: "newline"})
     wait_until(lambda: "newline" in caplog.text, "both lines")
-    found = [text for text in caplog.messages if "find-me" in text or "newline" in text]
-    told = f"400 POST {COMPLETIONS}: {answer.json()['error']['message']} (client 127.0.0.1, request find-me)"
-    assert found[0] == told
-    assert found[1].startswith(r"404 GET /v1/\nforged: ")
-    assert "\n" not in found[1]
+    messages = [text for text in caplog.messages if "find-me" in text or "newline" in text]
+    message = f"400 POST {COMPLETIONS}: {answer.json()['error']['message']} (client 127.0.0.1, request find-me)"
+    assert messages[0] == message
+    assert messages[1].startswith(r"404 GET /v1/\nforged: ")
+    assert "\n" not in messages[1]
     assert "secret" not in caplog.text
 
 

@@ -345,13 +345,13 @@ def test_what_never_fits_a_window_group_is_refused() -> None:
 def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_commit() -> None:
     recorder = Recorder(windows=(window_pages(20),), prefill_budget=20)
     recorder.add("a", count(0, 50))
-    held = []
+    windows = []
     for _ in range(3):
         sequence = recorder.scheduler.next_chunks(recorder.prefill_budget)[0].sequence
         before = len(sequence.table.windows[0].pages)
         recorder.prefill()
-        held.append((before, sequence.table.windows[0].first, sequence.table.windows[0].end))
-    assert held == [(5, 3, 5), (7, 8, 10), (6, 10, 14)], "of the prompt's 13 pages and one to draft in"
+        windows.append((before, sequence.table.windows[0].first, sequence.table.windows[0].end))
+    assert windows == [(5, 3, 5), (7, 8, 10), (6, 10, 14)], "of the prompt's 13 pages and one to draft in"
     for _ in range(9):
         recorder.decode([7, 7, 7])
     assert sequence.num_computed == 50 + 27
@@ -472,7 +472,7 @@ def make_sequence(**params: Any) -> Sequence:
 
 
 @pytest.mark.parametrize(
-    ("emitted", "kept", "reason"),
+    ("emitted", "tokens", "reason"),
     [
         ([1, 2], [1, 2], None),
         ([1, 2, 3], [1, 2, 3], "length"),
@@ -484,9 +484,9 @@ def make_sequence(**params: Any) -> Sequence:
     ],
 )
 def test_an_answer_ends_at_the_first_stop_id_or_max_tokens(
-    emitted: list[int], kept: list[int], reason: str | None
+    emitted: list[int], tokens: list[int], reason: str | None
 ) -> None:
-    assert make_sequence(max_tokens=3).cut(emitted) == (kept, reason)
+    assert make_sequence(max_tokens=3).cut(emitted) == (tokens, reason)
 
 
 @pytest.mark.parametrize(

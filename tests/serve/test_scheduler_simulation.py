@@ -36,10 +36,10 @@ def next_token(tokens: list[int]) -> int:
 
 def digests(namespace: str, tokens: list[int]) -> list[int]:
     """Entry i stands for the first i tokens."""
-    found = [hash(namespace)]
+    hashes = [hash(namespace)]
     for token in tokens:
-        found.append(hash((found[-1], token)))
-    return found
+        hashes.append(hash((hashes[-1], token)))
+    return hashes
 
 
 def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
@@ -74,11 +74,11 @@ class Setting:
 
 
 class Part(NamedTuple):
-    """What a pass computes of one sequence: tokens [start, end), of which drafting and rejected nodes write others up
-    to `spoiled`."""
+    """A pass's part of one sequence: tokens [start, end), of which drafting and rejected nodes write others up to
+    `spoiled`."""
 
     sequence: Sequence
-    known: list[int]  # its tokens, those that the pass samples included
+    tokens: list[int]  # those that the pass samples included
     num_known: int  # tokens before it
     start: int
     end: int
@@ -188,7 +188,8 @@ class Simulation:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.requests[request.id] = request
-        self.answers[request.id], self.steps[request.id] = [], []
+        self.answers[request.id] = []
+        self.steps[request.id] = []
 
     def abort_one(self) -> None:
         alive = sorted(self.requests.keys() - self.ended.keys())
@@ -216,10 +217,10 @@ class Simulation:
         self._run(rng.sample(nodes + prompts, len(nodes + prompts)))
         self.num_mixed += bool(nodes and prompts)
         scheduler.launched(chunks)
-        emitted = [part.known[part.start + 1 :] for part in nodes]
-        firsts = [part.known[-1] if chunk.is_last else None for part, chunk in zip(prompts, chunks, strict=True)]
+        emitted = [part.tokens[part.start + 1 :] for part in nodes]
+        firsts = [part.tokens[-1] if chunk.is_last else None for part, chunk in zip(prompts, chunks, strict=True)]
         for part in nodes + prompts:
-            self.known[part.sequence] = part.known
+            self.known[part.sequence] = part.tokens
         self.flights.append((bool(nodes), lambda: self._commit(sequences, verified, emitted, chunks, firsts)))
         if abort:
             self.abort_one()
@@ -227,28 +228,28 @@ class Simulation:
 
     def _verify(self, sequence: Sequence, num_verified: int, reserve: int) -> Part:
         """The nodes of a sequence. The root, some nodes after it and what the target adds belong to the text."""
-        known = list(self.known[sequence])
-        start = len(known) - 1
+        tokens = list(self.known[sequence])
+        start = len(tokens) - 1
         for _ in range(self.rng.randrange(1, num_verified + 1)):
-            known.append(next_token(known))
-        return Part(sequence, known, start + 1, start, len(known) - 1, start + reserve)
+            tokens.append(next_token(tokens))
+        return Part(sequence, tokens, start + 1, start, len(tokens) - 1, start + reserve)
 
     def _compute(self, chunk: Chunk) -> Part:
-        known = list(chunk.sequence.tokens)
+        tokens = list(chunk.sequence.tokens)
         num_known = len(chunk.sequence.tokens)
         if chunk.is_last:
             assert chunk.end == num_known
-            known.append(next_token(known))
-        return Part(chunk.sequence, known, num_known, chunk.start, chunk.end, chunk.end + RESERVE * chunk.is_last)
+            tokens.append(next_token(tokens))
+        return Part(chunk.sequence, tokens, num_known, chunk.start, chunk.end, chunk.end + RESERVE * chunk.is_last)
 
     def _run(self, parts: list[Part]) -> None:
         """The parts of one pass compute side by side: none reads what another spoils or writes."""
         for part in parts:
             self._spoil(part.sequence, part.start, part.spoiled)
         for part in parts:
-            self._read(part.sequence, part.known[: part.num_known], part.start)
+            self._read(part.sequence, part.tokens[: part.num_known], part.start)
         for part in parts:
-            self._write(part.sequence, part.start, part.end, part.known)
+            self._write(part.sequence, part.start, part.end, part.tokens)
         for group, device in enumerate(self.devices):
             self.queue.append(partial(device.run, [self._of_window(part, group) for part in parts]))
 
@@ -266,13 +267,13 @@ class Simulation:
             self.queue.popleft()()
 
     def _of_window(self, part: Part, group: int) -> WindowPart:
-        """What a window group computes of it, with the pages that its plan would name."""
+        """Returns the part as a window group computes it, with the pages that its plan would name."""
         sequence = part.sequence
         pages = part.sequence.table.windows[group]
         first = max(self.num_sent.get((sequence, group), 0), pages.first)
         self.num_sent[sequence, group] = pages.end
         new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
-        text = digests(sequence.request.namespace, part.known)
+        text = digests(sequence.request.namespace, part.tokens)
         return WindowPart(sequence.slot, new, text, part.num_known, part.start, part.end, part.spoiled)
 
     def _commit(
@@ -284,25 +285,25 @@ class Simulation:
         firsts: list[int | None],
     ) -> None:
         outputs = self.scheduler.commit_decodes(sequences, emitted, [count - 1 for count in verified])
-        kept = {output.request_id: len(output.tokens) for output in outputs}
+        num_tokens = {output.request_id: len(output.tokens) for output in outputs}
         for sequence, count, tokens in zip(sequences, verified, emitted, strict=True):
-            if sequence.request.id in kept:
-                self.steps[sequence.request.id].append((count, len(tokens), kept[sequence.request.id]))
+            if sequence.request.id in num_tokens:
+                self.steps[sequence.request.id].append((count, len(tokens), num_tokens[sequence.request.id]))
         self._take(outputs)
         self._take(self.scheduler.commit_chunks(chunks, firsts))
 
-    def _read(self, sequence: Sequence, known: list[int], num_computed: int) -> None:
-        text = digests(sequence.request.namespace, known)
+    def _read(self, sequence: Sequence, tokens: list[int], num_computed: int) -> None:
+        text = digests(sequence.request.namespace, tokens)
         for index in range(num_computed):
             page = sequence.table.pages[index // self.page_size]
             slot = index % self.page_size
             assert self.target_kv[page][slot] == text[index + 1]
-            if index + 1 + self.lookahead <= len(known):
+            if index + 1 + self.lookahead <= len(tokens):
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
 
-    def _write(self, sequence: Sequence, start: int, end: int, known: list[int]) -> None:
-        """Commits tokens [start, end); the drafter's KV as far as `known` tokens allow, in own pages only."""
-        text = digests(sequence.request.namespace, known)
+    def _write(self, sequence: Sequence, start: int, end: int, tokens: list[int]) -> None:
+        """Commits tokens [start, end); the drafter's KV as far as `tokens` allow, in its own pages only."""
+        text = digests(sequence.request.namespace, tokens)
         first_own = self.num_shared[sequence]
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
@@ -314,7 +315,7 @@ class Simulation:
                 self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
 
     def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
-        """What drafting and rejected nodes leave behind."""
+        """Writes the leftovers of drafting and of rejected nodes."""
         for index in range(start, end):
             page = sequence.table.pages[index // self.page_size]
             slot = index % self.page_size
@@ -345,11 +346,13 @@ class Simulation:
         assert stats.prompt_tokens == len(self.requests[name].prompt)
         assert stats.completion_tokens == len(self.answers[name])
         num_first = stats.prefills if self.requests[name].params.max_tokens else 0
-        assert stats.completion_tokens - num_first == sum(kept for _, _, kept in steps)
+        assert stats.completion_tokens - num_first == sum(counted for _, _, counted in steps)
         assert stats.rounds == len(steps)
         assert stats.drafted_tokens == sum(verified - 1 for verified, _, _ in steps)
         assert stats.cached_tokens in range(0, stats.prompt_tokens, self.page_size)
-        accepted = [sum(min(emitted - 1, kept) > position for _, emitted, kept in steps) for position in range(WIDTH)]
+        accepted = [
+            sum(min(emitted - 1, counted) > position for _, emitted, counted in steps) for position in range(WIDTH)
+        ]
         assert stats.accepted_by_position == [count for count in accepted if count]
 
 

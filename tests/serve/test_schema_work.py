@@ -173,8 +173,8 @@ def test_hostile_tools_are_read_in_counted_work(form: str) -> None:
         definitions = schema.pop("$defs", {}) if isinstance(schema, dict) else {}
         properties = {"x": schema, **{f"y{number}": {"$ref": "#/properties/x"} for number in range(50)}}
         tools.append((f"t{index}", {"type": "object", "properties": properties, "$defs": definitions}))
-    for chosen in ([tool] for tool in tools):
-        count_tools(form, chosen)
+    for group in ([tool] for tool in tools):
+        count_tools(form, group)
     count_tools(form, tools)
 
 
@@ -192,8 +192,8 @@ def test_types_of_hostile_parameters_are_read_in_counted_work(family: str) -> No
 def count_tools(form: str, tools: list[tuple[str, Schema]]) -> None:
     functions = [{"name": name, "strict": True, "parameters": schema} for name, schema in tools]
     choice = read_choice([{"type": "function", "function": function} for function in functions], "required", True)
-    own = TOOL_FORMS[form]
-    grammars = AnswerGrammar(own, None, Markers(NoTokens, texts_of(own)))
+    tool_format = TOOL_FORMS[form]
+    grammars = AnswerGrammar(tool_format, None, Markers(NoTokens, texts_of(tool_format)))
     work = Work()
     texts = list[str]()
 
@@ -299,13 +299,13 @@ def test_mixed_hostile_schemas_are_read_or_refused_within_the_steps(seeds: range
         places = rng.sample(["x", "y", "z"], 2)
         part = inner(rng.randrange(1, inner_size // 2 + 2))
         definitions = {**schema.pop("$defs", {}), **part.pop("$defs", {}), "whole": schema, "part": part}
-        both = {name: {"$ref": f"#/$defs/{rng.choice(['whole', 'part'])}"} for name in places}
+        properties = {name: {"$ref": f"#/$defs/{rng.choice(['whole', 'part'])}"} for name in places}
         mixed = rng.choice(
             [
-                {"properties": both, "required": places},
-                {"allOf": [*both.values()]},
-                {"oneOf": [*both.values(), {"const": "x"}]},
-                {"anyOf": [{"properties": both}, {"$ref": "#"}], **rng.choice([{}, {"enum": [1, {"x": 2}]}])},
+                {"properties": properties, "required": places},
+                {"allOf": [*properties.values()]},
+                {"oneOf": [*properties.values(), {"const": "x"}]},
+                {"anyOf": [{"properties": properties}, {"$ref": "#"}], **rng.choice([{}, {"enum": [1, {"x": 2}]}])},
             ]
         )
         work = Work()

@@ -63,13 +63,13 @@ def test_pages_name_options_that_exist(page: str, tmp_path: Path) -> None:
     for draft in ("ngram", draft_folder(tmp_path / "draft")):
         names |= set(option_names(build_parser(options_class(draft), prog="serve", description="")))
     text = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[2] / "docs" / page).read_text())  # without links
-    found = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z._-]*[a-z])", text)}
-    assert len(found) > 5
-    assert {name.removeprefix("no_") for name in found} <= names
+    options = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z._-]*[a-z])", text)}
+    assert len(options) > 5
+    assert {name.removeprefix("no_") for name in options} <= names
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of bad options."""
+    """Returns the error for bad options."""
     with pytest.raises(SystemExit) as ended:
         read_config(argv)
     assert ended.value.code == 2
@@ -136,17 +136,18 @@ except SystemExit as ended:
 loaded = [name for name in ("torch", "transformers", "huggingface_hub", "fastapi", "uvicorn") if name in sys.modules]
 assert not loaded, loaded
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     spellings = (
         "-h, --help",
         "--max-model-len MAX_MODEL_LEN",
         "--playground/--no-playground",
         "/--no-exact/--fast",
         "{auto,cpu,cuda}",
+        "serve --draft DRAFT --help",
     )
-    for words in (*spellings, "serve --draft DRAFT --help"):
-        assert words in shown
-    assert not re.search(r"--\w*_", shown)
+    for words in spellings:
+        assert words in output
+    assert not re.search(r"--\w*_", output)
 
 
 def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,8 +188,8 @@ def test_bad_options_end_with_a_sentence(argv: list[str], words: list[str], caps
 
 
 def test_what_a_failed_start_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         for host, words, remedy in (
             ("127.0.0.1", f"port {port}", "--port"),
             ("8.8.8.8", "this machine has no such address", "--host"),

@@ -1,4 +1,4 @@
-"""What requests may ask of speculation: no drafts for one of them, and where its tokens come from."""
+"""Requests may refuse drafts, and may ask where their tokens come from."""
 
 import random
 from collections import Counter
@@ -47,10 +47,12 @@ def requests_of(count: int = 6, **params: Any) -> list[Request]:
 def with_speculation(requests: list[Request], speculation: Speculation, every: int = 1) -> list[Request]:
     """The first of each `every` requests, with that; the others as they are."""
     return [
-        make_request(one.id, one.prompt, max_tokens=one.params.max_tokens, seed=one.seed, speculation=speculation)
+        make_request(
+            request.id, request.prompt, max_tokens=request.params.max_tokens, seed=request.seed, speculation=speculation
+        )
         if index % every == 0
-        else one
-        for index, one in enumerate(requests)
+        else request
+        for index, request in enumerate(requests)
     ]
 
 
@@ -63,7 +65,7 @@ def expected(target: Path) -> dict[str, list[int]]:
 def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """(drafter, engine options, with `make` for another builder) -> engine. The drafts know some of the answers."""
     folder = tmp_path_factory.mktemp("drafts")
-    drafted_engines(target, folder, texts_of(target, [one for one in requests_of() if one.id not in "14"]))
+    drafted_engines(target, folder, texts_of(target, [request for request in requests_of() if request.id not in "14"]))
 
     def make(drafter: str, make: Callable[..., Engine] = build_engine, **options: Any) -> Engine:
         name = "eagle3" if drafter == "ngram first" else drafter.split()[0]
@@ -78,7 +80,7 @@ def build_played(target: Path, draft: Path | str, **options: Any) -> Engine:
 
 
 class Watcher:
-    """What every pass verifies of every request, by the stored tokens on the device."""
+    """Records the nodes that every pass verifies for every request, by the stored tokens on the device."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -87,9 +89,8 @@ class Watcher:
         self._before: dict[int, list[tuple[str, list[list[int]]]]] = {}  # by plan
         self._read = engine._read
         self._execute = engine.runner.execute
-        # type: ignore[method-assign]
-        engine._read = self.read
-        engine.runner.execute = self.execute
+        engine._read = self.read  # type: ignore[method-assign]
+        engine.runner.execute = self.execute  # type: ignore[method-assign]
 
     def execute(self, plan: StepPlan) -> Any:
         engine = self.engine
@@ -175,9 +176,9 @@ def alternatives(nodes: list[list[int]], count: int, path: list[int]) -> list[in
 
 
 def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[tuple[bool, int, int, list[int]]]:
-    """Of each token of an answer that was never preempted: whether it was drafted, its position, its round, and what
-    was refused."""
-    found = [(False, 0, 0, list[int]())]
+    """Returns, for each token of an answer that was never preempted, whether it was drafted, its position, its round,
+    and what was refused."""
+    origins = [(False, 0, 0, list[int]())]
     ends = [*answer.starts[2:], len(answer.tokens)]
     pairs = zip(answer.starts[1:], ends, rounds, strict=False)
     for number, (start, end, (nodes, count)) in enumerate(pairs, 1):
@@ -186,8 +187,8 @@ def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[t
             token = answer.tokens[place]
             offered = alternatives(nodes, count, path)
             position = len(path) + 1 if token in offered else 0
-            found.append((token in offered, position, number, [one for one in offered if one != token]))
-    return found
+            origins.append((token in offered, position, number, [node for node in offered if node != token]))
+    return origins
 
 
 @pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))
@@ -214,15 +215,15 @@ def test_a_trace_says_where_each_token_comes_from(
                 assert answer.trace == []
                 continue
             explained = explain(answer, rounds)
-            for one, (is_drafted, position, number, offered) in zip(answer.trace, explained, strict=True):
-                assert (one.source != "target", one.position, one.round) == (is_drafted, position, number)
-                assert named(one.refused, offered) == offered
+            for entry, (is_drafted, position, number, offered) in zip(answer.trace, explained, strict=True):
+                assert (entry.source != "target", entry.position, entry.round) == (is_drafted, position, number)
+                assert named(entry.refused, offered) == offered
             withheld += check_names(request.prompt, answer, is_ngram=drafter == "ngram")
-            assert all(one.drafted == rounds[one.round - 1][1] - 1 for one in answer.trace if one.round)
+            assert all(entry.drafted == rounds[entry.round - 1][1] - 1 for entry in answer.trace if entry.round)
             check_counts(answer)
-            sources.update(one.source for one in answer.trace)
-            refused += sum(len(one.refused) for one in answer.trace)
-            held_back += sum(len([one for one in nodes[0] if one >= 0]) > count for nodes, count in rounds)
+            sources.update(entry.source for entry in answer.trace)
+            refused += sum(len(entry.refused) for entry in answer.trace)
+            held_back += sum(len([node for node in nodes[0] if node >= 0]) > count for nodes, count in rounds)
     name = drafter.split()[0]
     assert sources == {"target", "eagle3", "ngram"} if drafter == "ngram first" else {"target", name}
     assert refused > 5
@@ -240,20 +241,20 @@ def check_names(prompt: list[int], answer: Answer, *, is_ngram: bool) -> int:
     token before it in the request's own text."""
     text = prompt + answer.tokens
     withheld = 0
-    for place, one in enumerate(answer.trace, len(prompt)):
-        withheld += one.refused.count(None)
+    for place, entry in enumerate(answer.trace, len(prompt)):
+        withheld += entry.refused.count(None)
         pairs = set(pairwise(text[:place]))
-        assert not is_ngram or all(token is None or (text[place - 1], token) in pairs for token in one.refused)
+        assert not is_ngram or all(token is None or (text[place - 1], token) in pairs for token in entry.refused)
     return withheld
 
 
 def check_counts(answer: Answer) -> None:
-    positions = [one.position for one in answer.trace if one.position]
+    positions = [entry.position for entry in answer.trace if entry.position]
     assert len(answer.trace) == len(answer.tokens)
     assert [
         positions.count(place + 1) for place in range(max(positions, default=0))
     ] == answer.counts.accepted_by_position
-    assert max(one.round for one in answer.trace) == answer.counts.rounds
+    assert max(entry.round for entry in answer.trace) == answer.counts.rounds
 
 
 @pytest.mark.parametrize("make", [build_engine, build_overlapping])
@@ -279,11 +280,11 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
         assert tokens_of(answers) == expected
         for answer in answers.values():
             check_counts(answer)
-            accepted.update((one.source, str(one.position)) for one in answer.trace if one.position)
+            accepted.update((entry.source, str(entry.position)) for entry in answer.trace if entry.position)
             drafted += answer.counts.drafted_tokens
             emitted += len(answer.tokens)
-            assert [one.round for one in answer.trace].count(0) == answer.counts.prefills
-            rounds = [one.round for one in answer.trace if one.round]
+            assert [entry.round for entry in answer.trace].count(0) == answer.counts.prefills
+            rounds = [entry.round for entry in answer.trace if entry.round]
             assert rounds == sorted(rounds)
     counts = engine.counts()
     assert counts.accepted == accepted
@@ -296,24 +297,24 @@ def test_a_trace_survives_preemption_prefix_hits_and_ends(
 def test_a_trace_of_a_request_without_drafts(build: Build, expected: dict[str, list[int]]) -> None:
     requests = with_speculation(requests_of(), Speculation(enabled=False, trace=True))
     for name, answer in run(build("eagle3"), requests).items():
-        told = [one._replace(rows=0) for one in answer.trace]
-        assert told == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
+        trace = [entry._replace(rows=0) for entry in answer.trace]
+        assert trace == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
 
 
 def test_a_trace_tells_the_rows_of_each_pass(build: Build) -> None:
-    """Of all requests: two without drafts, their prompts included; and one with drafts."""
+    """The rows of all requests: two without drafts, their prompts included, and one with drafts."""
     requests = with_speculation(requests_of(2), Speculation(enabled=False, trace=True))
     engine = build("eagle3", prefill_budget=64)
     passes = list[int]()
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     answers = run(engine, requests)
-    assert [one.rows for one in answers["1"].trace] == passes  # the longest runs from the first step to the last
+    assert [entry.rows for entry in answers["1"].trace] == passes  # the longest runs from the first step to the last
     engine = build("eagle3")
     passes = list[int]()
     engine.trace = lambda event, plan: passes.append(rows_of(plan)) if event == "committed" else None
     [answer] = run(engine, with_speculation(requests_of(1), TRACE)).values()
-    assert [one.rows for one in answer.trace] == [passes[one.round] for one in answer.trace]
-    assert max(one.drafted for one in answer.trace) > 1
+    assert [entry.rows for entry in answer.trace] == [passes[entry.round] for entry in answer.trace]
+    assert max(entry.drafted for entry in answer.trace) > 1
 
 
 def rows_of(plan: StepPlan) -> int:

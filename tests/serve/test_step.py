@@ -109,8 +109,8 @@ class TreeDrafter(base.Drafter):
             if length < start:  # of a prompt
                 continue
             self.numbers[self.state.slots(torch.tensor(slot), torch.tensor(length))] = text[length]  # the root's
-            held = self.numbers[self.state.slots(torch.tensor(slot), torch.arange(start, end))]
-            assert held.long().tolist() == text[start:end], "KV was moved wrongly"
+            stored_tokens = self.numbers[self.state.slots(torch.tensor(slot), torch.arange(start, end))]
+            assert stored_tokens.long().tolist() == text[start:end], "KV was moved wrongly"
 
     def _grow(self, truth: list[int], width: int) -> Tree:
         """A tree below truth[0]: most nodes below a right one are right; some last ones are unused."""
@@ -274,11 +274,12 @@ def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
     state.keys.copy_(torch.arange(count + 2))
     stored.tokens.copy_(torch.arange(4 * (count + 2)).view(-1, width) % 90)
     stored.parents.copy_(torch.arange(-1, width - 1))
-    one = torch.ones(1, dtype=torch.int64)
+    unit = torch.ones(1, dtype=torch.int64)
     tokens = torch.arange(7)
-    chunks = Chunks(prompt, 0 * one, 7 * one, one, tokens, -one)
-    where = state.pages[0], state.page_size, 4 * count + 7, False, state.padding
-    layout = lay_out(stored, torch.full((count,), width), slots, chunks, *where)
+    chunks = Chunks(prompt, 0 * unit, 7 * unit, unit, tokens, -unit)
+    widths = torch.full((count,), width)
+    num_rows = 4 * count + 7
+    layout = lay_out(stored, widths, slots, chunks, state.pages[0], state.page_size, num_rows, False, state.padding)
     sampled = simulate(torch.full((4 * count + 1,), 33), layout, count, state, accept_length)
     results = torch.empty(count + 1, 2 + 2 * width, dtype=torch.int32)
     verified = verify_rows(layout, sampled, stored, chunks, count, results, state.padding)

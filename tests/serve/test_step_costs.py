@@ -143,8 +143,8 @@ def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
     for _ in range(5000):
         costs.observe(4, 4, 1, step_ms(4, 4, 1), filtered=False)
     for width in (1, 2, 8):
-        key = 4 * width, 4, width
-        assert costs.time(*key, filtered=False) == pytest.approx(step_ms(*key), rel=0.08)
+        expected = step_ms(4 * width, 4, width)
+        assert costs.time(4 * width, 4, width, filtered=False) == pytest.approx(expected, rel=0.08)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -77,8 +77,8 @@ def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempP
         return str(folder)
 
     def make(family: str, drafter: str, **options: Any) -> EngineConfig:
-        name, own = DRAFTERS[drafter]
-        values = {"draft": saved(family, name), "drafter": own, "max_running": 5, "kv_cache_tokens": 176}
+        name, drafter_options = DRAFTERS[drafter]
+        values = {"draft": saved(family, name), "drafter": drafter_options, "max_running": 5, "kv_cache_tokens": 176}
         values["grammar_drafts"] = False  # slots store as many nodes as drafts have
         return EngineConfig(target=str(make_target(family)), **values | options)
 
@@ -102,19 +102,20 @@ def record(engine: Engine) -> Recorded:
         recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(arrived.output))  # noqa: S301
         return arrived
 
-    # type: ignore[method-assign]
     engine.trace = trace
-    engine._read = reading
+    engine._read = reading  # type: ignore[method-assign]
     return recorded
 
 
 def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
     """Launched as they are, the plans yield the same, and leave the same."""
     for plan, expected in recorded:
-        found = eager.runner.execute(plan).read()
+        replayed = eager.runner.execute(plan).read()
         if expected is not None:
             for name in StepOutput._fields:
-                np.testing.assert_equal(getattr(found, name), getattr(expected, name), f"{name} of step {plan.number}")
+                np.testing.assert_equal(
+                    getattr(replayed, name), getattr(expected, name), f"{name} of step {plan.number}"
+                )
     passes = eager.runner.passes
     passes.catch_up()  # passes that are launched as they are may leave the drafter behind
     if passes.deferred is not None:
@@ -122,13 +123,13 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
     check_states(engine.runner, eager.runner)
     page_size = engine.config.page_size
     slots = slots_of(recorded[-1][0])
-    for index, (own, others) in enumerate(zip(engine.runner.passes.kv, passes.kv, strict=True)):
-        for group in own.caches:
-            places = torch.arange(page_size, own.flat(group).shape[2])
+    for index, (kv, eager_kv) in enumerate(zip(engine.runner.passes.kv, passes.kv, strict=True)):
+        for group in kv.caches:
+            places = torch.arange(page_size, kv.flat(group).shape[2])
             if index and passes.deferred is not None:  # beyond what requests have, rows that nothing reads may be left
                 places = committed_places(engine, group, slots)
-            one, other = (network.flat(group)[:, :, places] for network in (own, others))
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            captured_cache, other = (network.flat(group)[:, :, places] for network in (kv, eager_kv))
+            torch.testing.assert_close(captured_cache, other, rtol=1e-4, atol=1e-4)
 
 
 def committed_places(engine: Engine, group: int, slots: Sequence[int]) -> Tensor:
@@ -136,21 +137,21 @@ def committed_places(engine: Engine, group: int, slots: Sequence[int]) -> Tensor
     state = engine.runner.state
     size = engine.config.page_size
     pages = state.pages[group].cpu()
-    found = [torch.arange(0)]
+    places = [torch.arange(0)]
     for slot in slots:
         positions = torch.arange(int(state.lengths[slot]))
-        found.append(pages[slot, positions // size] * size + positions % size)
-    return torch.cat(found)
+        places.append(pages[slot, positions // size] * size + positions % size)
+    return torch.cat(places)
 
 
-def check_states(one: ModelRunner, other: ModelRunner) -> None:
+def check_states(runner: ModelRunner, other: ModelRunner) -> None:
     """Lengths, roots and proposals of all slots; the padding slot is as it was at first."""
-    padding = one.state.padding
+    padding = runner.state.padding
     for field in ("lengths", "roots", "tokens", "parents", "cells", "survivals"):
-        found = getattr(one.state.stored, field)
+        stored = getattr(runner.state.stored, field)
         expected = getattr(other.state.stored, field)
-        assert torch.equal(found[:padding], expected[:padding]), field
-    for state in (one.state, other.state):
+        assert torch.equal(stored[:padding], expected[:padding]), field
+    for state in (runner.state, other.state):
         assert int(state.lengths[padding]) == 0
         assert not state.stored.survivals[padding].any()
 
@@ -175,20 +176,22 @@ def test_captured_steps_equal_those_launched_as_they_are(
     that prefer any nodes. Requests of all kinds come, are aborted, preempted and continued from cached pages, and get
     the tokens that they get alone."""
     rng = random.Random(f"{drafter} {page_size} {family}")
-    kinds = {name: one for name, one in kinds_of_requests(rng, 16, longest=40).items() if len(one.prompt) < 50}
+    kinds = {
+        name: request for name, request in kinds_of_requests(rng, 16, longest=40).items() if len(request.prompt) < 50
+    }
     expected = tokens_of(run(build_engine(make_target(family), max_running=1), list(kinds.values())))
     config = configure(family, drafter, page_size=page_size, prefill_budget=40)
     engine = play(config)
     assert engine.overlap
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     recorded = record(engine)
-    seen = watch(engine)
+    counts = watch(engine)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, EagerBuilder(config).build())
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
-    assert min(seen["mixed"], seen["cached"]) > 0
+    assert min(counts["mixed"], counts["cached"]) > 0
     if drafter != "none":
-        assert min(seen["ragged"], seen["accepted"]) > 0
+        assert min(counts["ragged"], counts["accepted"]) > 0
 
 
 BESIDE_ATTENTION = (admit, lay_out, select_heads, store, verify_rows)
@@ -211,7 +214,7 @@ def test_the_kernels_of_captured_steps(
     make_target: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of a ragged pass, interpreted."""
+    """The kernels of a ragged pass, interpreted."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     rng = random.Random(0)
@@ -245,21 +248,21 @@ def test_mixed_traffic_with_aborts_and_preemption(
     target: Path,
 ) -> None:
     """With the policy's own choices, and as if memory had not held some graphs."""
-    rng, (kinds, expected) = random.Random(1), traffic
+    rng = random.Random(1)
+    kinds, expected = traffic
     engine = play(configure("qwen3", drafter, max_running=24, kv_cache_tokens=900, page_size=1))
-    # type: ignore[union-attr]
-    captured = engine.runner.steps._graphs
+    captured = engine.runner.steps._graphs  # type: ignore[union-attr]
     recorded = record(engine)
     for key in [key for key in captured if key[0] in (24, 32) or key[0] == 2 and key[3] == "all"]:
         del captured[key]
-    kept = set(captured)
+    captured_keys = set(captured)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run(engine, [greedy])) == plain_answers(target, [greedy])
-    used = replays_of(engine)
+    replayed = replays_of(engine)
     plans = [plan for plan, _ in recorded]
-    assert {mode for *_, mode in used} == {"plain", "all"}
-    assert set(used) < set(captured) == kept, "nothing is captured while serving"
+    assert {mode for *_, mode in replayed} == {"plain", "all"}
+    assert set(replayed) < set(captured) == captured_keys, "nothing is captured while serving"
     assert {1, 2} <= {len(plan.chunks) for plan in plans}
     assert any(plan.slots and plan.chunks for plan in plans)
     if drafter != "none":
@@ -281,13 +284,13 @@ def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure:
     draft = dict.fromkeys(target, {key[:2]: 0.0 for key in keys})
     policy.costs = EqualTimes(CostTables(target, draft))
     recorded = record(engine)
-    most = engine.planner.limits.most_nodes
+    max_nodes = engine.planner.limits.most_nodes
     run(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
-    assert max(plan.nodes for plan, _ in recorded) == most
+    assert max(plan.nodes for plan, _ in recorded) == max_nodes
     recorded.clear()
-    both = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
+    params = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
     prompt = random_prompt(9, 1)
-    run(engine, [make_request("a", prompt, **both), make_request("b", prompt, top_k=9, **both)])
+    run(engine, [make_request("a", prompt, **params), make_request("b", prompt, top_k=9, **params)])
     filtered = [plan for plan, _ in recorded if plan.mode == "all" and plan.slots]
     assert len(filtered) > 10
     assert {plan.nodes - len(plan.slots) for plan in filtered} == {0}
@@ -314,23 +317,23 @@ def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, con
     assert any(answer.counts.cached_tokens for answer in again.values())
 
 
-@pytest.mark.parametrize("most", [32, 100, 1024, 4096])
+@pytest.mark.parametrize("max_size", [32, 100, 1024, 4096])
 @pytest.mark.parametrize(("sizes", "wasted"), [(buckets, 0.5), (prompt_sizes, 0.25)])
-def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, most: int) -> None:
-    found = sizes(most)
-    assert found == sorted(set(found))
-    assert found[-1] == most
-    for smaller, larger in neighbours(found):
+def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, max_size: int) -> None:
+    tried_sizes = sizes(max_size)
+    assert tried_sizes == sorted(set(tried_sizes))
+    assert tried_sizes[-1] == max_size
+    for smaller, larger in neighbours(tried_sizes):
         assert larger - smaller in (1, 32) or (larger - smaller - 1) / larger <= wasted
-    assert draft_sizes(most)[-1] == most
+    assert draft_sizes(max_size)[-1] == max_size
 
 
 @pytest.mark.parametrize("rows", [32, 1024, 1280, 4096])
-@pytest.mark.parametrize("most", [5, 80, 1040])
-def test_every_number_of_rows_with_logits_has_a_pass(rows: int, most: int) -> None:
-    found = head_sizes(rows, most)
-    assert found == sorted(set(found))
-    assert found[-1] == min(rows, most)
+@pytest.mark.parametrize("max_size", [5, 80, 1040])
+def test_every_number_of_rows_with_logits_has_a_pass(rows: int, max_size: int) -> None:
+    tried_sizes = head_sizes(rows, max_size)
+    assert tried_sizes == sorted(set(tried_sizes))
+    assert tried_sizes[-1] == min(rows, max_size)
 
 
 def test_without_prompts_there_are_no_sizes_for_them() -> None:
@@ -449,8 +452,12 @@ def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Confi
     request = make_request("0", random_prompt(33, 1), max_tokens=1)
     run(engine, [request])
     for index, kv in enumerate(caches_of(engine)):
-        written = (kv != 7).flatten(3).any(-1).any(0).any(0)
-        assert int(written[1:].sum()) >= len(request.prompt) if index else int(written[1:].sum()) == len(request.prompt)
+        is_written = (kv != 7).flatten(3).any(-1).any(0).any(0)
+        assert (
+            int(is_written[1:].sum()) >= len(request.prompt)
+            if index
+            else int(is_written[1:].sum()) == len(request.prompt)
+        )
         assert torch.isfinite(kv).all()
 
 
@@ -501,7 +508,7 @@ def test_the_largest_passes_are_timed(
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     embed = engine.runner.target.embed_tokens
-    with embed.register_forward_pre_hook(lambda _, given: embedded.append(given[0].clone())):
+    with embed.register_forward_pre_hook(lambda _, inputs: embedded.append(inputs[0].clone())):
         tables = steps.time_all()
     assert {mode: set(table) for mode, table in tables.items()} == {
         mode: {*steps.sizes, *(rows for rows in steps.prompt_sizes if rows > steps.sizes[-1])} for mode in tables
@@ -511,8 +518,8 @@ def test_the_largest_passes_are_timed(
     for (rows, *_), passes in timed.items():
         num_nodes = min(rows, steps.sizes[-1])
         assert {verified for verified, _ in passes} == {num_nodes}
-        (_, first), *others = passes
-        assert all(torch.equal(tokens, first) for _, tokens in others)
+        (_, first), *later = passes
+        assert all(torch.equal(tokens, first) for _, tokens in later)
         assert len(first[:num_nodes].unique()) > num_nodes / 2  # of a small vocabulary
     assert torch.equal(state.proposals, before)
     check_untouched(state)

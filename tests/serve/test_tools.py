@@ -65,7 +65,7 @@ class Sampler:
         self._weights[list(special)] = 1e-9
         self._weights[end] = 100.0
 
-    def write(self, answers: AnswerFormat, seed: int, most: int = 250) -> Parts | None:
+    def write(self, answers: AnswerFormat, seed: int, limit: int = 250) -> Parts | None:
         """The parts of an answer; None if it does not end in time."""
         assert answers.grammar is not None
         assert answers.parser is not None
@@ -73,7 +73,7 @@ class Sampler:
         rng = random.Random(seed)
         tokens = list[int]()
         matcher = self.grammars.matcher(self.grammars.compile(answers.grammar).result(), ends)
-        while len(tokens) < most and not matcher.is_over:
+        while len(tokens) < limit and not matcher.is_over:
             bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: len(self.tokenizer)])
             [token] = rng.choices(allowed.tolist(), self._weights[allowed])
@@ -92,9 +92,9 @@ def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
-    found = Sampler(request.param, tmp_path_factory.mktemp(request.param))
-    yield found
-    found.grammars.close()
+    new_sampler = Sampler(request.param, tmp_path_factory.mktemp(request.param))
+    yield new_sampler
+    new_sampler.grammars.close()
 
 
 def test_calls_are_valid_in_every_form(sampler: Sampler) -> None:
@@ -167,7 +167,7 @@ def build(hermes: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 @pytest.fixture(scope="module")
-def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
+def mix(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
     """Enforced calls, and JSON after reasoning: begun by the prompt, begun by the answer if it likes, ended before."""
     tokenizer = AutoTokenizer.from_pretrained(hermes)
     chat = ChatFormat(tokenizer, "auto", "auto")
@@ -198,18 +198,18 @@ def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
 
 
 @pytest.fixture(scope="module")
-def expected(build: Build, asked: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
-    return tokens_of(run(build("none", drafts_grammars=False), asked[0]))
+def expected(build: Build, mix: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
+    return tokens_of(run(build("none", drafts_grammars=False), mix[0]))
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, ["ngram", "eagle3 tree"]))
 def test_answers_are_the_same_with_every_drafter(
     drafter: str,
     build: Build,
-    asked: tuple[list[Request], dict[str, AnswerFormat]],
+    mix: tuple[list[Request], dict[str, AnswerFormat]],
     expected: dict[str, list[int]],
 ) -> None:
-    requests, formats = asked
+    requests, formats = mix
     answers = run(build(drafter), requests)
     assert tokens_of(answers) == expected
     ends = 0
@@ -296,7 +296,7 @@ def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, field: str, 
     assert words in str(caught.value)
 
 
-FLAT = [{"type": "function", **one["function"]} for one in TOOLS]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 @pytest.mark.parametrize(
@@ -343,17 +343,17 @@ def test_what_is_wrong_with_flat_tools_is_named(tools: Any, choice: Any, field: 
 )
 def test_flat_tools_are_those_of_chat(flat: Any, nested: Any) -> None:
     null = {"async": None, "defer_loading": False, "allowed_callers": ["direct"], "output_schema": None}
-    found = read_choice([{**one, **null} for one in FLAT], flat, None, is_flat=True)
+    choice = read_choice([{**tool, **null} for tool in FLAT], flat, None, is_flat=True)
     expected = read_choice(TOOLS, nested, None)
-    assert [one.definition for one in found.tools] == [one.definition for one in expected.tools]
-    assert (found.mode, found.allowed) == (expected.mode, expected.allowed)
-    assert [one.field for one in found.tools] == ["tools.0.parameters", "tools.1.parameters"]
+    assert [tool.definition for tool in choice.tools] == [tool.definition for tool in expected.tools]
+    assert (choice.mode, choice.allowed) == (expected.mode, expected.allowed)
+    assert [tool.field for tool in choice.tools] == ["tools.0.parameters", "tools.1.parameters"]
 
 
 def test_allowed_tools_are_those_that_may_be_called() -> None:
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
     choice = read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
-    assert [one.name for one in choice.tools] == ["weather", "now"], "the prompt names all"
+    assert [tool.name for tool in choice.tools] == ["weather", "now"], "the prompt names all"
     assert [callable_tool.name for callable_tool in choice.callable_tools] == ["now"]
     assert choice.is_enforced
     assert not read_choice(TOOLS, "auto", None).is_enforced

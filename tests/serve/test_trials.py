@@ -82,7 +82,7 @@ class Desk:
             await asyncio.sleep(0)
 
     def outcome(self, text: str) -> str:
-        """Of the request that came first: nothing as long as it waits."""
+        """Returns the outcome of the request that came first, or "" while it waits."""
         task = self.requests[text][0]
         if not task.done():
             return ""
@@ -236,24 +236,28 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
     """One process is loaded for all of them."""
 
     async def run(process: TrialProcess) -> None:
-        wanted = asyncio.Event()
-        assert await process.attempt(QUICK, 9.0, wanted) == translate(QUICK, 0), "equal schemas have equal translations"
-        assert translate(QUICK_OBJECT, 0) == await process.attempt(QUICK_OBJECT, 9.0, wanted) != translate(QUICK_OBJECT)
+        cancelled = asyncio.Event()
+        assert await process.attempt(QUICK, 9.0, cancelled) == translate(QUICK, 0), (
+            "equal schemas have equal translations"
+        )
+        assert (
+            translate(QUICK_OBJECT, 0) == await process.attempt(QUICK_OBJECT, 9.0, cancelled) != translate(QUICK_OBJECT)
+        )
         loaded = psutil.Process(process.pid)
         with pytest.raises(ValueError, match="cannot be used"):
-            await process.attempt(Grammar("regex", "(a"), 9.0, wanted)
+            await process.attempt(Grammar("regex", "(a"), 9.0, cancelled)
         with pytest.raises(TooLong):
-            await process.attempt(SLOW, 0.1, wanted)
+            await process.attempt(SLOW, 0.1, cancelled)
         left = asyncio.Event()
         trial = asyncio.create_task(process.attempt(SLOW, 1000.0, left))
-        other = asyncio.create_task(process.attempt(QUICK, 9.0, wanted))
+        other = asyncio.create_task(process.attempt(QUICK, 9.0, cancelled))
         while not loaded.children():
             await asyncio.sleep(0.01)
         await other
         left.set()
         await trial
         assert loaded.children() == []
-        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, wanted))
+        trial = asyncio.create_task(process.attempt(SLOW, 1000.0, cancelled))
         while not (children := loaded.children()):
             await asyncio.sleep(0.01)
         os.kill(children[0].pid, signal.SIGKILL)  # as the kernel does where memory is short
@@ -261,7 +265,7 @@ def test_trials_end_within_their_limits_and_none_hurts_another() -> None:
             await trial
         assert process.pid == loaded.pid
         loaded.kill()
-        await process.attempt(QUICK, 9.0, wanted)
+        await process.attempt(QUICK, 9.0, cancelled)
         assert process.pid != loaded.pid
         process.close()
 
@@ -300,9 +304,9 @@ def test_clients_learn_what_is_wrong_with_a_grammar_before_a_stream_begins(byte_
             assert (answer.status_code, error["param"]) == (400, field)
             assert error["message"].startswith(f"{field}: ")
             assert message in error["message"]
-        asked = {"prompt": "x", "max_tokens": 2, "n": 2, "regex": "[a-c]+"}
-        assert client.post(COMPLETIONS, json=asked).status_code == 200
+        body = {"prompt": "x", "max_tokens": 2, "n": 2, "regex": "[a-c]+"}
+        assert client.post(COMPLETIONS, json=body).status_code == 200
         server.api.trials._short.capacity = 0
-        busy = client.post(COMPLETIONS, json={**asked, "regex": "[a-d]+"})
+        busy = client.post(COMPLETIONS, json={**body, "regex": "[a-d]+"})
         assert (busy.status_code, busy.json()["error"]["code"]) == (429, "server_overloaded")
-        assert client.post(COMPLETIONS, json=asked).status_code == 200, "a known one"
+        assert client.post(COMPLETIONS, json=body).status_code == 200, "a known one"

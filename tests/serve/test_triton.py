@@ -16,7 +16,9 @@ UNIFORM = [name for name, case in PASSES.items() if not case.prompt]
 
 def test_head_dims_up_to_256_are_served() -> None:
     layers = {dim: (asking_layer(head_dim=dim).spec,) for dim in (8, 64, 80, 128, 256, 512)}
-    faults = {dim: Backend.fault(KVFormat(torch.device("cuda"), torch.bfloat16, own)) for dim, own in layers.items()}
+    faults = {
+        dim: Backend.fault(KVFormat(torch.device("cuda"), torch.bfloat16, layer)) for dim, layer in layers.items()
+    }
     assert faults.pop(512) == "it has no kernels for head dim 512, only up to 256"
     assert not any(faults.values())
 
@@ -38,13 +40,14 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
     attention = Backend(scene.kv, scene.ropes)
-    asking = (scene.layer(), PASSES[name].mask)
+    layer = scene.layer()
+    mask = PASSES[name].mask
     attention.plan(scene.metadata())
-    expected = attention.attend(*scene.qkv, *asking)
+    expected = attention.attend(*scene.qkv, layer, mask)
     stored = scene.cache.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(*scene.qkv, *asking)
+        out = attention.attend(*scene.qkv, layer, mask)
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)

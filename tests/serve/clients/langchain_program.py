@@ -1,4 +1,4 @@
-"""What langchain-openai gets of a server, as JSON.
+"""Prints the answers that langchain-openai gets from a server, as JSON.
 
 python langchain_program.py URL QUESTION LOGIT_BIAS
 """
@@ -31,10 +31,10 @@ def main(url: str, question: str, bias: str) -> None:
     response = ChatOpenAI(**settings, max_tokens=20, use_responses_api=True)
     brief = {"extra_body": {"logit_bias": json.loads(bias)}}
     scored = ChatOpenAI(**settings, max_tokens=20, logprobs=True, top_logprobs=1).invoke(question)
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "chat": chat.invoke(question).content,
         "batch": [message.content for message in chat.batch([question, question])],
-        "logprobs": [one["logprob"] for one in scored.response_metadata["logprobs"]["content"]],
+        "logprobs": [entry["logprob"] for entry in scored.response_metadata["logprobs"]["content"]],
         "stream": "".join(texts(piece) for piece in chat.stream(question)),
         "text": OpenAI(**settings, max_tokens=20).invoke(question[:20]),
         "response": texts(response.invoke(question)),
@@ -47,12 +47,12 @@ def main(url: str, question: str, bias: str) -> None:
         called = model.bind_tools([TOOL], tool_choice="required").invoke(question)
         [call] = called.tool_calls
         turns = [HumanMessage(question), called, ToolMessage("noon", tool_call_id=call["id"]), AIMessage("It is noon.")]
-        told["calls"][name] = [
+        report["calls"][name] = [
             call["name"],
             texts(ChatOpenAI(**settings, **kind, max_tokens=8).invoke([*turns, "So?"])),
         ]
-        told["parsed"][name] = model.with_structured_output(Verdict).invoke(question).model_dump()
-    print(json.dumps(told))
+        report["parsed"][name] = model.with_structured_output(Verdict).invoke(question).model_dump()
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What litellm gets of a server, as JSON.
+"""Prints the answers that litellm gets from a server, as JSON.
 
 python litellm_program.py URL QUESTION LOGIT_BIAS
 """
@@ -17,7 +17,7 @@ def main(url: str, question: str, bias: str) -> None:
     messages = [{"role": "user", "content": question}]
     chat: dict[str, Any] = {"model": "openai/byte-model", "messages": messages, "max_tokens": 20, "seed": 1, **settings}
     response: dict[str, Any] = {"model": "openai/byte-model", "input": question, "max_output_tokens": 20, **settings}
-    whole = litellm.completion(**chat, logprobs=True, top_logprobs=1)
+    answer = litellm.completion(**chat, logprobs=True, top_logprobs=1)
     stream = litellm.completion(**chat, stream=True, stream_options={"include_usage": True})
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     tools = [{"type": "function", "function": TOOL}]
@@ -28,9 +28,9 @@ def main(url: str, question: str, bias: str) -> None:
         model="text-completion-openai/byte-model", prompt=question[:20], max_tokens=20, **settings
     )
     events = list(litellm.responses(**response, stream=True))
-    told = {
-        "chat": whole.choices[0].message.content,
-        "logprobs": [one.logprob for one in whole.choices[0].logprobs.content],
+    report = {
+        "chat": answer.choices[0].message.content,
+        "logprobs": [entry.logprob for entry in answer.choices[0].logprobs.content],
         "stream": "".join(pieces),
         "call": [calling.choices[0].message.tool_calls[0].function.name, calling.choices[0].finish_reason],
         "hosted": litellm.completion(**{**chat, "model": "hosted_vllm/byte-model"}).choices[0].message.content,
@@ -38,7 +38,7 @@ def main(url: str, question: str, bias: str) -> None:
         "response": litellm.responses(**response).output[0].content[0].text,
         "response stream": "".join(event.delta for event in events if event.type == "response.output_text.delta"),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -15,20 +15,20 @@ TASKS = ["choices", "continuations"]
 
 def answers(manager: Any, kind: str, **options: Any) -> dict[str, Any]:
     """By task: what the model gave to each request."""
-    found = simple_evaluate(model=kind, model_args=options, tasks=TASKS, task_manager=manager, bootstrap_iters=0)
-    return {task: [sample["resps"] for sample in found["samples"][task]] for task in TASKS}
+    results = simple_evaluate(model=kind, model_args=options, tasks=TASKS, task_manager=manager, bootstrap_iters=0)
+    return {task: [sample["resps"] for sample in results["samples"][task]] for task in TASKS}
 
 
 def main(url: str, target: str, tasks: str) -> None:
     manager = TaskManager(include_path=tasks, include_defaults=False)
     served = {"model": "byte-model", "base_url": f"{url}/v1/completions", "tokenizer": target, "max_length": 512}
-    told = {
+    report = {
         "hf": answers(manager, "hf", pretrained=target, dtype="float32", device="cpu", max_length=512),
         "by token ids": answers(manager, "local-completions", **served, num_concurrent=2),
         "in batches": answers(manager, "local-completions", **served, batch_size=3),
         "by text": answers(manager, "local-completions", **served, tokenized_requests=False),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
