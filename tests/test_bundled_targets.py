@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,27 @@ def test_questions() -> None:
     for row in rows:
         assert is_held_out(row["id"]) == (row["split"] == "heldout")
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+
+
+def test_prompts() -> None:
+    """The rule of assets/README.md."""
+    with gzip.open(ASSETS / "gpteacher.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    ids = [row["id"] for row in rows]
+    assert ids == sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
+    kinds = Counter(name.rsplit("-", 1)[0] for name in ids)
+    assert kinds == {"codegen": 4535, "roleplay": 1923, "toolformer": 1919}
+    assert {int(name.rsplit("-", 1)[1]) % 4 for name in ids if name.startswith("toolformer")} == {0}
+    for row in rows:
+        assert is_held_out(row["id"]) == (row["split"] == "heldout")
+        assert [message["role"] for message in row["messages"]] == ["user"]
+
+
+def test_mt_bench() -> None:
+    rows = [json.loads(line) for line in (ASSETS / "mt_bench.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == list(range(81, 161))
+    assert all(len(row["turns"]) == 2 for row in rows)
+    assert set(Counter(row["category"] for row in rows).values()) == {10}
 
 
 @pytest.mark.parametrize(

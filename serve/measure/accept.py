@@ -66,7 +66,8 @@ class AcceptConfig:
     baseline: bool = True
     """Ask every question without a draft, too, for the speed-up."""
     questions: list[str] = field(default_factory=lambda: ["gsm8k"])
-    """gsm8k, or files of questions: JSON lines (also .gz) or .parquet with `turns`, `messages` or `prompt`."""
+    """Bundled sets (gsm8k, mt_bench), or files of questions: JSON lines (also .gz) or .parquet with `turns`, `messages`
+    or `prompt`."""
     num_questions: int | None = 80
     """Questions of each category and file, from the beginning; null: all."""
     concurrency: str = "1"

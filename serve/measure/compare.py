@@ -47,7 +47,7 @@ class CompareConfig:
     url: list[str] = field(default_factory=list)
     """OpenAI-compatible servers, with or without /v1; the others are compared with the first."""
     questions: list[str] = field(default_factory=lambda: ["gsm8k"])
-    """gsm8k, or files of questions, as for `accept`; of several turns the first is asked."""
+    """gsm8k, mt_bench, or files of questions, as for `accept`; of several turns the first is asked."""
     concurrency: str = "1,8"
     """Requests open at once; several comma-separated levels are measured one after another."""
     seconds: float = 120.0

@@ -22,7 +22,7 @@ from slipstream.models.chat.messages import read_messages
 from slipstream.serve.load import Prompt
 
 ASSETS = Path(__file__).resolve().parent.parent.parent / "assets"
-BUNDLED = {"gsm8k": ASSETS / "gsm8k.jsonl.gz"}
+BUNDLED = {"gsm8k": ASSETS / "gsm8k.jsonl.gz", "mt_bench": ASSETS / "mt_bench.jsonl"}
 HELDOUT = "heldout"  # rows of other splits are for training
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 REMEDY = (
