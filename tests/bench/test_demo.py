@@ -9,7 +9,16 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
-from slipstream.bench.demo import QUESTIONS, ROOT, DemoConfig, choose_questions, empty_output, main
+from slipstream.bench.demo import (
+    QUESTIONS,
+    ROOT,
+    DemoConfig,
+    bundled_rows,
+    choose_questions,
+    empty_output,
+    main,
+    split_answers,
+)
 from slipstream.bench.demo_report import BLUE, RED, Comparison, plot_speed_up, write_report
 from slipstream.serve.load import Answer, LoadResult
 
@@ -22,25 +31,27 @@ def test_nothing_to_do_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     output = tmp_path / "work"
-    config = DemoConfig(output=str(output))
-    empty_output(config)
+    options = {"drafter": "eagle3"}
+    empty_output(str(output), options, {})
+    assert json.loads((output / "demo.json").read_text()) == options
     assert [path.name for path in output.iterdir()] == ["demo.json"]
     names = ("questions.jsonl", "answers.jsonl.report", "dataset/report.json", "draft/best/config.json")
+    names += ("target/tokenizer_config.json", "accept/accept.png", "samples.jsonl.dropped")
     for name in (*names, "draft/step-9/state/optimizer.bin", "draft/.best.tmp/new/model.safetensors"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).touch()
-    empty_output(config)
+    empty_output(str(output), options, {})
     assert [path.name for path in output.iterdir()] == ["demo.json"]
     for name in ("thesis.txt", "draft/step-9-good/config.json"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("years")
         with pytest.raises(ValueError, match=f"work holds {name} beside an earlier demo and is not replaced"):
-            empty_output(config)
+            empty_output(str(output), options, {})
         assert (output / name).read_text() == "years"
         (output / name).unlink()
     (output / "demo.json").rename(output / "questions.jsonl")
     with pytest.raises(ValueError, match="is not an earlier demo .*it has no demo.json.* name another folder"):
-        empty_output(config)
+        empty_output(str(output), options, {})
 
 
 def test_clean_leaves_the_runs() -> None:
@@ -49,16 +60,28 @@ def test_clean_leaves_the_runs() -> None:
     assert "runs" not in commands
 
 
-def test_questions_are_the_first_of_each_split(tmp_path: Path) -> None:
+def test_questions_are_the_first_of_each_split() -> None:
     with gzip.open(QUESTIONS, "rt") as lines:
         rows = [json.loads(line) for line in lines]
-    chosen = choose_questions(DemoConfig(output=str(tmp_path), train_questions=5, heldout_questions=3))
+    chosen = choose_questions(bundled_rows(QUESTIONS), train=5, heldout=3)
     for split, count in (("train", 5), ("heldout", 3)):
         assert [row for row in chosen if row["split"] == split] == [row for row in rows if row["split"] == split][
             :count
         ]
-    with pytest.raises(ValueError, match="heldout_questions is 382; the bundled file has 381"):
-        choose_questions(DemoConfig(output=str(tmp_path), heldout_questions=382))
+    with pytest.raises(ValueError, match="heldout_questions is 382; the bundled questions are 381"):
+        choose_questions(rows, train=5, heldout=382)
+
+
+def test_samples_are_in_the_split_of_their_prompt(tmp_path: Path) -> None:
+    files = {
+        "questions.jsonl": [{"id": "a", "split": "train"}, {"id": "b", "split": "heldout"}],
+        "answers.jsonl": [{"id": "a", "n": 0}, {"id": "b", "n": 1}],
+        "samples.jsonl": [{"id": "a", "n": 2}, {"id": "a#1", "sample_of": "a", "n": 3}],
+    }
+    for name, rows in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = split_answers(tmp_path, ["answers.jsonl", "samples.jsonl"])
+    assert [[json.loads(line)["n"] for line in path.open()] for path in paths] == [[0, 2, 3], [1]]
 
 
 def level(concurrency: int, texts: list[str], seconds: float) -> LoadResult:
