@@ -2,7 +2,8 @@
 
 The prompt's pass gives an answer's first token. Each round starts at the last emitted token (the root), and emits the
 drafted tokens that agree with the text, then one of the target's own, cut at the answer's end. Accept length is
-(emitted tokens - 1) / rounds, summed over answers. The draft's chain is the one that training-time test predicts at the
+(emitted tokens - 1) / rounds, summed over answers. A server that drafts fewer tokens accepts the first of them, so the
+same agreements give the accept length at every depth up to the evaluated one. The draft's chain is the one that training-time test predicts at the
 root's row, exactly, since both read the same tokens as long as they agree.
 """
 
@@ -48,6 +49,15 @@ def walk_metrics(walks: list[Walk], depth: int) -> dict[str, Tensor]:
     counts = [sum(num_accepted > position for num_accepted in accepted) for position in range(depth)]
     metrics = {"accept_length": torch.tensor([emitted, len(accepted)])}
     return metrics | {f"accept_rate_{i}": torch.tensor([count, len(accepted)]) for i, count in enumerate(counts)}
+
+
+def depth_metrics(batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> dict[str, Tensor]:
+    """Metrics (sum, count) `accept_length_at_depth_d`, of servers that draft d = 1 .. `depth` tokens in a round."""
+    metrics = {}
+    for limit in range(1, depth + 1):
+        walks = list(walk_answers(batch, asking, accepted.clamp(max=limit)))
+        metrics[f"accept_length_at_depth_{limit}"] = walk_metrics(walks, 0)["accept_length"]
+    return metrics
 
 
 def answers(batch: Batch) -> Iterator[tuple[int, int]]:

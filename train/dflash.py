@@ -364,7 +364,7 @@ class DFlashTraining(DraftTraining):
                 self.said.append((int(batch.numbers[0]), self.confidences(blocks, hidden, chain, found, read)))
             accepted.append(found)
         joined = torch.cat(accepted).cpu()  # sync
-        return metrics | self.walk(batch, anchors - 1, joined, self.depth)
+        return metrics | self.walk(batch, anchors - 1, joined)
 
     @torch.no_grad()
     def noise(self, batch: Batch, blocks: Blocks, read: Read) -> Tensor | None:

@@ -30,10 +30,12 @@ from slipstream.train.trackers import read_lines
 
 POSITION = re.compile(r"(.+)_(\d+)")
 ACCEPT_LENGTH = "eval_accept_length"
+BY_DEPTH = "eval_accept_length_at_depth"
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     ACCEPT_LENGTH: "Accept length on held-out answers",
+    BY_DEPTH: "Accept length by depth, held out",
     "eval_accept_rate": "Accept rate by position, held out: share of rounds",
     "accept_rate": "Agreement with the target (block drafts: the text) by position, training",
     "eval_block_accept_length": "Accepted tokens of a block, held out",
@@ -210,7 +212,7 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     for name, color in zip(names, palette(len(names)), strict=True):
         points = [point for point in run.points(name) if math.isfinite(point[1])]
         if len(names) > 1:
-            legend.append(f"<span><i style='background:{color}'></i>position {_by_position(name)[1] + 1}</span>")
+            legend.append(f"<span><i style='background:{color}'></i>{escape(label_of(name))}</span>")
         draw(axes, points, color, is_smoothed=not is_evaluated and family != "lr", has_raw=len(names) == 1)
         for step, value in points if is_evaluated else ():
             axes.plot([step], [value], "o", color=color, markersize=3.5, clip_on=False, gid=f"{step}: {value:.4g}")
@@ -229,6 +231,12 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
         f"<figure><figcaption>{escape(title)}{' (logarithmic axis)' * is_log}</figcaption>"
         f"<div class=legend>{''.join(legend)}</div>{svg(figure)}</figure>"
     )
+
+
+def label_of(name: str) -> str:
+    """The legend of a curve that shares its chart."""
+    family, number = _by_position(name)
+    return f"depth {number}" if family == BY_DEPTH else f"position {number + 1}"
 
 
 def draw(axes: Axes, points: Points, color: str, *, is_smoothed: bool, has_raw: bool) -> None:

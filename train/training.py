@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
-from slipstream.train.acceptance import walk_answers, walk_metrics
+from slipstream.train.acceptance import depth_metrics, walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.samples import Sample, SampleAnswers
 
@@ -96,12 +96,12 @@ class DraftTraining(nn.Module, ABC):
         """Sets what `fitted_fields` said when the run was saved."""
         self.draft.config = replace(self.draft.config, **{name: tuple(value) for name, value in fields.items()})
 
-    def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
-        """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""
+    def walk(self, batch: Batch, asking: Tensor, accepted: Tensor) -> Metrics:
+        """Metrics of the draft's leading agreements with the text (acceptance.walk_answers), at most `depth` of them."""
         walks = list(walk_answers(batch, asking, accepted))
         if self.samples is not None and self.is_new:
             self.samples.add(batch, walks)
-        return walk_metrics(walks, depth)
+        return walk_metrics(walks, self.depth) | depth_metrics(batch, asking, accepted, self.depth)
 
     def take_samples(self) -> list[Sample]:
         """Answers collected since the last call."""

@@ -331,7 +331,7 @@ class ChainTraining(DraftTraining):
         asking = rows.of_taught(rows.asking)
         text = torch.stack([token_at(tokens, asking + 2 + step) for step in range(self.depth)])
         accepted = count_accepted(predicted, text, rows.counts)
-        return self.walk(batch, asking.cpu(), accepted.cpu(), self.depth)  # sync
+        return self.walk(batch, asking.cpu(), accepted.cpu())  # sync
 
 
 def token_at(tokens: Tensor, index: Tensor) -> Tensor:

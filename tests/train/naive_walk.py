@@ -1,6 +1,7 @@
 """A server that answers a given text in rounds: the oracle of the simulated accept length, for any draft."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -23,11 +24,16 @@ def check_walk(
     rows: list[list[Document]],
     depth: int,
 ) -> None:
-    """Compares evaluation with a server's counts on `rows`, some of whose answers the draft can predict."""
+    """Compares evaluation with a server's counts on `rows`, some of whose answers the draft can predict. At a smaller
+    depth the server proposes the first tokens of the same chains or blocks."""
 
-    def propose(prefix: list[int], depth: int) -> list[int]:
-        aux_states = target_aux_states(target, prefix[:-1], training.draft.config.aux_layers)
-        return naive.greedy(aux_states, prefix, depth)
+    @cache
+    def chain(prefix: tuple[int, ...]) -> list[int]:
+        aux_states = target_aux_states(target, list(prefix[:-1]), training.draft.config.aux_layers)
+        return naive.greedy(aux_states, list(prefix), depth)
+
+    def propose(prefix: list[int], limit: int) -> list[int]:
+        return chain(tuple(prefix))[:limit]
 
     rows = [[half_predictable(propose, document, n, depth) for n, document in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
@@ -39,6 +45,11 @@ def check_walk(
     for position in range(depth):
         assert metrics[f"accept_rate_{position}"].tolist() == [sum(walk[2][position] for walk in walks), rounds]
     assert int(metrics[f"accept_rate_{depth - 1}"][0]) > 0  # whole drafts are accepted somewhere
+    lengths = {name for name in metrics if name.startswith("accept_length_at")}
+    assert lengths == {f"accept_length_at_depth_{limit}" for limit in range(1, depth + 1)}
+    for limit in range(1, depth + 1):
+        counts = [naive_walk(propose, document, limit) for row in rows for document in row]
+        assert metrics[f"accept_length_at_depth_{limit}"].tolist() == [emitted, sum(count[1] for count in counts)]
 
 
 def half_predictable(propose: Propose, document: Document, seed: int, depth: int) -> Document:
