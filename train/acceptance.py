@@ -3,8 +3,8 @@
 The prompt's pass gives an answer's first token. Each round starts at the last emitted token (the root), and emits the
 drafted tokens that agree with the text, then one of the target's own, cut at the answer's end. Accept length is
 (emitted tokens - 1) / rounds, summed over answers. A server that drafts fewer tokens accepts the first of them, so the
-same agreements give the accept length at every depth up to the evaluated one. The draft's chain is the one that training-time test predicts at the
-root's row, exactly, since both read the same tokens as long as they agree.
+same agreements give the accept length at every depth up to the evaluated one. The draft's chain is the one that
+training-time test predicts at the root's row, exactly, since both read the same tokens as long as they agree.
 """
 
 from collections.abc import Iterator

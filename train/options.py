@@ -86,7 +86,7 @@ class EvaluationOptions:
     every: int = 500
     """steps between evaluations; the last step is always evaluated"""
     depth: int = 3
-    """tokens drafted in a round of the simulated accept length, which chooses the best checkpoint; also logged for fewer"""
+    """tokens drafted in a round of the simulated accept length, which chooses `best`; fewer are logged, too"""
     documents: int = 200
     """held-out documents used"""
     samples: int = 4

@@ -97,7 +97,7 @@ class DraftTraining(nn.Module, ABC):
         self.draft.config = replace(self.draft.config, **{name: tuple(value) for name, value in fields.items()})
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor) -> Metrics:
-        """Metrics of the draft's leading agreements with the text (acceptance.walk_answers), at most `depth` of them."""
+        """Metrics of the draft's leading agreements with the text (acceptance.walk_answers)."""
         walks = list(walk_answers(batch, asking, accepted))
         if self.samples is not None and self.is_new:
             self.samples.add(batch, walks)
