@@ -1,4 +1,4 @@
-"""What an attention backend is, and how a phase finds its backend."""
+"""The interface of attention backends, and the choice of a backend for each phase."""
 
 import importlib
 import logging
@@ -60,9 +60,11 @@ class Backend(Attention):
     reads_codes: ClassVar[bool] = False  # takes KV in e4m3
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
-        """`ropes`: of each layer; layers may share one."""
-        self.kv, self.ropes = kv, ropes
-        self.layers, self.groups = kv.layers, kv.groups  # (2, num_pages, page_size, G, D) of each layer, and its group
+        """`ropes`: one for each layer; layers may share it."""
+        self.kv = kv
+        self.ropes = ropes
+        self.layers = kv.layers  # (2, num_pages, page_size, G, D) of each layer,
+        self.groups = kv.groups  # and its group
         self.flat = [layer.flatten(1, 2) for layer in self.layers]  # the same by slots: (2, S, G, D)
         self.scales = kv.layer_scales  # (2, G) of each layer whose KV is in e4m3
         self.page_size = self.layers[0].shape[2]
@@ -70,10 +72,10 @@ class Backend(Attention):
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
         """Why it cannot serve such layers; empty if it can."""
-        known = cls.features if kv.device.type == "cpu" else cls.gpu_features
+        features = cls.features if kv.device.type == "cpu" else cls.gpu_features
         if kv.has_codes and not cls.reads_codes:
             return "it has no kernels for an FP8 KV cache with scales of heads"
-        lacking = [name for name in FEATURES if name not in known and any(map(FEATURES[name], kv.layers))]
+        lacking = [name for name in FEATURES if name not in features and any(map(FEATURES[name], kv.layers))]
         return f"it has no kernels for {' and '.join(lacking)}" if lacking else ""
 
     @classmethod
@@ -92,7 +94,8 @@ class Backend(Attention):
 
     def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
         """Prepares `write` of every layer alone, for rows at positions (T,) int64 whose KV goes to these slots."""
-        self.positions, self.slots = positions, slots
+        self.positions = positions
+        self.slots = slots
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         return self.attend_stored(self.rotate_and_store(q, k, v, layer), layer, mask)
@@ -106,18 +109,27 @@ class Backend(Attention):
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        to, norms = self._rotation(layer), layer.norms
-        where = to.positions, to.slots, to.keys, to.values
-        return rotate_and_store(q, k, v, to.cos, to.sin, *where, norms, to.scales)
+        to = self._rotation(layer)
+        return rotate_and_store(
+            q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, layer.norms, to.scales
+        )
 
     def rotation(self, layer: AttentionLayer) -> Rotation | None:
         is_plain = layer.norms is None and not layer.spec.projection_norm and self.layers[layer.id].is_cuda
         return self._rotation(layer) if is_plain else None
 
     def _rotation(self, layer: AttentionLayer) -> Rotation:
-        rope, (keys, values) = self.ropes[layer.id], self.flat[layer.id]
-        where = self.positions, self.slots.of(self.groups[layer.id])
-        return Rotation(rope.cos, rope.sin, *where, keys, values, self.scales[layer.id])
+        rope = self.ropes[layer.id]
+        keys, values = self.flat[layer.id]
+        return Rotation(
+            cos=rope.cos,
+            sin=rope.sin,
+            positions=self.positions,
+            slots=self.slots.of(self.groups[layer.id]),
+            keys=keys,
+            values=values,
+            scales=self.scales[layer.id],
+        )
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:
@@ -151,7 +163,8 @@ def _parse(option: str) -> dict[str, str]:
 
 
 def _choose(formats: Mapping[str, KVFormat]) -> dict[str, str]:
-    """What `auto` means: sdpa on the CPU; elsewhere the first of GPU_PREFERENCES that can serve the phase."""
+    """Returns the backends that `auto` stands for: sdpa on the CPU, elsewhere the first of GPU_PREFERENCES that can
+    serve the phase."""
     if all(kv.device.type == "cpu" for kv in formats.values()):
         return dict.fromkeys(PHASES, "sdpa")
     names = {}
@@ -186,7 +199,7 @@ def _load(choice: str) -> type[Backend]:
         return module.Backend
     variants: dict[str, type[Backend]] = getattr(module, "VARIANTS", {})
     if variant not in variants:
-        valid = ", ".join(f"{name}:{known}" for known in variants) or "(none)"
+        valid = ", ".join(f"{name}:{key}" for key in variants) or "(none)"
         raise ValueError(f"attention backend {name!r} has no variant {variant!r}; valid: {valid}")
     return variants[variant]
 

@@ -51,7 +51,7 @@ TENSOR_CORE_GROUP = 4  # query heads per KV head from which decoding gains by te
 
 
 class Variant(NamedTuple):
-    """What FlashInfer compiles kernels of their own for."""
+    """A variant of attention for which FlashInfer compiles separate kernels."""
 
     head_dim: int
     has_window: bool
@@ -63,18 +63,26 @@ class Build(threading.Thread):
 
     def __init__(self, dtype: torch.dtype, variant: Variant, kernels: str) -> None:
         super().__init__(daemon=True)
-        self.dtype, self.variant, self.kernels = dtype, variant, kernels
+        self.dtype = dtype
+        self.variant = variant
+        self.kernels = kernels
         self.is_done = False
 
     def run(self) -> None:
-        dtype, D, kernels = self.dtype, self.variant.head_dim, self.kernels
-        options = (0, self.variant.has_window, self.variant.has_softcap)  # 0: rotates nothing
+        dtype = self.dtype
+        D = self.variant.head_dim
+        kernels = self.kernels
+        has_window = self.variant.has_window
+        has_softcap = self.variant.has_softcap
         try:
             with runtime.stage("FlashInfer's kernels for prompts, in the background"):
                 if kernels == "auto":
                     shape = {"head_dim_qk": D, "head_dim_vo": D}
                     kernels = determine_attention_backend(torch.device("cuda"), 0, False, False, dtype, dtype, **shape)
-                get_batch_prefill_module(kernels, dtype, dtype, dtype, torch.int32, D, D, *options, False)
+                # 0: rotates nothing
+                get_batch_prefill_module(
+                    kernels, dtype, dtype, dtype, torch.int32, D, D, 0, has_window, has_softcap, False
+                )
             self.is_done = True
         except Exception as error:
             remedy = "long prompts take the captured passes' kernels; mend nvcc or install flashinfer-jit-cache"
@@ -130,7 +138,8 @@ class Backend(base.Backend):
 
     @property
     def is_ready(self) -> bool:
-        dtype, variants = self.layers[0].dtype, _variants(self.kv.specs)
+        dtype = self.layers[0].dtype
+        variants = _variants(self.kv.specs)
         return all(_build(dtype, variant, self.prompt_kernels).is_done for variant in variants)
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -156,46 +165,77 @@ class Backend(base.Backend):
 
     def _tree(self, q: Tensor, layer: AttentionLayer, **options: Any) -> Any:
         """`tree_attention` of q (T, Q, D)."""
-        metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
-        pages, nodes = metadata.state.pages[self.groups[layer.id]], q.unflatten(0, (len(metadata.query_lens), -1))
-        where = (pages, metadata.requests, metadata.lengths, metadata.ancestors)
-        options |= {"first_node": metadata.first_node, "window": spec.window, "softcap": spec.softcap}
-        return tree_attention(nodes, keys, values, *where, "tree", spec.score_scale, **options)
+        metadata = self.metadata
+        spec = layer.spec
+        keys, values = self.layers[layer.id]
+        pages = metadata.state.pages[self.groups[layer.id]]
+        nodes = q.unflatten(0, (len(metadata.query_lens), -1))
+        return tree_attention(
+            nodes,
+            keys,
+            values,
+            pages,
+            metadata.requests,
+            metadata.lengths,
+            metadata.ancestors,
+            "tree",
+            spec.score_scale,
+            first_node=metadata.first_node,
+            window=spec.window,
+            softcap=spec.softcap,
+            **options,
+        )
 
     def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, layer: AttentionLayer) -> list[Tensor]:
         """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
         over the new nodes: the same two, over all."""
-        (T, Q, D), G = q.shape, layer.spec.num_kv_heads
+        T, Q, D = q.shape
+        G = layer.spec.num_kv_heads
         out, lse = self._tree(q, layer, prefix=False, return_lse=True)
-        rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
-        parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
-        return [x.view(T, Q, *x.shape[2:]) for x in flashinfer.merge_state(*parts)]
+        rows = T * G  # a thread block merges one row: all Q heads would be too many threads
+        merged = flashinfer.merge_state(
+            committed[0].view(rows, Q // G, D),
+            committed[1].view(rows, Q // G),
+            out.view(rows, Q // G, D),
+            lse.view(rows, Q // G) / math.log(2),
+        )
+        return [x.view(T, Q, *x.shape[2:]) for x in merged]
 
     def _plan_pass(self, mask: Mask, layer: AttentionLayer) -> Any:
         """The wrapper for this pass, mask and layer. With "tree" it will see the committed tokens only."""
-        spec, page_size = layer.spec, self.page_size
+        spec = layer.spec
         query_lens = torch.tensor(self.metadata.query_lens, dtype=torch.int32)
         lengths = self._committed_lengths()
         table = self._page_table(layer, lengths, lengths if mask == "tree" else lengths + query_lens)
-        shape, dtype = (spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size), self.layers[layer.id].dtype
+        dtype = self.layers[layer.id].dtype
         options: dict[str, Any] = dict.fromkeys(("q_data_type", "kv_data_type"), dtype)
         # How many keys before its own a query sees; -1: all.
         options |= {"window_left": -1 if spec.window is None else spec.window - 1, "sm_scale": spec.score_scale}
         options |= {"logits_soft_cap": spec.softcap} if spec.softcap is not None else {}
         if max(self.metadata.query_lens) == 1:
             planner = self._planner("decode", "causal", spec)
-            planner.plan(*table, *shape, **options)
+            planner.plan(*table, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.page_size, **options)
         else:
             kind = "prompt" if self.metadata.phase == "prefill" else "nodes"
             planner = self._planner(kind, mask, spec)
-            planner.plan(_starts(query_lens), *table, *shape, causal=mask == "causal", **options)
+            planner.plan(
+                _starts(query_lens),
+                *table,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                self.page_size,
+                causal=mask == "causal",
+                **options,
+            )
         return planner.wrapper
 
     def _committed_lengths(self) -> Tensor:
         """(B,) int32 on the host. In prefill its bounds are exact."""
         if self.metadata.phase != "prefill":
             return self.metadata.lengths.int().cpu()  # sync
-        ends, counts = self.metadata.kv_bounds, self.metadata.query_lens
+        ends = self.metadata.kv_bounds
+        counts = self.metadata.query_lens
         return torch.tensor(ends, dtype=torch.int32) - torch.tensor(counts, dtype=torch.int32)
 
     def _page_table(self, layer: AttentionLayer, committed: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,12 +244,15 @@ class Backend(base.Backend):
 
         Without pages that lie wholly before the window: they belong to others by now. Windows count from the end.
         """
-        metadata, page_size, window = self.metadata, self.page_size, layer.spec.window
+        metadata = self.metadata
+        page_size = self.page_size
+        window = layer.spec.window
         ends = (lengths + page_size - 1) // page_size
-        seen = committed + metadata.first_node + 1 - (window or 0)
-        firsts = seen.clamp(min=0) // page_size if window is not None else torch.zeros_like(ends)
+        window_starts = committed + metadata.first_node + 1 - (window or 0)
+        firsts = window_starts.clamp(min=0) // page_size if window is not None else torch.zeros_like(ends)
         starts = _starts(ends - firsts)
-        upload, total = metadata.state.upload, int(starts[-1])
+        upload = metadata.state.upload
+        total = int(starts[-1])
         owners = torch.repeat_interleave(upload((ends - firsts).tolist()), output_size=total)
         numbers = torch.arange(total, device=owners.device) - upload((starts[:-1] - firsts).tolist())[owners]
         pages = metadata.state.pages[self.groups[layer.id], metadata.requests[owners], numbers].int()
@@ -257,7 +300,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _variants(layers: Iterable[AttentionSpec]) -> set[Variant]:
-    return {Variant(one.head_dim, one.window is not None, one.softcap is not None) for one in layers}
+    return {Variant(spec.head_dim, spec.window is not None, spec.softcap is not None) for spec in layers}
 
 
 @cache

@@ -24,21 +24,22 @@ class Nodes(NamedTuple):
 
     counts: tuple[int, ...]  # (B,)
     padded: Tensor | None  # (B * N,) int64 rows of the pass, N for each request; None: the first ones as they are
-    kept: Tensor | None  # (n,) int64 the nodes among these; None: all of them
+    node_rows: Tensor | None  # (n,) int64 the nodes among these; None: all of them
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "Nodes":
-        """Of requests with counts (B,) nodes."""
+        """The rows of requests with counts (B,) nodes."""
         if len(set(counts)) <= 1:
             return cls(tuple(counts), None, None)
-        own, most = np.array(counts), max(counts)
-        starts = own.cumsum() - own
-        padded = starts[:, None] + np.minimum(np.arange(most), own[:, None] - 1)
-        kept = np.repeat(most * np.arange(len(own)) - starts, own) + np.arange(own.sum())
-        return cls(tuple(counts), torch.from_numpy(padded.ravel()).to(device), torch.from_numpy(kept).to(device))
+        sizes = np.array(counts)
+        max_nodes = max(counts)
+        starts = sizes.cumsum() - sizes
+        padded = starts[:, None] + np.minimum(np.arange(max_nodes), sizes[:, None] - 1)
+        node_rows = np.repeat(max_nodes * np.arange(len(sizes)) - starts, sizes) + np.arange(sizes.sum())
+        return cls(tuple(counts), torch.from_numpy(padded.ravel()).to(device), torch.from_numpy(node_rows).to(device))
 
     @property
-    def most(self) -> int:
+    def max_nodes(self) -> int:
         """N."""
         return max(self.counts, default=0)
 
@@ -55,7 +56,7 @@ class Nodes(NamedTuple):
 
     def keep(self, values: Tensor) -> Tensor:
         """values (B * N, ...) -> (n, ...)."""
-        return values if self.kept is None else values.index_select(0, self.kept)
+        return values if self.node_rows is None else values.index_select(0, self.node_rows)
 
 
 @dataclass(slots=True)
@@ -86,13 +87,14 @@ class PartsAttention(Attention):
         raise AssertionError("a target's rows all ask")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        count, q = self.nodes.total, self.prompts.rotate_and_store(q, k, v, layer)
+        count = self.nodes.total
+        q = self.prompts.rotate_and_store(q, k, v, layer)
         if not count:
             return self.prompts.attend_stored(q, layer, "causal")
-        own = self._attend_nodes(q, layer, mask)
+        out = self._attend_nodes(q, layer, mask)
         if not self.has_prompts:
-            return own
-        return torch.cat((own, self.prompts.attend_stored(q[count:], layer, "causal")))
+            return out
+        return torch.cat((out, self.prompts.attend_stored(q[count:], layer, "causal")))
 
     def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""

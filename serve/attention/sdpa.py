@@ -38,7 +38,7 @@ class View(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the bias of a layer's scores depends on."""
+    """The properties of a layer that its scores' bias depends on."""
 
     mask: Mask
     window: int | None
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one request of a segment attends to, in layers that are alike."""
+    """The queries, pages and bias of one request of a segment, in layers that are alike."""
 
     queries: slice  # of the segment
     pages: Tensor  # (1, p) int64
@@ -67,7 +67,7 @@ class Segment:
     shares: dict[tuple[int, Kind], list[Share]] = field(default_factory=dict)  # by group, too
 
     @property
-    def most(self) -> int:
+    def max_queries(self) -> int:
         """N."""
         return max(self.counts)
 
@@ -112,11 +112,11 @@ class Backend(base.Backend):
         return q
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        parts = [self._attend(q[one.queries], layer, mask, one) for one in self.segments]
+        parts = [self._attend(q[segment.queries], layer, mask, segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _find_angles(self, positions: Tensor) -> None:
-        """Of a pass on the CPU, for `_rotate`; the first half of sin is negated."""
+        """Computes the angles of a pass on the CPU, for `_rotate`; the first half of sin is negated."""
         self.angles: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
         for rope in self.ropes:
             if rope not in self.angles:
@@ -135,13 +135,15 @@ class Backend(base.Backend):
     def _rotate(self, x: Tensor, layer: AttentionLayer) -> Tensor:
         """rotate_halves (kernels/kv/rope.py) of x (T, heads, D), in three operators: `sin` has the sign."""
         cos, sin = self.angles[self.ropes[layer.id]]  # (T, 1, R)
-        R, rest = cos.shape[-1], x[..., cos.shape[-1] :]
+        R = cos.shape[-1]
+        rest = x[..., cos.shape[-1] :]
         turned = x[..., :R]
         turned = torch.addcmul(turned * cos, turned.roll(R // 2, -1), sin).to(x.dtype)
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
-        (keys, values), slots = self.flat[layer.id], self.slots.of(self.groups[layer.id])
+        keys, values = self.flat[layer.id]
+        slots = self.slots.of(self.groups[layer.id])
         if (scales := self.scales[layer.id]) is not None:
             store_encoded(k, v, slots, keys, values, scales)
             return
@@ -171,7 +173,8 @@ class Backend(base.Backend):
         G, D = self.layers[layer.id].shape[3:]
         kv = self._read(layer.id, pages.flatten())
         k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
-        count, group = len(q) // b, q.shape[1] // G
+        count = len(q) // b
+        group = q.shape[1] // G
         if b == 1 and q.is_cuda and _is_plain(layer):
             return self._attend_one(q, k, v, bias, layer.spec.score_scale)
         q = q.view(b, count, G, group, D).transpose(1, 2)  # (b, G, count, Q / G, D)
@@ -184,10 +187,13 @@ class Backend(base.Backend):
 
     def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, layer: AttentionLayer) -> Tensor:
         """With soft caps or sinks. q (b, G, count, Q / G, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
-        spec, sinks = layer.spec, layer.sinks
+        spec = layer.spec
+        sinks = layer.sinks
         if sinks is not None:
             sinks = sinks.view(*q.shape[1:4:2], 1)
-        q, k, v = q.transpose(2, 3), k[:, :, None], v[:, :, None]
+        q = q.transpose(2, 3)
+        k = k[:, :, None]
+        v = v[:, :, None]
         out = dense_attention(q, k, v, bias[:, :, None], spec.score_scale, spec.softcap, sinks)
         return out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
 
@@ -220,9 +226,11 @@ class Backend(base.Backend):
         Not (G, Q / G, ...): with head stride 0 in the keys, torch's memory-efficient kernel reads a last block of one
         query (of 65, 129, ...) as one query per head and returns nonsense.
         """
-        (count, _, D), G = q.shape, k.shape[1]
+        count, _, D = q.shape
+        G = k.shape[1]
         q = q.view(count, G, -1, D).permute(2, 1, 0, 3)  # (Q / G, G, count, D)
-        k, v = k.expand(len(q), -1, -1, -1), v.expand(len(q), -1, -1, -1)
+        k = k.expand(len(q), -1, -1, -1)
+        v = v.expand(len(q), -1, -1, -1)
         with sdpa_kernel(GPU_KERNELS):
             if bias is None:
                 out = scaled_dot_product_attention(q, k[:, :, :count], v[:, :, :count], is_causal=True, scale=scale)
@@ -237,16 +245,20 @@ class Backend(base.Backend):
         return Segment(slice(start, end), slice(first_query, first_query + sum(counts)), counts, is_whole)
 
     def _view(self, layer: AttentionLayer, segment: Segment) -> View:
-        key = group, window = self.groups[layer.id], layer.spec.window
-        if key not in segment.views:
-            segment.views[key] = self._find_view(group, window, segment)
-        return segment.views[key]
+        group = self.groups[layer.id]
+        window = layer.spec.window
+        if (group, window) not in segment.views:
+            segment.views[group, window] = self._find_view(group, window, segment)
+        return segment.views[group, window]
 
     def _find_view(self, group: int, window: int | None, segment: Segment) -> View:
         """Without pages that lie wholly before the window: they belong to others by now."""
-        metadata, size = self.metadata, self.page_size
-        table, bounds = metadata.state.pages[group], metadata.kv_bounds[segment.requests]
-        rows, device = metadata.requests[segment.requests], table.device
+        metadata = self.metadata
+        size = self.page_size
+        table = metadata.state.pages[group]
+        bounds = metadata.kv_bounds[segment.requests]
+        rows = metadata.requests[segment.requests]
+        device = table.device
         ends = [min(-(-bound // size), table.shape[1]) for bound in bounds]
         if window is None:
             positions = torch.arange(max(ends) * size, device=device)
@@ -259,28 +271,33 @@ class Backend(base.Backend):
 
     def _lengths(self, segment: Segment) -> list[int]:
         """Committed tokens of each request, on the host. A prompt's bounds are exact."""
-        metadata, requests = self.metadata, segment.requests
+        metadata = self.metadata
+        requests = segment.requests
         if metadata.phase == "prefill":
             return [bound - count for bound, count in zip(metadata.kv_bounds[requests], segment.counts, strict=True)]
         return metadata.lengths[requests].tolist()  # sync
 
     def _shares(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> list[Share]:
-        """Of each request of the segment."""
+        """The share of each request of the segment."""
         key = self.groups[layer.id], self._kind(layer, mask, segment)
         if key not in segment.shares:
-            view, bias = self._view(layer, segment), self._bias(layer, mask, segment)
-            shares, start = [], 0
+            view = self._view(layer, segment)
+            bias = self._bias(layer, mask, segment)
+            shares = []
+            start = 0
             for index, count in enumerate(segment.counts):
-                pages, own = view.pages[index, : view.counts[index]], None
+                pages = view.pages[index, : view.counts[index]]
+                share_bias = None
                 if bias is not None:
-                    own = bias[index, None, :, : count * key[1].stacked, : len(pages) * self.page_size]
-                shares.append(Share(slice(start, start + count), pages[None], own))
+                    share_bias = bias[index, None, :, : count * key[1].stacked, : len(pages) * self.page_size]
+                shares.append(Share(slice(start, start + count), pages[None], share_bias))
                 start += count
             segment.shares[key] = shares
         return segment.shares[key]
 
     def _kind(self, layer: AttentionLayer, mask: Mask, segment: Segment) -> Kind:
-        window, (*_, G, _) = layer.spec.window, self.layers[layer.id].shape
+        window = layer.spec.window
+        *_, G, _ = self.layers[layer.id].shape
         if not _is_plain(layer):
             return Kind(mask, window, 1, torch.float32)
         by_head = self.layers[layer.id].is_cuda and (len(segment.counts) == 1 or len(set(segment.counts)) > 1)
@@ -298,14 +315,16 @@ class Backend(base.Backend):
 
     def _make_bias(self, positions: Tensor, segment: Segment, kind: Kind) -> Tensor:
         """positions (b or 1, S) of the keys."""
-        metadata, first_node, device = self.metadata, self.metadata.first_node, positions.device
+        metadata = self.metadata
+        first_node = self.metadata.first_node
+        device = positions.device
         nodes = positions - metadata.lengths[segment.requests, None]  # (b, S): which node a key is; below 0 committed
-        queries = torch.arange(first_node, first_node + segment.most, device=device)
+        queries = torch.arange(first_node, first_node + segment.max_queries, device=device)
         ancestors = metadata.ancestors[segment.requests] if metadata.ancestors is not None else None
         ends = first_node + torch.tensor(segment.counts, device=device)[:, None]
-        seen = sees(nodes, queries, ancestors, kind.mask, kind.window) & (nodes < ends)[:, None]  # (b, N, S)
-        bias = torch.zeros(seen.shape, dtype=kind.dtype, device=device)
-        return bias.masked_fill_(~seen, -torch.inf)[:, None].repeat_interleave(kind.stacked, dim=2)
+        is_visible = sees(nodes, queries, ancestors, kind.mask, kind.window) & (nodes < ends)[:, None]  # (b, N, S)
+        bias = torch.zeros(is_visible.shape, dtype=kind.dtype, device=device)
+        return bias.masked_fill_(~is_visible, -torch.inf)[:, None].repeat_interleave(kind.stacked, dim=2)
 
 
 def _is_plain(layer: AttentionLayer) -> bool:

@@ -26,19 +26,23 @@ class Backend(base.Backend):
         return super().fault(kv)
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        metadata, (keys, values) = self.metadata, self.layers[layer.id]  # (num_pages, page_size, G, D)
+        metadata = self.metadata
+        keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
         if metadata.segments is not None:
             return self._attend_ragged(metadata.segments, q, layer, mask)
-        N, spec = metadata.query_lens[0], layer.spec
+        N = metadata.query_lens[0]
+        spec = layer.spec
         assert set(metadata.query_lens) == {N}, metadata.query_lens
         pages = metadata.state.pages[self.groups[layer.id]]
-        requests = pages, metadata.requests, metadata.lengths, metadata.ancestors
         nodes = q.unflatten(0, (-1, N))
         out = tree_attention(
             nodes,
             keys,
             values,
-            *requests,
+            pages,
+            metadata.requests,
+            metadata.lengths,
+            metadata.ancestors,
             mask,
             spec.score_scale,
             first_node=metadata.first_node,
@@ -51,21 +55,26 @@ class Backend(base.Backend):
         return out.flatten(0, 1)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Of a ragged pass, before its tokens are embedded: see `ragged_attention`."""
+        """Plans the tiles of a ragged pass, before its tokens are embedded: see `ragged_attention`."""
         super().plan(metadata)
         if metadata.segments is not None:
             for key in {self._geometry(spec) for spec in self.kv.specs}:  # layers that are alike share a plan
                 num_heads, num_kv_heads, head_dim, window = key
-                sizes = len(metadata.positions), num_heads, num_kv_heads, head_dim, self.kv.query_dtype
-                metadata.works[key] = plan_work(metadata.segments, *sizes, window=window)
+                num_rows = len(metadata.positions)
+                metadata.works[key] = plan_work(
+                    metadata.segments, num_rows, num_heads, num_kv_heads, head_dim, self.kv.query_dtype, window=window
+                )
 
     def _geometry(self, spec: AttentionSpec) -> tuple[int, int, int, int | None]:
         return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window
 
     def _attend_ragged(self, segments: Segments, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (T, Q, D) rotated -> the same shape."""
-        metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
-        pages, work = metadata.state.pages[self.groups[layer.id]], metadata.works[self._geometry(spec)]
+        metadata = self.metadata
+        spec = layer.spec
+        keys, values = self.layers[layer.id]
+        pages = metadata.state.pages[self.groups[layer.id]]
+        work = metadata.works[self._geometry(spec)]
         return ragged_attention(
             q,
             keys,

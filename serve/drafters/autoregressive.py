@@ -89,7 +89,9 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         if module.embed_tokens is not None:
             size = sum(x.nbytes for x in module.embed_tokens.parameters()) / 1e6
             logger.info("the draft has its own embedding: %.0f MB in addition to the target's", size)
-        self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
+        self.module = module
+        self.vocabulary = vocabulary
+        self.head = vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
@@ -105,7 +107,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
-        self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
+        self.embed = self.module.embed_tokens or target.embed_tokens
+        self.attention = attention
         (self.group,) = set(attention.kv.groups)
         size = self.module.config.hidden_size
         self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
@@ -115,7 +118,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             self.attention.plan(rows.attention)
         else:
             self.attention.plan_writes(rows.positions, rows.slots)
-        embeds, fused = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
+        embeds = self.embed(rows.next_tokens.clamp(min=0))
+        fused = self.module.fuse(aux_states)
         self.module.write_context(embeds, fused, self.attention)
         self.fused[rows.requests] = fused[rows.last]
 
@@ -131,8 +135,10 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         return self.module(self.embed(batch.roots.clamp(min=0)), self.fused[batch.requests], self.attention)
 
     def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
-        sampling, hidden = batch.sampling, self._start(batch)
-        chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
+        sampling = batch.sampling
+        hidden = self._start(batch)
+        chain = [batch.roots]  # tokens
+        positions = [batch.lengths]  # committed length + 0, 1, ...
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(width - 1):
             if step:
@@ -146,17 +152,20 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
 
     def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
-        shape, state = self.shape.within(width), batch.state
+        shape = self.shape.within(width)
+        state = batch.state
         place = Place(state.pages[self.group], state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
-        sampling, hidden, positions = batch.sampling, self._start(batch), batch.lengths + 1
+        sampling = batch.sampling
+        hidden = self._start(batch)
+        positions = batch.lengths + 1
         frontier: Frontier | None = None
         for level in range(shape.depth):
             if frontier is not None:
                 hidden = self._expand(batch, frontier, hidden, (level - 1) * shape.topk)
                 positions = frontier.sampled_at
-            own = sampling if frontier is None else sampling.repeat(shape.topk)
-            best = head_topk(self.head, self.module.head_input(hidden), shape.topk, positions, own)
+            level_sampling = sampling if frontier is None else sampling.repeat(shape.topk)
+            best = head_topk(self.head, self.module.head_input(hidden), shape.topk, positions, level_sampling)
             frontier = grow(candidates, frontier, *best, self.head.ids, place, level, level == shape.depth - 1)
         return Proposal(*choose(candidates, batch.roots, width))
 

@@ -45,7 +45,7 @@ class Drafter(ABC):
 
     @property
     def fixed_tokens(self) -> frozenset[int] | None:
-        """Those that it may propose whatever other requests use; None: all that it proposes."""
+        """Tokens that it may propose whatever other requests use; None: all that it proposes."""
         return None
 
     def check(self, request: Request) -> None:
@@ -57,7 +57,8 @@ class Drafter(ABC):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
-        B, device = len(batch.roots), batch.roots.device
+        B = len(batch.roots)
+        device = batch.roots.device
         return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 
     def observe(self, rows: PassRows) -> None:
@@ -80,8 +81,15 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> Self:
-        weights = target.config, target.dtype, target.device, target.shared
-        module = load_draft(cls.Network, resolve(draft), *weights, Choices.of(options))
+        module = load_draft(
+            cls.Network,
+            resolve(draft),
+            target=target.config,
+            dtype=target.dtype,
+            device=target.device,
+            shared=target.shared,
+            choices=Choices.of(options),
+        )
         if getattr(options, "window", None) is not None:
             module.limit_window(options.window)
         drafter = cls(module, find_vocabulary(module, target, options), options)

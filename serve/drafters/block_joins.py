@@ -1,4 +1,4 @@
-"""What joins the slots of a block when it is served: scores of each slot's candidates after those of the slot before.
+"""Joins the slots of a block when it is served: scores of each slot's candidates after those of the slot before.
 
 Candidates are found and scored with the request's noise as in models/drafts/lattice.py, so a head that adds nothing
 changes no draft, whatever the temperature.
@@ -39,7 +39,7 @@ class Join(ABC):
     is_noisy = True  # whether candidates are found with the request's noise
 
     @abstractmethod
-    def scores(self, block: Block, found: Candidates) -> Tensor:
+    def scores(self, block: Block, candidates: Candidates) -> Tensor:
         """(B, K, k, k) of candidate j of a slot after candidate i of the slot before, or after the root."""
 
     def sampling(self, sampling: Sampling) -> Sampling:
@@ -53,18 +53,19 @@ class Join(ABC):
 class Independent(Join):
     """No head: what a slot says does not depend on the token before it."""
 
-    def scores(self, block: Block, found: Candidates) -> Tensor:
-        return found.values[:, :, None].expand(-1, -1, found.values.shape[2], -1)
+    def scores(self, block: Block, candidates: Candidates) -> Tensor:
+        return candidates.values[:, :, None].expand(-1, -1, candidates.values.shape[2], -1)
 
 
 class Factored(Join):
     """A selector or a Markov head: a product of two low-rank factors."""
 
     def __init__(self, head: CandidateSelector | MarkovHead) -> None:
-        self.head, self.factors = head, head.factors()
+        self.head = head
+        self.factors = head.factors()
 
-    def scores(self, block: Block, found: Candidates) -> Tensor:
-        return transition_scores(*found, block.roots, self.factors, self.head.slots(block.hidden))
+    def scores(self, block: Block, candidates: Candidates) -> Tensor:
+        return transition_scores(*candidates, block.roots, self.factors, self.head.slots(block.hidden))
 
 
 class Correlated(Join):
@@ -74,17 +75,20 @@ class Correlated(Join):
 
     def __init__(self, scorer: LiLiCorr, embed: Embedding, contexts: Tensor) -> None:
         """contexts (R, H): its state."""
-        self.scorer, self.embed, self.contexts = scorer, embed, contexts
+        self.scorer = scorer
+        self.embed = embed
+        self.contexts = contexts
 
     def extend(self, rows: PassRows, context: Tensor) -> None:
         self.contexts[rows.requests] = context[rows.last]
 
-    def scores(self, block: Block, found: Candidates) -> Tensor:
-        k, tokens = found.tokens.shape[2], found.tokens
-        start, edges = self.scorer(self.embed(tokens), found.values, block.hidden, self.contexts[block.requests])
+    def scores(self, block: Block, candidates: Candidates) -> Tensor:
+        k = candidates.tokens.shape[2]
+        tokens = candidates.tokens
+        start, edges = self.scorer(self.embed(tokens), candidates.values, block.hidden, self.contexts[block.requests])
         scores = torch.cat((start[:, None, None].expand(-1, -1, k, -1), edges), dim=1)
         if block.sampling.temperature is None:
             return scores
-        noise = torch.zeros_like(found.values).flatten(0, 1)
+        noise = torch.zeros_like(candidates.values).flatten(0, 1)
         noise = add_noise(noise, tokens.flatten(0, 1), block.positions, block.sampling)
-        return scores + noise.view_as(found.values)[:, :, None]
+        return scores + noise.view_as(candidates.values)[:, :, None]

@@ -79,11 +79,14 @@ class DFlashOptions(TokenMapOptions):
 
 
 class Drafter(base.NetworkDrafter):
-    Options, Network = DFlashOptions, DFlash
+    Options = DFlashOptions
+    Network = DFlash
 
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
-        self.module, self.vocabulary, self.topk = module, vocabulary, options.topk
+        self.module = module
+        self.vocabulary = vocabulary
+        self.topk = options.topk
         self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
         self.layers: dict[int, list[int]] = {}  # by KV group
         self.first_slot = config.first_slot
@@ -142,13 +145,13 @@ class Drafter(base.NetworkDrafter):
                     f"drafter.nodes is {options.nodes}; a chain of this draft has between 2 and {self.depth + 1} nodes"
                 )
             return options.nodes or self.depth + 1
-        most = min(MAX_NODES, 1 + sum(options.topk**level for level in range(1, self.depth + 1)))
-        if options.nodes is not None and not 2 <= options.nodes <= most:
+        max_nodes = min(MAX_NODES, 1 + sum(options.topk**level for level in range(1, self.depth + 1)))
+        if options.nodes is not None and not 2 <= options.nodes <= max_nodes:
             raise ValueError(
                 f"drafter.nodes is {options.nodes}; with topk {options.topk} and {self.depth} slots it must be between "
-                f"2 and {most}"
+                f"2 and {max_nodes}"
             )
-        return options.nodes or min(DEFAULT_NODES, most)
+        return options.nodes or min(DEFAULT_NODES, max_nodes)
 
     def _cut_heads(self, options: DFlashOptions) -> None:
         """Keeps what heads hold of the tokens that a token map names."""
@@ -168,11 +171,17 @@ class Drafter(base.NetworkDrafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
-        self.embed, self.attention, groups = target.embed_tokens, attention, attention.kv.groups
-        own = {group: [layer for layer, one in enumerate(groups) if one == group] for group in attention.kv.caches}
-        if own != self.layers:  # else as at the last call
-            self.layers, self.contexts = own, {group: self.module.stack_context(own[group]) for group in own}
-        module, num_slots = self.module, len(state.lengths)
+        self.embed = target.embed_tokens
+        self.attention = attention
+        groups = attention.kv.groups
+        layers = {
+            group: [layer for layer, number in enumerate(groups) if number == group] for group in attention.kv.caches
+        }
+        if layers != self.layers:  # else as at the last call
+            self.contexts = {group: self.module.stack_context(layers[group]) for group in layers}
+            self.layers = layers
+        module = self.module
+        num_slots = len(state.lengths)
         if module.scorer is not None:
             sizes = num_slots, module.config.hidden_size
             self.joins = Correlated(
@@ -182,13 +191,16 @@ class Drafter(base.NetworkDrafter):
             self.joins = self.joins if isinstance(self.joins, Factored) else Factored(head)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
-        context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
+        context = self.module.fuse(aux_states)
+        eps = self.module.config.rms_norm_eps
         self.joins.extend(rows, context)
         rope = self.attention.ropes[0]
         for group, (weight, bias, k_norm) in self.contexts.items():
-            where = rows.positions, rows.slots.of(group), self.attention.kv.flat(group)
+            slots = rows.slots.of(group)
+            cache = self.attention.kv.flat(group)
             scales = self.attention.kv.scales.get(group)
-            store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where, scales)
+            kv = linear(context, weight, bias)
+            store_context(kv, k_norm, eps, rope.cos, rope.sin, rows.positions, slots, cache, scales)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
@@ -202,45 +214,54 @@ class Drafter(base.NetworkDrafter):
         """A chain or a tree of `width` nodes."""
         if self.walks_vocabulary:
             return self._walk_vocabulary(block, sampling)
-        found = self._find(block)
-        scores = self.joins.scores(block, found)
+        candidates = self._find(block)
+        scores = self.joins.scores(block, candidates)
+        confidence = self._confidence(block)
         if self.branches:
-            given = self.topk, width, self._confidence(block)
-            return Proposal(*grow_lattice(scores, found.tokens, block.roots, found.values, *given))
-        tokens, reached = walk_lattice(scores, found.tokens, block.roots, found.values, self._confidence(block))
+            return Proposal(
+                *grow_lattice(scores, candidates.tokens, block.roots, candidates.values, self.topk, width, confidence)
+            )
+        tokens, reached = walk_lattice(scores, candidates.tokens, block.roots, candidates.values, confidence)
         return Proposal(tokens, base.chain_parents(len(tokens), width, tokens.device), reached)
 
     def _draft(self, batch: DraftBatch, width: int) -> Block:
         """The network's pass over the slots that `width` nodes need."""
-        roots, B, slots = batch.roots, len(batch.roots), self._slots(width)
-        own = batch.uniform(batch.lengths, slots, spare=slots)
-        self.attention.plan(own)
+        roots = batch.roots
+        B = len(batch.roots)
+        slots = self._slots(width)
+        metadata = batch.uniform(batch.lengths, slots, spare=slots)
+        self.attention.plan(metadata)
         embeds = self.embed(self.module.block_tokens(roots, slots).flatten())
         hidden = self.module(embeds, self.attention, slots)
         K = min(width - 1, self.depth)
         drafting = slice(self.first_slot, self.first_slot + K)
-        hidden, positions = (x.unflatten(0, (B, slots))[:, drafting].contiguous() for x in (hidden, own.positions))
+        hidden, positions = (x.unflatten(0, (B, slots))[:, drafting].contiguous() for x in (hidden, metadata.positions))
         positions = positions if self.first_slot else positions + 1  # of the drafted tokens
         return Block(batch.requests, roots, hidden, positions.flatten(), batch.sampling.repeat(K))
 
     def _head_input(self, block: Block) -> Tensor:
         """(B * K, H)."""
-        hidden, factor = block.hidden.flatten(0, 1), self.module.config.output_multiplier
+        hidden = block.hidden.flatten(0, 1)
+        factor = self.module.config.output_multiplier
         return hidden if factor == 1 else hidden * factor
 
     def _find(self, block: Block) -> Candidates:
         sampling = self.joins.sampling(block.sampling)
-        found = head_topk(self.head, self._head_input(block), self.candidates, block.positions, sampling)
-        values, columns = (x.unflatten(0, block.hidden.shape[:2]) for x in found)
+        best = head_topk(self.head, self._head_input(block), self.candidates, block.positions, sampling)
+        values, columns = (x.unflatten(0, block.hidden.shape[:2]) for x in best)
         return Candidates(values, columns, self.vocabulary.target_ids(columns))
 
     def _walk_vocabulary(self, block: Block, sampling: Sampling) -> Proposal:
         """Filters are left to the target."""
         assert isinstance(self.joins, Factored)
         logits = head_logits(self.head, self._head_input(block)).unflatten(0, block.hidden.shape[:2])
-        slots, positions = self.joins.head.slots(block.hidden), block.positions.view(logits.shape[:2])
-        own = replace(sampling, filters=None), self.head.ids, self._confidence(block)
-        tokens, reached = markov_walk(logits, block.roots, self.joins.factors, slots, positions, *own)
+        slots = self.joins.head.slots(block.hidden)
+        positions = block.positions.view(logits.shape[:2])
+        sampling = replace(sampling, filters=None)
+        confidence = self._confidence(block)
+        tokens, reached = markov_walk(
+            logits, block.roots, self.joins.factors, slots, positions, sampling, self.head.ids, confidence
+        )
         return Proposal(tokens, base.chain_parents(len(tokens), tokens.shape[1], tokens.device), reached)
 
     def _confidence(self, block: Block) -> Confidence | None:

@@ -15,4 +15,5 @@ class EagleOptions(TokenMapOptions, TreeOptions):
 
 
 class Drafter(AutoregressiveDrafter):
-    Options, Network = EagleOptions, Eagle
+    Options = EagleOptions
+    Network = Eagle

@@ -25,4 +25,5 @@ class Eagle3Options(TreeOptions):
 
 
 class Drafter(AutoregressiveDrafter):
-    Options, Network = Eagle3Options, Eagle3
+    Options = Eagle3Options
+    Network = Eagle3

@@ -24,18 +24,18 @@ def find_drafter(draft: str) -> type[Drafter]:
     """The drafter class for a name or a checkpoint (its config.json names the drafter)."""
     name = drafter_name(draft)
     if name not in MODULES and name != NGRAM:
-        known = ", ".join([*MODULES, NGRAM])
-        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {known}")
+        names = ", ".join([*MODULES, NGRAM])
+        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {names}")
     module = MODULES["none" if name == NGRAM else name]
     return importlib.import_module(f"slipstream.serve.drafters.{module}").Drafter
 
 
 def options_of(draft: str) -> type:
     """The options dataclass of the draft's drafter; for a checkpoint with those of n-gram lookahead."""
-    own = find_drafter(draft).Options
+    options = find_drafter(draft).Options
     if draft == NGRAM:
         return _ngram().NgramOptions
-    return _ngram().with_ngram_first(own) if is_checkpoint(draft) else own
+    return _ngram().with_ngram_first(options) if is_checkpoint(draft) else options
 
 
 def load_drafter(draft: str, values: dict[str, Any], target: Target) -> tuple[Drafter, list[HostStage]]:
@@ -43,12 +43,12 @@ def load_drafter(draft: str, values: dict[str, Any], target: Target) -> tuple[Dr
 
     Raises ValueError for a wrong option name or value, and if draft and target do not fit.
     """
-    options, stages = build_options(options_of(draft), values), list[HostStage]()
+    options = build_options(options_of(draft), values)
+    stages = list[HostStage]()
     if draft == NGRAM:
         stages.append(_ngram().NgramStage(options, target.config.vocab_size))
     elif is_checkpoint(draft) and options.ngram_first:
-        own = options.ngram_options()
-        stages.append(_ngram().NgramStage(own, target.config.vocab_size, options.ngram_first))
+        stages.append(_ngram().NgramStage(options.ngram_options(), target.config.vocab_size, options.ngram_first))
     return find_drafter(draft).load(draft, options, target), stages
 
 

@@ -68,7 +68,8 @@ class DraftVocabulary:
     """`head`: the matrix that turns the draft's states into logits."""
 
     def __init__(self, head: DraftHead, recent: RecentTokens | None = None) -> None:
-        self.head, self.recent = head, recent
+        self.head = head
+        self.recent = recent
         self.num_tokens = head.size - (0 if recent is None else len(recent.ids))  # always available
 
     @property
@@ -103,9 +104,10 @@ def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> Draft
 
     Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
     """
-    ids, own = module.target_ids, getattr(module, "lm_head", None)
-    if own is not None:
-        return DraftVocabulary(own.whole(ids))
+    ids = module.target_ids
+    lm_head = getattr(module, "lm_head", None)
+    if lm_head is not None:
+        return DraftVocabulary(lm_head.whole(ids))
     if options.token_map is None:
         return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids))
     if ids is not None:
@@ -113,17 +115,17 @@ def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> Draft
             f"drafter.token_map is {options.token_map}, but this draft has a vocabulary of its own of {len(ids)} "
             "tokens (d2t); leave the option out"
         )
-    chosen = _read_ids(target, options.token_map, options.token_map_size).to(target.device)
+    map_ids = _read_ids(target, options.token_map, options.token_map_size).to(target.device)
     if not options.token_map_dynamic:
-        return DraftVocabulary(target.lm_head.cut(chosen))
+        return DraftVocabulary(target.lm_head.cut(map_ids))
     vocab_size = target.config.vocab_size
-    if len(chosen) + options.token_map_dynamic > vocab_size:
+    if len(map_ids) + options.token_map_dynamic > vocab_size:
         raise ValueError(
-            f"drafter.token_map_dynamic is {options.token_map_dynamic}; beside the {len(chosen)} tokens of the map "
-            f"there are {vocab_size - len(chosen)}"
+            f"drafter.token_map_dynamic is {options.token_map_dynamic}; beside the {len(map_ids)} tokens of the map "
+            f"there are {vocab_size - len(map_ids)}"
         )
-    places = torch.cat((chosen, chosen.new_full((options.token_map_dynamic,), -1)))
-    return DraftVocabulary(target.lm_head.gathered(places), RecentTokens(places, len(chosen), vocab_size))
+    places = torch.cat((map_ids, map_ids.new_full((options.token_map_dynamic,), -1)))
+    return DraftVocabulary(target.lm_head.gathered(places), RecentTokens(places, len(map_ids), vocab_size))
 
 
 def _read_ids(target: Target, path: str, size: int | None) -> Tensor:

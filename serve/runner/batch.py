@@ -1,4 +1,4 @@
-"""What target pass, drafter and attention pass to each other.
+"""The values that target pass, drafter and attention exchange.
 
 Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, S segments of a ragged
 pass, R request slots, P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
@@ -29,7 +29,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention needs to know of one pass: T packed queries of B requests, request after request.
+    """Describes one pass to attention: T packed queries of B requests, request after request.
 
     `query_lens` and `kv_bounds` are host numbers: how many queries each request has, and an upper bound of the KV
     tokens it has once they are written; of prompts it is exact. Exact lengths live on the device, so that drafting
@@ -59,8 +59,16 @@ class AttentionMetadata:
         `kv_bound`: at least as many KV tokens as any of them has then.
         """
         positions, slots = state.chain(requests, starts, count)
-        shape = (count,) * len(requests), (kv_bound,) * len(requests)
-        return cls(phase, state, requests, starts, positions, slots, *shape)
+        return cls(
+            phase=phase,
+            state=state,
+            requests=requests,
+            lengths=starts,
+            positions=positions,
+            slots=slots,
+            query_lens=(count,) * len(requests),
+            kv_bounds=(kv_bound,) * len(requests),
+        )
 
 
 class PassRows(NamedTuple):
@@ -99,6 +107,16 @@ class DraftBatch:
 
         positions (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
         """
-        (B, n), bound = ancestors.shape, self.kv_bound + first_node + ancestors.shape[1]
-        where, shape = (self.requests, self.lengths, positions, slots), ((n,) * B, (bound,) * B)
-        return AttentionMetadata("draft", self.state, *where, *shape, ancestors, first_node)
+        B, n = ancestors.shape
+        return AttentionMetadata(
+            phase="draft",
+            state=self.state,
+            requests=self.requests,
+            lengths=self.lengths,
+            positions=positions,
+            slots=slots,
+            query_lens=(n,) * B,
+            kv_bounds=(self.kv_bound + first_node + n,) * B,
+            ancestors=ancestors,
+            first_node=first_node,
+        )

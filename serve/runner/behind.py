@@ -52,12 +52,13 @@ class DeferredRows:
             self._allocate(aux_states)
         number = self._start(count)
         self._next = number + count
-        slots, place = rows.slots.of(0), number % self.size
-        for kept, values in (
+        slots = rows.slots.of(0)
+        place = number % self.size
+        for buffer, values in (
             (self._aux_states, aux_states), (self._positions, rows.positions), (self._slots, slots),
             (self._next_tokens, rows.next_tokens),
         ):  # fmt: skip
-            kept[place : place + count] = values
+            buffer[place : place + count] = values
         self._pending.index_copy_(0, slots, torch.arange(number, self._next, device=slots.device))
         self._last.index_copy_(0, rows.requests, rows.last + number)
 
@@ -75,9 +76,9 @@ class DeferredRows:
             return self._pending[:0]
         size = self.state.page_size
         pages = self.state.pages[0, requests, : -(-max(lengths) // size)]
-        found = self._pending.view(-1, size)[pages].flatten(1)  # (B, P * size)
-        within = torch.arange(found.shape[1], device=found.device) < self.state.upload(lengths)[:, None]
-        return found[within & (found >= 0)].unique()
+        numbers = self._pending.view(-1, size)[pages].flatten(1)  # (B, P * size)
+        within = torch.arange(numbers.shape[1], device=numbers.device) < self.state.upload(lengths)[:, None]
+        return numbers[within & (numbers >= 0)].unique()
 
     def oldest(self, count: int) -> Tensor:
         """(n,) numbers of the `count` oldest pending rows, or of all if there are fewer. They must be taken before
@@ -97,11 +98,11 @@ class DeferredRows:
         """Pending rows by their numbers (n,), ascending, which are not pending any more, and their aux hidden states
         (n, K * H). Of requests it names those whose last row is among them."""
         places = numbers % self.size
-        found = torch.searchsorted(numbers, self._last)
-        (requests,) = torch.where(numbers[found.clamp(max=len(numbers) - 1)] == self._last)
+        indices = torch.searchsorted(numbers, self._last)
+        (requests,) = torch.where(numbers[indices.clamp(max=len(numbers) - 1)] == self._last)
         slots = self._slots[places]
         rows = PassRows(
-            self._positions[places], KVSlots(lambda _: slots), self._next_tokens[places], requests, found[requests]
+            self._positions[places], KVSlots(lambda _: slots), self._next_tokens[places], requests, indices[requests]
         )
         self._pending.index_fill_(0, slots, -1)
         self._last.index_fill_(0, requests, -1)
@@ -109,7 +110,8 @@ class DeferredRows:
 
     def _allocate(self, aux_states: Tensor) -> None:
         """Room for rows like these (C, K * H)."""
-        width, device = aux_states.shape[1], aux_states.device
+        width = aux_states.shape[1]
+        device = aux_states.device
         self.size = size = max(BUFFER_BYTES // (width * aux_states.itemsize), MOST_AT_ONCE)
         self._aux_states = aux_states.new_empty(size, width)
         # Zeros, the dump page: where the ring's end was too short for a pass, numbers have no row.

@@ -19,11 +19,14 @@ def pack_chunks(chunks: Sequence[PromptChunk], num_chunks: int, num_tokens: int,
     and the padding slot."""
     buffer = torch.zeros(sum(_places(num_chunks, num_tokens)), dtype=torch.int64, pin_memory=pinned)
     to = cast(Any, Chunks)(*(field.numpy() for field in split_chunks(buffer, num_chunks, num_tokens)))
-    to.slots[:], to.next_tokens[:] = padding, -1
+    to.slots[:] = padding
+    to.next_tokens[:] = -1
     start = 0
     for index, chunk in enumerate(chunks):
         end = start + len(chunk.tokens)
-        to.slots[index], to.starts[index], to.counts[index] = chunk.slot, chunk.start, len(chunk.tokens)
+        to.slots[index] = chunk.slot
+        to.starts[index] = chunk.start
+        to.counts[index] = len(chunk.tokens)
         to.is_last[index] = chunk.is_last
         to.next_tokens[index] = -1 if chunk.next_token is None else chunk.next_token
         to.tokens[start:end] = chunk.tokens

@@ -15,23 +15,25 @@ class CpuClock:
     def __init__(self) -> None:
         self._ended = time.thread_time()
         self._began = (0.0, 0.0)
-        self._wall = self._own = 0.0  # seconds of recent passes, decayed
+        self._wall = self._cpu = 0.0  # seconds of recent passes, decayed
 
     def start(self) -> None:
-        """The passes of a step begin."""
+        """Begins the passes of a step."""
         self._began = time.perf_counter(), time.thread_time()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is computed meanwhile belongs to no step."""
+        """Leaves out the time inside: it belongs to no step."""
         began = time.thread_time()
         yield
         self._ended += time.thread_time() - began
 
     def stop(self) -> float:
-        """They have ended. Returns the step's time in milliseconds."""
-        wall, own = time.perf_counter(), time.thread_time()
+        """Ends the passes of a step. Returns the step's time in milliseconds."""
+        wall = time.perf_counter()
+        cpu = time.thread_time()
         self._wall = DECAY * self._wall + wall - self._began[0]
-        self._own = DECAY * self._own + own - self._began[1]
-        computed, self._ended = own - self._ended, own
-        return 1000 * computed * self._wall / max(self._own, 1e-9)
+        self._cpu = DECAY * self._cpu + cpu - self._began[1]
+        computed = cpu - self._ended
+        self._ended = cpu
+        return 1000 * computed * self._wall / max(self._cpu, 1e-9)

@@ -36,9 +36,11 @@ logger = logging.getLogger(__name__)
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
 MOST_CHUNKS = 16  # of a pass
-# Of a query and a key that it sees, beyond which kernels made for prompts are faster: 1,024 tokens after 16,384. They
-# are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
-MOST_PAIRS, MOST_PAIRS_OF_MANY, MANY_TOKENS = 2**24, 2**22, 2048
+# Pairs of a query and a key that it sees, above which kernels made for prompts are faster: 1,024 tokens after 16,384.
+# They are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
+MOST_PAIRS = 2**24
+MOST_PAIRS_OF_MANY = 2**22
+MANY_TOKENS = 2048
 HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
 MANY_ROWS = 1280  # of passes with prompts that take so long that few requests decode beside them
 MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
@@ -47,32 +49,35 @@ StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether
 DraftKey = tuple[int, int, SamplingMode]  # requests, width, mode
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Part = Callable[[Any], Any]  # of a pass: gets what the part before it gave
-ALL_PARTS, FIRST_PART, OTHER_PARTS = slice(None), slice(1), slice(1, None)
+ALL_PARTS = slice(None)
+FIRST_PART = slice(1)
+OTHER_PARTS = slice(1, None)
 REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
 
 
-def buckets(most: int) -> list[int]:
-    """Numbers of rows to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `most`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, most, 128)]
-    return [size for size in sizes if size < most] + [most]
+def buckets(max_rows: int) -> list[int]:
+    """Numbers of rows to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_rows`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, max_rows, 128)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def prompt_sizes(most: int) -> list[int]:
+def prompt_sizes(max_rows: int) -> list[int]:
     """Numbers of rows of passes with prompts, from the fourth on in steps that waste at most a fifth."""
     steps = [32, 64, 96, *(32 * base * 2**power for power in range(10) for base in (4, 5, 6, 7))]
-    return [size for size in steps if size < most] + [most] * (most > 0)
+    return [size for size in steps if size < max_rows] + [max_rows] * (max_rows > 0)
 
 
-def head_sizes(rows: int, most: int) -> list[int]:
-    """Numbers of rows with logits of passes with prompts that have so many rows; `most`: the most that there can be."""
-    most, few = min(rows, most), HEADS[:1] if rows >= MANY_ROWS else HEADS
-    return [*(heads for heads in few if heads < most), most]
+def head_sizes(rows: int, max_heads: int) -> list[int]:
+    """Numbers of rows with logits of passes with prompts that have so many rows; at most `max_heads`."""
+    max_heads = min(rows, max_heads)
+    few = HEADS[:1] if rows >= MANY_ROWS else HEADS
+    return [*(heads for heads in few if heads < max_heads), max_heads]
 
 
-def draft_sizes(most: int) -> list[int]:
+def draft_sizes(max_requests: int) -> list[int]:
     """Numbers of requests of a draft's pass."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, most, 64)]
-    return [size for size in sizes if size < most] + [most]
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, max_requests, 64)]
+    return [size for size in sizes if size < max_requests] + [max_requests]
 
 
 def most_node_rows(max_running: int, most_nodes: int) -> int:
@@ -102,39 +107,43 @@ class Capturer:
     """Captures passes that share one memory pool."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
         self._has_warned = False
 
-    def capture_all(self, what: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
+    def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
         gc.collect()
-        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        bar = tqdm(keys, desc=f"capturing {what}", unit="graph", leave=False)
+        start = time.monotonic()
+        before = torch.cuda.mem_get_info()[0]
+        bar = tqdm(keys, desc=f"capturing {kind}", unit="graph", leave=False)
         count = sum(map(capture, bar))
-        seconds, used = time.monotonic() - start, before - torch.cuda.mem_get_info()[0]
+        seconds = time.monotonic() - start
+        num_bytes = before - torch.cuda.mem_get_info()[0]
         message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
-        logger.info(message, count, what, sizes, seconds, used / 1e9)
+        logger.info(message, count, kind, sizes, seconds, num_bytes / 1e9)
 
-    def capture(self, parts: Sequence[Part], what: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
-        """A graph of each part of a pass, to be replayed one after the other. Empty, and once a warning that names
-        `what` and the `remedy`, where memory does not hold them.
+    def capture(self, parts: Sequence[Part], description: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
+        """A graph of each part of a pass, to be replayed one after the other. Empty, and once a warning with the pass's
+        `description` and the `remedy`, where memory does not hold them.
 
         Raises ValueError in the same words where it does not even hold the pass.
         """
-        graphs, given = list[torch.cuda.CUDAGraph](), None
+        graphs = list[torch.cuda.CUDAGraph]()
+        value = None
         for part in parts:
             for graph in graphs[-1:]:
-                graph.replay()  # so that `given` holds something
+                graph.replay()  # so that `value` holds something
             try:
-                self._warm_up(partial(part, given))
+                self._warm_up(partial(part, value))
             except torch.cuda.OutOfMemoryError as error:
-                raise ValueError(f"{what} does not fit into memory; {remedy}") from error
+                raise ValueError(f"{description} does not fit into memory; {remedy}") from error
             graphs.append(torch.cuda.CUDAGraph())
             try:
                 with _no_collection(), torch.cuda.graph(graphs[-1], pool=self._pool, stream=self._stream):
-                    given = part(given)  # held until the last part is captured: nothing else gets its memory
+                    value = part(value)  # held until the last part is captured: nothing else gets its memory
             except torch.cuda.OutOfMemoryError:
-                self._warn(what, remedy)
+                self._warn(description, remedy)
                 return []
         return graphs
 
@@ -146,10 +155,10 @@ class Capturer:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _warn(self, what: str, remedy: str) -> None:
+    def _warn(self, description: str, remedy: str) -> None:
         if not self._has_warned:
             message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
-            logger.warning(message, what, remedy)
+            logger.warning(message, description, remedy)
         self._has_warned = True
 
 
@@ -157,7 +166,9 @@ class Graphs(ABC, Generic[Key]):
     """Passes of one kind, captured by key. `requests` (B,) int64 is the buffer that they read slots from."""
 
     def __init__(self, runner: Runner, requests: Tensor, capturer: Capturer) -> None:
-        self.runner, self.requests, self.capturer = runner, requests, capturer
+        self.runner = runner
+        self.requests = requests
+        self.capturer = capturer
         self._graphs: dict[Key, list[torch.cuda.CUDAGraph]] = {}  # of a pass's parts
 
     @abstractmethod
@@ -169,9 +180,9 @@ class Graphs(ABC, Generic[Key]):
         """The pass on what the buffers hold, in parts that are captured apart."""
 
     def pass_of(self, key: Key) -> None:
-        given = None
+        value = None
         for part in self.parts_of(key):
-            given = part(given)
+            value = part(value)
 
     @abstractmethod
     def hold_padding(self) -> None:
@@ -181,8 +192,8 @@ class Graphs(ABC, Generic[Key]):
     def describe(self, key: Key) -> str:
         """The pass by its sizes, for messages."""
 
-    def _capture_all(self, what: str, sizes: str) -> None:
-        self.capturer.capture_all(what, sizes, self.keys(), self._capture)
+    def _capture_all(self, kind: str, sizes: str) -> None:
+        self.capturer.capture_all(kind, sizes, self.keys(), self._capture)
 
     def _capture(self, key: Key) -> bool:
         self.hold_padding()
@@ -197,7 +208,8 @@ class Graphs(ABC, Generic[Key]):
 
     def _time(self, key: Key) -> float:
         """Milliseconds of the best of a few passes."""
-        state, run = self.runner.state, partial(self._replay if key in self._graphs else self.pass_of, key)
+        state = self.runner.state
+        run = partial(self._replay if key in self._graphs else self.pass_of, key)
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
         proposals = state.proposals.clone()
         for start, end in pairs:
@@ -224,10 +236,11 @@ class StepGraphs(Graphs[StepKey]):
         self.sizes = buckets(most_rows)
         self.prompt_sizes = prompt_sizes(most_prompt_rows)
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
-        self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
+        self.max_running = max_running
+        self.most_prompt_rows = most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
-        most = max_running + self.num_chunks
-        self.results = runner.empty_results(most, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
+        num_segments = max_running + self.num_chunks
+        self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
         self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # that have begun
         self._begun: StepKey | None = None
         self._num_begun: int | None = None  # `passes`, once nothing but `begin` adds to it
@@ -305,8 +318,8 @@ class StepGraphs(Graphs[StepKey]):
         mode: SamplingMode = plan.variant
         if not plan.chunks:
             start = bisect_left(self.sizes, plan.nodes)
-            found = ((rows, rows, False, mode) for rows in self.sizes[start:])
-            return next((key for key in found if key in self._graphs), None)
+            keys = ((rows, rows, False, mode) for rows in self.sizes[start:])
+            return next((key for key in keys if key in self._graphs), None)
         is_long = _is_long(plan.chunks) and self.runner.order is None and self.runner.attention["prefill"].is_ready
         is_scored = any(chunk.num_scored for chunk in plan.chunks)
         if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots) or is_scored:
@@ -314,13 +327,18 @@ class StepGraphs(Graphs[StepKey]):
         needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         heads = plan.nodes + len(plan.chunks)
         start = bisect_left(self.prompt_sizes, needed)
-        each = ((rows, own) for rows in self.prompt_sizes[start:] for own in self._heads(rows) if own >= heads)
-        return next(((*key, True, mode) for key in each if (*key, True, mode) in self._graphs), None)
+        sizes = (
+            (rows, num_heads)
+            for rows in self.prompt_sizes[start:]
+            for num_heads in self._heads(rows)
+            if num_heads >= heads
+        )
+        return next(((*key, True, mode) for key in sizes if (*key, True, mode) in self._graphs), None)
 
     def keys(self) -> list[StepKey]:
-        own = [(rows, heads, True) for rows in self.prompt_sizes for heads in self._heads(rows)]
-        own += [(rows, rows, False) for rows in reversed(self.sizes)]
-        return [(*key, mode) for key in sorted(own, reverse=True) for mode in reversed(MODES)]
+        sizes = [(rows, heads, True) for rows in self.prompt_sizes for heads in self._heads(rows)]
+        sizes += [(rows, rows, False) for rows in reversed(self.sizes)]
+        return [(*key, mode) for key in sorted(sizes, reverse=True) for mode in reversed(MODES)]
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
         """In mode "all" two: masks need not be there before the second."""
@@ -330,12 +348,13 @@ class StepGraphs(Graphs[StepKey]):
             chunks = Chunks(*(field[:0] for field in chunks))
         requests = self.requests[: min(rows, self.max_running)]
         inputs = StepInputs(self.runner.state.budget[:1], requests, chunks, self.passes)
-        runner, out = self.runner, self.results if mode == "all" else self.results._replace(logprobs=None)
+        runner = self.runner
+        out = self.results if mode == "all" else self.results._replace(logprobs=None)
         if mode != "all":
             return [lambda _: runner.step(inputs, rows, heads, mode, out=out)]
         return [
             lambda _: runner.begin(inputs, rows),
-            lambda begun: runner.complete(begun, inputs, heads, mode, out=out),
+            lambda forward: runner.complete(forward, inputs, heads, mode, out=out),
         ]
 
     def hold_padding(self) -> None:
@@ -355,7 +374,8 @@ class StepGraphs(Graphs[StepKey]):
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
 
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
-        vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
+        vocab_size = self.runner.target.config.vocab_size
+        generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
         return padding_prompts(self.runner.state, tokens)[: self.num_chunks]
 
@@ -433,8 +453,8 @@ def make_graphs(
     prompts = config.captured_tokens + max_running if config.captured_tokens else 0
     prompts = -(-prompts // 32) * 32
     steps = StepGraphs(runner, max_running, node_rows, prompts, capturer)
-    own = [width for width in widths if width <= max(runner.drafter.widths)]
-    drafts = DraftGraphs(runner, max_running, own, capturer) if max(own, default=1) > 1 else None
+    draft_widths = [width for width in widths if width <= max(runner.drafter.widths)]
+    drafts = DraftGraphs(runner, max_running, draft_widths, capturer) if max(draft_widths, default=1) > 1 else None
     return steps, drafts
 
 
@@ -461,8 +481,12 @@ def capture_all(
 @torch.inference_mode()
 def check_order(target: Target, keys: Sequence[StepKey]) -> None:
     """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
-    rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
-    linears = [one for one in target.modules() if isinstance(one, Linear)]
-    products = {(type(one), one.out_features, one.in_features, one.bias is None, one.is_gated): one for one in linears}
-    for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
-        one.check_order(heads if one is target.lm_head else rows)
+    rows = {key[0] for key in keys}
+    heads = {key[1] for key in keys}
+    linears = [linear for linear in target.modules() if isinstance(linear, Linear)]
+    products = {
+        (type(linear), linear.out_features, linear.in_features, linear.bias is None, linear.is_gated): linear
+        for linear in linears
+    }
+    for linear in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
+        linear.check_order(heads if linear is target.lm_head else rows)

@@ -70,10 +70,10 @@ class NetworkKV:
         places = tuple((group, groups[:index].count(group)) for index, group in enumerate(groups))
         caches: dict[int, Tensor] = {}
         for group in sorted(set(groups)):
-            own = [spec for spec, one in zip(specs, groups, strict=True) if one == group]
-            heads = {(spec.num_kv_heads, spec.head_dim) for spec in own}
+            members = [spec for spec, number in zip(specs, groups, strict=True) if number == group]
+            heads = {(spec.num_kv_heads, spec.head_dim) for spec in members}
             assert len(heads) == 1, "layers of a group have KV of one shape"
-            shape = len(own), 2, num_pages[group], page_size, *heads.pop()
+            shape = len(members), 2, num_pages[group], page_size, *heads.pop()
             caches[group] = _zeros(shape, dtype if scales is None else E4M3, device)
         return cls(caches, places, tuple(specs), dtype, {} if scales is None else _by_group(scales, groups))
 
@@ -93,7 +93,7 @@ class NetworkKV:
 
     @property
     def groups(self) -> list[int]:
-        """Of each layer."""
+        """The group of each layer."""
         return [group for group, _ in self.places]
 
     @property
@@ -108,8 +108,10 @@ class NetworkKV:
 
 def _by_group(scales: Sequence[Tensor], groups: Sequence[int]) -> dict[int, Tensor]:
     """Scales by layer -> (L, 2, G) of the layers of each group."""
-    own = {group: [scale for scale, one in zip(scales, groups, strict=True) if one == group] for group in set(groups)}
-    return {group: torch.stack(members).contiguous() for group, members in own.items()}
+    grouped = {
+        group: [scale for scale, number in zip(scales, groups, strict=True) if number == group] for group in set(groups)
+    }
+    return {group: torch.stack(members).contiguous() for group, members in grouped.items()}
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,9 +125,9 @@ class KVSlots:
     """Where each query's KV goes: (T,) int64 in each group, found when it is first asked for."""
 
     find: Callable[[int], Tensor]
-    known: dict[int, Tensor] = field(default_factory=dict)
+    by_group: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, group: int) -> Tensor:
-        if group not in self.known:
-            self.known[group] = self.find(group)
-        return self.known[group]
+        if group not in self.by_group:
+            self.by_group[group] = self.find(group)
+        return self.by_group[group]

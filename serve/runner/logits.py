@@ -23,7 +23,7 @@ LOGITS_BYTES = 256 * 2**20  # fp32 logits of prompts that are held at a time
 
 
 class NodeTokens(NamedTuple):
-    """What a row's path through its proposal is read from."""
+    """The nodes from which a row's path through its proposal is read."""
 
     nodes: Tensor  # (H,) int32 which node of its request a row is
     tokens: Tensor  # (T,) int64 of the pass, whose first rows are nodes in the order of the logits' rows
@@ -56,7 +56,7 @@ def count_emitted(state: RequestState, requests: Tensor, mode: SamplingMode, tok
 
 
 def prompt_logprobs(target: Target, hidden: Tensor, following: Tensor, chunks: Sequence[PromptChunk]) -> Tensor | None:
-    """What `token_logprobs` gives for the tokens after rows of chunks that ask for it, (2 + 2 * K, N) int32, or None.
+    """Returns the `token_logprobs` (2 + 2 * K, N) int32 of the tokens after rows of chunks that ask for them, or None.
 
     hidden (C, H): the rows of all chunks; following (C,): the token after each.
     """
@@ -67,6 +67,6 @@ def prompt_logprobs(target: Target, hidden: Tensor, following: Tensor, chunks: S
     vocab_size = target.config.vocab_size
     k = min(max(chunk.logprobs or 0 for chunk in chunks), vocab_size)
     at_a_time = max(LOGITS_BYTES // (4 * vocab_size), 1)
-    chosen = torch.tensor(rows, device=hidden.device)  # sync
-    parts = [token_logprobs(target.logits(hidden[part]), following[part], k) for part in chosen.split(at_a_time)]
+    indices = torch.tensor(rows, device=hidden.device)  # sync
+    parts = [token_logprobs(target.logits(hidden[part]), following[part], k) for part in indices.split(at_a_time)]
     return torch.cat(parts, dim=1)

@@ -37,10 +37,14 @@ class InFlight:
         """Waits for the results."""
         if self.landed is not None:
             self.landed.synchronize()  # sync
-        plan, width = self.plan, self.width
+        plan = self.plan
+        width = self.width
         results = self._of_plan(self.results.tokens.numpy().copy(), axis=0)  # later passes write there, too
-        logprobs, of_prompts = self.results.logprobs, self.results.prompt_logprobs
-        counts, tokens, accepted = results[:, 0], results[:, 2 : 2 + width], results[:, 2 + 2 * width :]
+        logprobs = self.results.logprobs
+        of_prompts = self.results.prompt_logprobs
+        counts = results[:, 0]
+        tokens = results[:, 2 : 2 + width]
+        accepted = results[:, 2 + 2 * width :]
         slots = slots_of(plan)
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
         return StepOutput(
@@ -56,8 +60,10 @@ class InFlight:
         )
 
     def _of_plan(self, results: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
-        """Those of the plan's S segments, which lie along an axis of the results."""
-        num_slots, num_chunks, first = len(self.plan.slots), len(self.plan.chunks), self.first_chunk
+        """Returns the results of the plan's S segments, which lie along `axis`."""
+        num_slots = len(self.plan.slots)
+        num_chunks = len(self.plan.chunks)
+        first = self.first_chunk
         if first == num_slots and results.shape[axis] == num_slots + num_chunks:
             return results
         return results.take([*range(num_slots), *range(first, first + num_chunks)], axis=axis)
@@ -69,7 +75,7 @@ class InFlight:
         return {slots[index]: NOT_FINITE for index in np.flatnonzero(wrong).tolist()} if wrong.any() else {}
 
     def milliseconds(self) -> float:
-        """That the step took, once it has been read."""
+        """The step's duration; call it after `read`."""
         if isinstance(self.started, float):
             return self.started
         assert self.landed is not None
@@ -85,8 +91,12 @@ class ModelRunner:
     """`steps`, `drafts`: captured passes, or None."""
 
     def __init__(self, passes: Runner, steps: StepGraphs | None = None, drafts: DraftGraphs | None = None) -> None:
-        self.passes, self.steps, self.drafts = passes, steps, drafts
-        self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
+        self.passes = passes
+        self.steps = steps
+        self.drafts = drafts
+        self.target = passes.target
+        self.drafter = passes.drafter
+        self.state = passes.state
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._set_number = 0  # likewise, whose proposals
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
@@ -142,11 +152,12 @@ class ModelRunner:
         started = self._started
         if started is None:
             return InFlight(plan, results, first_chunk, width, proposed, self._clock.stop())
-        tokens, *others = (None if each is None else to_host(each) for each in (*results, proposed))
+        tokens, logprobs, of_prompts, proposed = (
+            None if tensor is None else to_host(tensor) for tensor in (*results, proposed)
+        )
         landed = torch.cuda.Event(enable_timing=True)
         landed.record()
         assert tokens is not None
-        logprobs, of_prompts, proposed = others
         return InFlight(plan, Results(tokens, logprobs, of_prompts), first_chunk, width, proposed, started, landed)
 
     def _start_clock(self) -> None:
@@ -156,7 +167,8 @@ class ModelRunner:
             self._started.record()
 
     def _set(self, plan: StepPlan) -> None:
-        """What passes read of a plan, but for masks. Once, since what is stored later replaces it."""
+        """Uploads what passes read of a plan, except masks. Once for each plan: a later proposal replaces the stored
+        one."""
         self.prepare(plan)
         if plan.number <= self._set_number:
             return
@@ -167,16 +179,17 @@ class ModelRunner:
             self._store(proposal)
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
-        count, width = len(slots_of(plan)), self.state.proposals.shape[2]
+        count = len(slots_of(plan))
+        width = self.state.proposals.shape[2]
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
         results = Results(torch.zeros(count, 2 + 2 * width, dtype=torch.int32), None)
         return InFlight(plan, results, len(plan.slots), width, failure=message)
 
     def _upload(self, purpose: str, slots: tuple[int, ...]) -> Tensor:
-        held = self._slots.get(purpose)
-        if held is None or held[0] != slots:
-            held = self._slots[purpose] = slots, self.state.upload(slots)
-        return held[1]
+        entry = self._slots.get(purpose)
+        if entry is None or entry[0] != slots:
+            entry = self._slots[purpose] = slots, self.state.upload(slots)
+        return entry[1]
 
     def _store(self, proposal: HostProposal) -> None:
         if any(proposal.counts):
@@ -190,7 +203,8 @@ class ModelRunner:
         """The results, and the index of the first chunk's."""
         if self.steps is not None and (self._begun == plan.number or self.steps.begin(plan)):
             return self.steps.complete(plan)
-        state, num_tokens = self.state, sum(len(chunk.tokens) for chunk in plan.chunks)
+        state = self.state
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
         chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
@@ -261,13 +275,14 @@ class ModelRunner:
     def _may_exceed(self, plan: StepPlan) -> bool:
         """Whether the plan's requests may have too many deferred rows after its step. Those of requests that took no
         part in the last such step, nor are new, have not been counted."""
-        known = self._counted.union(one.slot for one in plan.admissions)
-        return self._most_due + rows_of(plan) > MOST_DUE or not known.issuperset(slots_of(plan))
+        counted = self._counted.union(admission.slot for admission in plan.admissions)
+        return self._most_due + rows_of(plan) > MOST_DUE or not counted.issuperset(slots_of(plan))
 
     def _limit_due(self, numbers: Tensor, num_rows: int) -> Tensor:
-        """Those of due rows, oldest first, by which the drafter is to be extended before `num_rows` more come: at least
-        a quarter of what a step may leave, so that they need not be counted again soon."""
-        quarter, count = MOST_DUE // 4, len(numbers)
+        """Returns the due rows to extend the drafter by now, oldest first, before `num_rows` more come: at least a
+        quarter of MOST_DUE, so that they need not be counted again soon."""
+        quarter = MOST_DUE // 4
+        count = len(numbers)
         excess = count + num_rows - 3 * quarter
         numbers = numbers[: max(excess, quarter) if excess > 0 else 0]
         self._most_due = count - len(numbers)
@@ -278,13 +293,13 @@ class ModelRunner:
         if plan.width == 1 or not slots or max(self.drafter.widths) == 1:
             return
         if self.drafts is None or not self.drafts.run(slots, plan.mode, plan.width):
-            most = self.state.proposals.shape[2]
-            bounds = [bound + most for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
+            max_nodes = self.state.proposals.shape[2]
+            bounds = [bound + max_nodes for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
 
 
 def rows_of(plan: StepPlan) -> int:
-    """Of the target's pass."""
+    """The number of rows of the target's pass."""
     return plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 

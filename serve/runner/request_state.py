@@ -85,7 +85,8 @@ class RequestState:
         self._sent: tuple[tuple[int, ...], int, tuple[int, ...]] | None = None
 
         # Masks of one pass, and before them, by slot and node, which one each has. Captured passes read them in place.
-        words, count = -(-vocab_size // 32), num_slots * width
+        words = -(-vocab_size // 32)
+        count = num_slots * width
         self._masks = _zeros((count + count % 4 + self.padding * width * words,), torch.int32, device)
         self.mask_rows = self._masks[:count].view(num_slots, width).fill_(-1)
         self.mask_bits = self._masks[count + count % 4 :].view(self.padding * width, words)
@@ -103,20 +104,21 @@ class RequestState:
         target pass reads them: see `write_changes` and `send`."""
         num_groups, num_slots, num_pages = self.pages.shape
         entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
-        admitted = [self._admitted(one.slot, one.request) for one in admissions]
+        admitted = [self._admitted(admission.slot, admission.request) for admission in admissions]
         while admitted or entries:
             self._waiting.append(pack_changes(admitted, entries[:MOST_ENTRIES]))
-            admitted, entries = [], entries[MOST_ENTRIES:]
-        for one in admissions:
-            self._admit_processors(one)
+            admitted = []
+            entries = entries[MOST_ENTRIES:]
+        for admission in admissions:
+            self._admit_processors(admission)
 
     def write_changes(self) -> None:
-        """What `change` was given."""
+        """Writes all changes that `change` has collected."""
         self._write_all_but(0)
 
     def send(self, slots: tuple[int, ...], budget: int, drafting: tuple[int, ...] = ()) -> None:
-        """What the next captured passes read, in one copy, since between two graphs each takes 8 us on an H200: the
-        requests to verify and how many nodes, the requests to draft for, and what `change` was given."""
+        """Copies the inputs of the next captured passes: the requests to verify and how many nodes, the requests to
+        draft for, and the changes. In one copy, since between two graphs each takes 8 us on an H200."""
         self._write_all_but(1)
         if self._waiting or self._sent != (slots, budget, drafting):
             values = np.concatenate((self._padded([budget, 0, *slots], drafting), *self._waiting))
@@ -125,7 +127,7 @@ class RequestState:
             self._sent = slots, budget, drafting
 
     def send_drafting(self, drafting: tuple[int, ...]) -> None:
-        """Where `send` was not given them."""
+        """Copies the requests to draft for, unless `send` has sent the same."""
         if self._sent is None or self._sent[2] != drafting:
             self.copy(self._padded([], drafting), self.drafting)
             self._sent = None
@@ -139,9 +141,17 @@ class RequestState:
         return values
 
     def write_sent(self) -> None:
-        """The beginning of a captured pass."""
-        integers = self.lengths, self.keys, self.top_k, self.processors.flags, self.logprobs
-        columns = SlotColumns(*integers, self.temperature, self.top_p, self.min_p)
+        """Writes the changes that were sent: the beginning of a captured pass."""
+        columns = SlotColumns(
+            lengths=self.lengths,
+            keys=self.keys,
+            top_k=self.top_k,
+            flags=self.processors.flags,
+            logprobs=self.logprobs,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
         write_changes(columns, self.pages, self.changes)
 
     def _write_all_but(self, count: int) -> None:
@@ -158,21 +168,25 @@ class RequestState:
         return Admitted(slot, key, params.top_k, flags, logprobs, params.temperature, params.top_p, params.min_p)
 
     def _admit_processors(self, admission: Admission) -> None:
-        """What a request has no processor for keeps the last one's numbers: its flags say that nothing reads them."""
-        slot, params, prompt_len = admission.slot, admission.request.params, len(admission.request.prompt)
-        held, vocab_size = self.processors, self.processors.counts.shape[1]
+        """Fills the slot's processors. Those that the request does not use keep the last request's numbers: its flags
+        say that nothing reads them."""
+        slot = admission.slot
+        params = admission.request.params
+        prompt_len = len(admission.request.prompt)
+        processors = self.processors
+        vocab_size = processors.counts.shape[1]
         if params.has_penalties:
-            held.repetition[slot].fill_(params.repetition_penalty)  # an assignment would wait for the device
-            held.frequency[slot].fill_(params.frequency_penalty)
-            held.presence[slot].fill_(params.presence_penalty)
+            processors.repetition[slot].fill_(params.repetition_penalty)  # an assignment would wait for the device
+            processors.frequency[slot].fill_(params.frequency_penalty)
+            processors.presence[slot].fill_(params.presence_penalty)
             text = np.asarray(admission.tokens, dtype=np.int64)
             counts = 2 * np.bincount(text[prompt_len:], minlength=vocab_size)
             counts[text[:prompt_len]] |= 1
-            self.copy(counts.astype(np.int32), held.counts[slot])
+            self.copy(counts.astype(np.int32), processors.counts[slot])
         if params.biases:
             bias = np.zeros(vocab_size, dtype=np.float32)
             bias[list(params.biases)] = list(params.biases.values())
-            self.copy(bias, held.bias[slot])
+            self.copy(bias, processors.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks], *, beside: bool = False) -> None:
         """For the next pass in mode "all": in one copy, since the device waits for it. `beside`: while that pass runs
@@ -180,12 +194,14 @@ class RequestState:
         if not masks and not self._is_masked:
             return
         self._is_masked = bool(masks)
-        first, (_, words) = len(self._masks) - self.mask_bits.numel(), self.mask_bits.shape
+        first = len(self._masks) - self.mask_bits.numel()
+        words = self.mask_bits.shape[1]
         count = sum(len(mask.nodes) for mask in masks)
         host = torch.empty(first + count * words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         values = host.numpy()
         values[:first] = -1
-        rows, row = values[: self.mask_rows.numel()].reshape(self.mask_rows.shape), 0
+        rows = values[: self.mask_rows.numel()].reshape(self.mask_rows.shape)
+        row = 0
         for mask in masks:
             rows[mask.slot, mask.nodes] = range(row, row + len(mask.nodes))
             row += len(mask.nodes)
@@ -218,8 +234,9 @@ class RequestState:
             host = host.pin_memory()
         nodes = host.to(self.device, non_blocking=True)
         if 0 in proposal.counts:
-            chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
-            requests, nodes = requests[chosen], nodes[:, chosen]
+            indices = self.upload([index for index, count in enumerate(proposal.counts) if count])
+            requests = requests[indices]
+            nodes = nodes[:, indices]
         unused = self.proposals.shape[2] - nodes.shape[2]
         if unused:
             nodes = torch.cat((pad(nodes[:3], (0, unused), value=-1), pad(nodes[3:], (0, unused))))
@@ -240,7 +257,7 @@ class RequestState:
         work of real ones: copies of one row would read the experts of one. Their KV goes to the dump page."""
         stored = self.stored
         columns = (self.lengths, self.pages, self.proposals, stored.roots, self.temperature, self.top_k, self.top_p)
-        held = [column.clone() for column in columns]
+        backups = [column.clone() for column in columns]
         generator = torch.Generator().manual_seed(0)
         self.lengths.zero_()
         self.pages.zero_()
@@ -254,7 +271,7 @@ class RequestState:
         try:
             yield
         finally:
-            for column, values in zip(columns, held, strict=True):
+            for column, values in zip(columns, backups, strict=True):
                 column.copy_(values)
 
     def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, KVSlots]:

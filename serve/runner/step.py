@@ -46,7 +46,7 @@ GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread eve
 
 
 class StepInputs(NamedTuple):
-    """What a target pass reads besides request state."""
+    """The inputs of a target pass besides request state."""
 
     budget: Tensor  # (1,) int64 nodes to verify, roots included
     requests: Tensor  # (B,) int64 slots of decoding requests
@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
 
 
 class HostShape(NamedTuple):
-    """What the host knows of a pass that is not captured."""
+    """The sizes of a pass that is not captured, as the host knows them."""
 
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
@@ -63,7 +63,7 @@ class HostShape(NamedTuple):
     has_logprobs: bool = False  # some request wants those of its tokens
 
 
-class Begun(NamedTuple):
+class ForwardPass(NamedTuple):
     """A target pass before it samples."""
 
     layout: Layout
@@ -73,7 +73,7 @@ class Begun(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a target pass brings the host, for S segments of W tokens."""
+    """The results of a target pass for the host, for S segments of W tokens."""
 
     tokens: Tensor  # ([N,] S, 2 + 2 * W) int32, for trees 2 + 3 * W: see `verify_rows`; N passes take turns
     logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
@@ -94,8 +94,8 @@ class Runner:
     order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
-    # What the drafter has not been extended by: passes, of one that attends to context, or rows.
-    behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)
+    # What the drafter has not been extended by: passes, if it attends to context, or else rows.
+    pending_passes: list[tuple[PassRows, Tensor]] = field(default_factory=list)
     deferred: DeferredRows | None = None
 
     @torch.inference_mode()
@@ -118,30 +118,40 @@ class Runner:
         return self.complete(self.begin(inputs, rows, host), inputs, heads, mode, host, out)
 
     @torch.inference_mode()
-    def begin(self, inputs: StepInputs, rows: int, host: HostShape | None = None) -> Begun:
+    def begin(self, inputs: StepInputs, rows: int, host: HostShape | None = None) -> ForwardPass:
         """The part of the pass that reads neither masks nor anything else of how tokens are sampled."""
-        state, B = self.state, len(inputs.requests)
+        state = self.state
+        B = len(inputs.requests)
         if host is None:
             state.write_sent()
         else:
             state.write_changes()
         stored = state.stored
-        most = state.proposals.shape[2]
-        counts = admit(stored.survivals, inputs.requests, inputs.budget, most, stored.lengths, inputs.passes)
+        max_nodes = state.proposals.shape[2]
+        counts = admit(stored.survivals, inputs.requests, inputs.budget, max_nodes, stored.lengths, inputs.passes)
         numbers: list[int] = []
         if host is not None:
             numbers = counts.tolist() if B else []  # sync
             rows = sum(numbers) + sum(len(chunk.tokens) for chunk in host.chunks)
-        where = state.pages[0], state.page_size, rows, self.branches, state.padding
-        layout = lay_out(state.stored, counts, inputs.requests, inputs.chunks, *where)
+        layout = lay_out(
+            stored,
+            counts,
+            inputs.requests,
+            inputs.chunks,
+            state.pages[0],
+            state.page_size,
+            rows,
+            self.branches,
+            state.padding,
+        )
         attention, mask = self._attention(layout, B, numbers, host)
         hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
-        return Begun(layout, hidden, aux_states, numbers)
+        return ForwardPass(layout, hidden, aux_states, numbers)
 
     @torch.inference_mode()
     def complete(
         self,
-        begun: Begun,
+        forward: ForwardPass,
         inputs: StepInputs,
         heads: int,
         mode: SamplingMode,
@@ -149,8 +159,10 @@ class Runner:
         out: Results | None = None,
     ) -> Results:
         """The rest of the pass: samples, verifies, commits and extends the drafter."""
-        state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
-        layout, hidden, aux_states, numbers = begun
+        state = self.state
+        B = len(inputs.requests)
+        M = len(inputs.chunks.slots)
+        layout, hidden, aux_states, numbers = forward
         rows = len(hidden)
         if host is not None:
             heads = sum(numbers) + M
@@ -158,16 +170,17 @@ class Runner:
         if out is None:
             out = self.empty_results(B + M, has_logprobs=host is not None and host.has_logprobs)
         results = Results(out.tokens[..., : B + M, :], None if out.logprobs is None else out.logprobs[:, : B + M])
-        given = layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding
-        verified = verify_rows(*given, inputs.passes)
+        verified = verify_rows(
+            layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding, inputs.passes
+        )
         if results.logprobs is not None:
             emitted = Emitted(layout.starts, verified.nodes, verified.tokens, verified.lengths, layout.segment_slots)
             basis = sampling if self.logprobs_of_samples else None
             emitted_logprobs(logits, emitted, state.logprobs, basis, results.logprobs)
         if host is not None:
             first = sum(numbers)
-            own = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], host.chunks)
-            results = results._replace(prompt_logprobs=own)
+            scores = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], host.chunks)
+            results = results._replace(prompt_logprobs=scores)
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
@@ -180,8 +193,8 @@ class Runner:
     def catch_up(self) -> None:
         """Extends a drafter that attends to context by earlier passes, one by one: each reads what the one before has
         written."""
-        passes = list(self.behind)
-        self.behind.clear()
+        passes = list(self.pending_passes)
+        self.pending_passes.clear()
         for part in passes:
             self.drafter.extend(*part)
 
@@ -203,12 +216,14 @@ class Runner:
     def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
         """Zeros. For a number of passes, which take turns, tokens (N, S, ...) are in the host's memory, which a GPU
         writes to."""
-        device, width = self.state.device, self.state.proposals.shape[2]
-        size, zeros = (num_segments, 2 + (3 if self.branches else 2) * width), partial(torch.zeros, dtype=torch.int32)
+        device = self.state.device
+        width = self.state.proposals.shape[2]
+        columns = 2 + (3 if self.branches else 2) * width
+        zeros = partial(torch.zeros, dtype=torch.int32)
         if num_passes:
-            tokens = zeros(num_passes, *size, pin_memory=device.type == "cuda")
+            tokens = zeros(num_passes, num_segments, columns, pin_memory=device.type == "cuda")
         else:
-            tokens = zeros(size, device=device)
+            tokens = zeros(num_segments, columns, device=device)
         return Results(tokens, zeros(COLUMNS, num_segments, width, device=device) if has_logprobs else None)
 
     @torch.inference_mode()
@@ -217,24 +232,39 @@ class Runner:
 
         `kv_bound`: on the host, at least as many KV tokens as any of them has.
         """
-        state, stored = self.state, self.state.stored
-        lengths, roots = stored.lengths[requests].long(), stored.roots[requests]
+        state = self.state
+        stored = self.state.stored
+        lengths = stored.lengths[requests].long()
+        roots = stored.roots[requests]
         batch = DraftBatch(state, requests, lengths, roots, kv_bound, state.sampling(requests, mode))
         proposal = self.drafter.propose(batch, width)
-        nodes = proposal.tokens, proposal.parents, proposal.scores
-        store(stored, requests, *nodes, state.survivals, state.padding)
+        store(
+            stored,
+            requests,
+            proposal.tokens,
+            proposal.parents,
+            proposal.scores,
+            state.survivals,
+            state.padding,
+        )
 
     def _sample(
         self, layout: Layout, chunks: Chunks, hidden: Tensor, num_requests: int, heads: int, mode: SamplingMode
     ) -> tuple[Tensor, Sampling, Tensor]:
         """Logits (H, V), how they are sampled, and the target's token after each row that has them (H,), -1 where
         nothing can be sampled: NaN, or no token allowed."""
-        requests, positions, nodes = layout.requests, layout.following, layout.nodes
+        requests = layout.requests
+        positions = layout.following
+        nodes = layout.nodes
         if len(chunks.slots):
-            chosen = select_heads(layout, num_requests, heads, self.state.padding)
-            hidden, requests, positions, nodes = hidden[chosen.rows], chosen.requests, chosen.positions, chosen.nodes
+            logit_rows = select_heads(layout, num_requests, heads, self.state.padding)
+            hidden = hidden[logit_rows.rows]
+            requests = logit_rows.requests
+            positions = logit_rows.positions
+            nodes = logit_rows.nodes
         path = NodeTokens(nodes, layout.tokens, layout.ancestors)
-        logits, sampling = self.target.logits(hidden), target_sampling(self.state, requests, mode, path)
+        logits = self.target.logits(hidden)
+        sampling = target_sampling(self.state, requests, mode, path)
         sampled = sample(logits, positions, sampling)
         if self.accept_length is not None:
             sampled = simulate(sampled, layout, num_requests, self.state, self.accept_length)
@@ -244,28 +274,50 @@ class Runner:
         self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
     ) -> tuple[Backend | PartsAttention, str]:
         """The target's attention, planned, and the mask of nodes."""
-        verify, prefill = self.attention["verify"], self.attention["prefill"]
+        verify = self.attention["verify"]
+        prefill = self.attention["prefill"]
         mask = "tree" if self.branches and num_requests else "causal"
         if host is None or self.order is not None:  # the other kernels add in orders of their own
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
         nodes = Nodes.of(counts, self.state.device)
         attention = PartsAttention(nodes, verify, prefill)
-        is_tree = mask == "tree" and nodes.most > 1
-        own = self._nodes(layout, nodes, host, pads=not verify.takes_unlike_counts, is_tree=is_tree)
-        prompts = self._prompts(layout, len(counts), nodes.total, host)
-        attention.plan(own, prompts, layout.positions, self._kv_slots(layout))
+        is_tree = mask == "tree" and nodes.max_nodes > 1
+        of_nodes = self._nodes(layout, nodes, host, pads=not verify.takes_unlike_counts, is_tree=is_tree)
+        of_prompts = self._prompts(layout, len(counts), nodes.total, host)
+        attention.plan(of_nodes, of_prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
 
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
-        state, slots = self.state, self._kv_slots(layout)
-        most = min(state.proposals.shape[2], MAX_NODES)
-        rows = layout.starts, layout.segment_slots, layout.segment_lengths
-        where, paths = (layout.segment_slots, layout.segment_lengths, layout.positions, slots), None
+        state = self.state
+        slots = self._kv_slots(layout)
+        paths = None
         if self.order is not None and layout.ancestors is not None:
             paths = trace_paths(layout.starts, num_requests, layout.ancestors, layout.positions)
-        segments = Segments(*rows, num_requests, most, self.usual_nodes, by_path=paths is not None)
-        return AttentionMetadata("verify", state, *where, (), (), layout.ancestors, segments=segments, paths=paths)
+        return AttentionMetadata(
+            phase="verify",
+            state=state,
+            requests=layout.segment_slots,
+            lengths=layout.segment_lengths,
+            positions=layout.positions,
+            slots=slots,
+            query_lens=(),
+            kv_bounds=(),
+            ancestors=layout.ancestors,
+            segments=self._segments(layout, num_requests, by_path=paths is not None),
+            paths=paths,
+        )
+
+    def _segments(self, layout: Layout, num_requests: int, *, by_path: bool = False) -> Segments:
+        return Segments(
+            starts=layout.starts,
+            slots=layout.segment_slots,
+            lengths=layout.segment_lengths,
+            num_decoding=num_requests,
+            most_nodes=min(self.state.proposals.shape[2], MAX_NODES),
+            usual_nodes=self.usual_nodes,
+            by_path=by_path,
+        )
 
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
@@ -275,26 +327,45 @@ class Runner:
     ) -> AttentionMetadata | None:
         if not nodes.counts:
             return None
-        B, slots, counts = len(nodes.counts), self._kv_slots(layout), nodes.counts
-        positions, own = layout.positions[: nodes.total], KVSlots(lambda group: slots.of(group)[: nodes.total])
+        B = len(nodes.counts)
+        slots = self._kv_slots(layout)
+        counts = nodes.counts
+        positions = layout.positions[: nodes.total]
+        node_slots = KVSlots(lambda group: slots.of(group)[: nodes.total])
         if pads:
-            positions, own = nodes.pad(layout.positions), KVSlots(lambda group: nodes.pad(slots.of(group)))
-            counts = (nodes.most,) * B
+            positions = nodes.pad(layout.positions)
+            node_slots = KVSlots(lambda group: nodes.pad(slots.of(group)))
+            counts = (nodes.max_nodes,) * B
         bounds = tuple(bound + count for bound, count in zip(host.bounds, counts, strict=True))
         ancestors = None
         if is_tree and layout.ancestors is not None:
-            ancestors = nodes.pad(layout.ancestors).view(B, nodes.most)
-        where = layout.segment_slots[:B], layout.segment_lengths[:B], positions, own
-        return AttentionMetadata("verify", self.state, *where, counts, bounds, ancestors)
+            ancestors = nodes.pad(layout.ancestors).view(B, nodes.max_nodes)
+        return AttentionMetadata(
+            phase="verify",
+            state=self.state,
+            requests=layout.segment_slots[:B],
+            lengths=layout.segment_lengths[:B],
+            positions=positions,
+            slots=node_slots,
+            query_lens=counts,
+            kv_bounds=bounds,
+            ancestors=ancestors,
+        )
 
     def _prompts(self, layout: Layout, num_requests: int, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
         if not host.chunks:
             return None
         slots = self._kv_slots(layout)
-        own = KVSlots(lambda group: slots.of(group)[num_nodes:])
-        lens, ends = tuple(len(chunk.tokens) for chunk in host.chunks), tuple(chunk.end for chunk in host.chunks)
-        requests, starts = layout.segment_slots[num_requests:], layout.segment_lengths[num_requests:]
-        return AttentionMetadata("prefill", self.state, requests, starts, layout.positions[num_nodes:], own, lens, ends)
+        return AttentionMetadata(
+            phase="prefill",
+            state=self.state,
+            requests=layout.segment_slots[num_requests:],
+            lengths=layout.segment_lengths[num_requests:],
+            positions=layout.positions[num_nodes:],
+            slots=KVSlots(lambda group: slots.of(group)[num_nodes:]),
+            query_lens=tuple(len(chunk.tokens) for chunk in host.chunks),
+            kv_bounds=tuple(chunk.end for chunk in host.chunks),
+        )
 
     def _move_accepted(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Moves the accepted nodes' KV down to follow the committed tokens.
@@ -302,31 +373,39 @@ class Runner:
         A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
         """
         if self.branches and num_requests:
-            most = verified.nodes.shape[1]
-            order = torch.arange(most, device=verified.nodes.device).expand(num_requests, most)
+            width = verified.nodes.shape[1]
+            order = torch.arange(width, device=verified.nodes.device).expand(num_requests, width)
             nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())
-            lengths, requests = layout.segment_lengths[:num_requests, None], layout.segment_slots[:num_requests, None]
+            lengths = layout.segment_lengths[:num_requests, None]
+            requests = layout.segment_slots[:num_requests, None]
             for network in self.kv:
                 for group in network.caches:
-                    sources, destinations = (self.state.slots(requests, lengths + one, group) for one in (nodes, order))
+                    sources = self.state.slots(requests, lengths + nodes, group)
+                    destinations = self.state.slots(requests, lengths + order, group)
                     move_rows(network.flat(group), sources, destinations)
 
     def _chains(
         self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
     ) -> AttentionMetadata:
-        """Of the pass's rows for the drafter: nodes in the order in which they were accepted are a chain, as prompts'
-        rows are."""
+        """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as
+        prompts' rows are."""
         lens: tuple[int, ...] = ()
         bounds: tuple[int, ...] = ()
         if host is not None:
             lens = (*counts, *(len(chunk.tokens) for chunk in host.chunks))
             nodes = (bound + count for bound, count in zip(host.bounds, counts, strict=True))
             bounds = (*nodes, *(chunk.end for chunk in host.chunks))
-        most = min(self.state.proposals.shape[2], MAX_NODES)
-        rows = layout.starts, layout.segment_slots, layout.segment_lengths
-        segments = Segments(*rows, num_requests, most, self.usual_nodes)
-        where = layout.segment_slots, layout.segment_lengths, layout.places, self._kv_slots(layout)
-        return AttentionMetadata("draft", self.state, *where, lens, bounds, segments=segments)
+        return AttentionMetadata(
+            phase="draft",
+            state=self.state,
+            requests=layout.segment_slots,
+            lengths=layout.segment_lengths,
+            positions=layout.places,
+            slots=self._kv_slots(layout),
+            query_lens=lens,
+            kv_bounds=bounds,
+            segments=self._segments(layout, num_requests),
+        )
 
     def _extend(
         self,
@@ -337,18 +416,24 @@ class Runner:
         *,
         later: bool,
     ) -> None:
-        """Nodes in the order in which they were accepted."""
+        """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
         if verified.order is not None and not later:  # of roots and prompts alone it is the rows' own
             aux_states = aux_states[verified.order]
-        where = layout.places, self._kv_slots(layout), verified.next_tokens
-        rows = PassRows(*where, layout.segment_slots, verified.last, attention)
+        rows = PassRows(
+            positions=layout.places,
+            slots=self._kv_slots(layout),
+            next_tokens=verified.next_tokens,
+            requests=layout.segment_slots,
+            last=verified.last,
+            attention=attention,
+        )
         self.drafter.observe(rows)
         if later and self.deferred is not None:
             while not self.deferred.has_room(len(aux_states)):
                 self.extend_by(self.deferred.oldest(MOST_AT_ONCE))
             self.deferred.put(rows, aux_states)
         elif later:
-            self.behind.append((rows, aux_states))
+            self.pending_passes.append((rows, aux_states))
         else:
             if self.deferred is not None:
                 self.deferred.discard(rows)
@@ -362,11 +447,13 @@ def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestS
     sampled (H,): first after each node of the `num_requests` decoding requests, then after chunks of prompts, which
     stay as they are. A coin by key and length decides between two numbers.
     """
-    owners, nodes = layout.requests[: len(sampled)], layout.nodes[: len(sampled)]
-    whole, fraction = int(accept_length), accept_length % 1
+    owners = layout.requests[: len(sampled)]
+    nodes = layout.nodes[: len(sampled)]
+    base = int(accept_length)
+    fraction = accept_length % 1
     coin = (state.lengths[owners] * GOLDEN + state.keys[owners]) & 0xFFFFFFFF  # in [0, 2^32)
-    accepted = whole + (coin < int(fraction * 2**32))
+    accepted = base + (coin < int(fraction * 2**32))
     following = layout.tokens.roll(-1)[: len(sampled)]
     is_node = torch.arange(len(sampled), device=sampled.device) < layout.starts[num_requests]
-    wanted = torch.where(nodes + 1 < accepted, following, (following + 1) % state.processors.counts.shape[1])
-    return torch.where(is_node, wanted, sampled)
+    targets = torch.where(nodes + 1 < accepted, following, (following + 1) % state.processors.counts.shape[1])
+    return torch.where(is_node, targets, sampled)

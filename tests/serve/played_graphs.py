@@ -37,11 +37,11 @@ class Player(Capturer):
     def __init__(self) -> None:
         pass
 
-    def capture_all(self, subject: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
+    def capture_all(self, kind: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         for key in keys:
             assert capture(key)
 
-    def capture(self, parts: Sequence[Part], subject: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
+    def capture(self, parts: Sequence[Part], description: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
         value: list[Any] = [None]
 
         def play(part: Part) -> None:

@@ -306,7 +306,7 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     of_prompts = None
     if counts:
         ancestors = None if ragged.ancestors is None else split.pad(ragged.ancestors).view(len(counts), -1)
-        own_counts = counts if nodes.takes_unlike_counts else (split.most,) * len(counts)
+        own_counts = counts if nodes.takes_unlike_counts else (split.max_nodes,) * len(counts)
         bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
         shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
         rows_of = (lambda x: x[:first]) if nodes.takes_unlike_counts else split.pad
@@ -328,7 +328,9 @@ def test_nodes_are_padded_and_kept_in_their_order(counts: list[int]) -> None:
     starts = [sum(counts[:index]) for index in range(len(counts))]
     values = torch.arange(sum(counts) + 4)
     padded = [
-        start + min(node, count - 1) for start, count in zip(starts, counts, strict=True) for node in range(nodes.most)
+        start + min(node, count - 1)
+        for start, count in zip(starts, counts, strict=True)
+        for node in range(nodes.max_nodes)
     ]
     assert nodes.pad(values).tolist() == padded
     assert nodes.keep(nodes.pad(values)).tolist() == list(range(sum(counts)))

@@ -191,7 +191,7 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
 
     def check(*_: object) -> None:
         nonlocal most_behind, most_deferred, num_checked
-        most_behind = max(most_behind, sum(len(aux_states) for _, aux_states in passes.behind))
+        most_behind = max(most_behind, sum(len(aux_states) for _, aux_states in passes.pending_passes))
         most_deferred = max(most_deferred, 0 if passes.deferred is None else len(passes.deferred.pending()))
         for sequence in decoding(engine):
             tokens, parents = engine.runner.state.proposals[:2, sequence.slot].tolist()

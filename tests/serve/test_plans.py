@@ -165,15 +165,15 @@ class Watching(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return not self.slots.isdisjoint(slots)
 
-    def run(self, proposed: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
-        assert isinstance(proposed, Proposed)
-        self.seen.append(proposed)
-        for (count, *tokens), root in zip(proposed.results.tolist(), proposed.nodes[0, :, 0].tolist(), strict=True):
+    def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        assert isinstance(inputs, Proposed)
+        self.seen.append(inputs)
+        for (count, *tokens), root in zip(inputs.results.tolist(), inputs.nodes[0, :, 0].tolist(), strict=True):
             assert not count or tokens[count - 1] == root
         errors = {
             slot: f"token {self.refused} is refused"
-            for index, slot in enumerate(proposed.slots)
-            if self.refused in proposed.nodes[0, index].tolist()
+            for index, slot in enumerate(inputs.slots)
+            if self.refused in inputs.nodes[0, index].tolist()
         }
         return Edits(errors=errors)
 

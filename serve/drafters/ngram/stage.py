@@ -119,16 +119,16 @@ class NgramFirstOptions:
             raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
 
 
-def with_ngram_first(own: type) -> type:
+def with_ngram_first(options: type) -> type:
     """The options of a network's drafter together with NgramFirstOptions."""
 
     def check(self: Any) -> None:
         NgramFirstOptions.__post_init__(self)
-        if hasattr(own, "__post_init__"):
-            own.__post_init__(self)
+        if hasattr(options, "__post_init__"):
+            options.__post_init__(self)
 
-    bases = (NgramFirstOptions, own)
-    return make_dataclass(own.__name__, [], bases=bases, namespace={"__post_init__": check}, frozen=True)
+    bases = (NgramFirstOptions, options)
+    return make_dataclass(options.__name__, [], bases=bases, namespace={"__post_init__": check}, frozen=True)
 
 
 class NgramStage(HostStage):
@@ -138,7 +138,9 @@ class NgramStage(HostStage):
     reads = "emitted"
 
     def __init__(self, options: NgramOptions, vocab_size: int, first: int = 0) -> None:
-        self.options, self.vocab_size, self.first = options, vocab_size, first
+        self.options = options
+        self.vocab_size = vocab_size
+        self.first = first
         self._left_out = set[int]()  # slots whose requests want no drafts: neither looked up nor learnt from
         self.branches = options.breadth > 1
         self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
@@ -149,7 +151,7 @@ class NgramStage(HostStage):
         # the next step drafts, it reads a pass that was launched after these copies.
         size = 4 * num_slots * self.options.nodes
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned).numpy() for _ in range(2)]
-        self.arrays = cycle([cache(partial(Arrays.within, own)) for own in memory])
+        self.arrays = cycle([cache(partial(Arrays.within, buffer)) for buffer in memory])
         if self.options.load:
             self.core.load(self.options.load, self.vocab_size)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
@@ -165,21 +167,21 @@ class NgramStage(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return not self._left_out or not self._left_out.issuperset(slots)
 
-    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
-        assert isinstance(given, Emitted)
+    def run(self, inputs: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        assert isinstance(inputs, Emitted)
         if self._left_out:
-            given = given.without(self._left_out)
-            if not given.slots:
+            inputs = inputs.without(self._left_out)
+            if not inputs.slots:
                 return Edits()
-        arrays = next(self.arrays)(len(given.slots), min(width, self.options.nodes))
-        counts = self.core.advance(given.slots, given.results, **arrays.outputs)
+        arrays = next(self.arrays)(len(inputs.slots), min(width, self.options.nodes))
+        counts = self.core.advance(inputs.slots, inputs.results, **arrays.outputs)
         lengths = arrays.outputs["matches"].tolist()
         if self.first:
             pairs = zip(counts, lengths, strict=True)
             counts = [count if count > 1 and length >= self.first else 0 for count, length in pairs]
         kinds = list(map(int.bit_length, lengths))
         foreign = arrays.outputs["foreign"]
-        return Edits((HostProposal(given.slots, arrays.nodes, counts, kinds, source="ngram", foreign=foreign),))
+        return Edits((HostProposal(inputs.slots, arrays.nodes, counts, kinds, source="ngram", foreign=foreign),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
         if slot in self._left_out:
@@ -202,7 +204,7 @@ class NgramStage(HostStage):
 
 
 class Arrays(NamedTuple):
-    """What a batch of B trees of N nodes is written into."""
+    """The arrays that a batch of B trees of N nodes is written into."""
 
     nodes: Ints  # (4, B, N), of which the core fills the first two
     outputs: dict[str, NDArray[Any]]  # of NgramCore.advance
