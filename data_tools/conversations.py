@@ -3,8 +3,8 @@
 Formats, in this order: `input_ids` + `loss_mask`, or `token_rows` of both; a conversation; `text`; questions alone.
 Columns of a conversation: `messages` or `conversations` (OpenAI's role/content or ShareGPT's from/value), `prompt` +
 `completion`, `instruction` + `output` (Alpaca's), `prompt` + `chosen` (preferences), `turns` (MT-bench's); several must
-agree. `weight` of a message or a row says how much its tokens count. A malformed row raises RowError with its place and
-fault.
+agree. Where there are none of these, a question may have a `response` or an `answer`. `weight` of a message or a row
+says how much its tokens count. A malformed row raises RowError with its place and fault.
 
 Invariant: a row passes the checks that the server makes of a request's messages; only other names of roles are read
 beyond, and calls in forms that came before `tool_calls`.
@@ -34,9 +34,10 @@ ROLE_ALIASES = {  # in lower case
 }
 CALLING_ROLES = ("function_call", "tool_call")  # the content of such a turn is an assistant's call, as JSON
 SHAREGPT = {"from": "role", "value": "content"}
+QUESTIONS = ("prompt", "question", "instruction")  # columns
 FORMATS = (
     "messages, conversations, prompt + completion, instruction + output, prompt + chosen, turns, text, prompt, "
-    "question or input_ids + loss_mask"
+    "question or instruction with or without response, or input_ids + loss_mask"
 )
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "loss_weights", "token_rows")
@@ -154,11 +155,23 @@ def _answered_forms(columns: Mapping[str, Any], present: set[str], has_template:
 
 
 def _question_forms(columns: Mapping[str, Any], present: set[str]) -> dict[str, Any]:
-    """The raw messages of each form that gives a question alone, by the column that holds it."""
-    forms: dict[str, Any] = {column: _turns(columns, column) for column in ("prompt", "question") if column in present}
-    if "instruction" in present:
-        forms["instruction"] = _instruction(columns)
+    """The raw messages of each form that gives a question, by the column that holds it, with its answer if the row has
+    a `response`, or an `answer` to a `question`."""
+    forms: dict[str, Any] = {}
+    for column in (column for column in QUESTIONS if column in present):
+        forms[column] = _question(columns, column)
+        answer = "answer" if column == "question" and "response" not in present else "response"
+        if isinstance(columns.get(answer), str):
+            forms[column] = [*forms[column], *_turns(columns, answer, "assistant")]
     return _with_system(columns, forms)
+
+
+def _question(columns: Mapping[str, Any], column: str) -> list[Any]:
+    """The messages of a column that asks; texts in a list are a user's turns, as in copies of MT-bench."""
+    if column == "instruction":
+        return _instruction(columns)
+    turns = _turns(columns, column)
+    return [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns]
 
 
 def _turns(columns: Mapping[str, Any], column: str, role: str = "user") -> list[Any]:
@@ -168,20 +181,26 @@ def _turns(columns: Mapping[str, Any], column: str, role: str = "user") -> list[
 
 
 def _instruction(columns: Mapping[str, Any]) -> list[Message]:
-    """Alpaca's question: the instruction, and on the next line its input, if there is one."""
-    texts = [_string(column, columns[column]) for column in ("instruction", "input") if columns.get(column)]
+    """Alpaca's question: the instruction, and on the next line its input, if there is one; Dolly calls it context."""
+    names = ("instruction", "input", "context")
+    texts = [_string(column, columns[column]) for column in names if columns.get(column)]
     return [{"role": "user", "content": "\n".join(texts)}]
 
 
 def _chosen(columns: Mapping[str, Any]) -> list[Any]:
-    """The prompt and the chosen answer to it, which may repeat the prompt. Raises ValueError for another prompt."""
+    """The prompt and the chosen answer to it, which may repeat the prompt; without a prompt, another question of the
+    row and the answer. Raises ValueError for another prompt."""
     prompt = [] if columns.get("prompt") is None else _turns(columns, "prompt")
     answer = _turns(columns, "chosen", "assistant")
     turns = _messages(answer, "chosen")[0]
     if turns[0]["role"] == "assistant":
-        if not prompt:
-            raise ValueError("chosen holds an answer alone; add its question as prompt")
-        return [*prompt, *answer]
+        names = (name for name in (*QUESTIONS, "input") if columns.get(name) is not None)
+        column = next(names, None)
+        if column is None:
+            raise ValueError(
+                "chosen holds an answer alone; add its question as prompt, or make chosen a list of messages"
+            )
+        return [*_question(columns, column), *answer]
     questions = _messages(prompt, "prompt")[0] if prompt else []
     is_prefix = turns[: len(questions)] == questions
     is_turn = isinstance(columns.get("prompt"), str) and questions[0] in turns

@@ -79,11 +79,13 @@ def _source(name: str, options: ConversationOptions) -> Iterator[Row]:
 
 
 def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:
-    """Whether all column=value conditions hold. Raises RowError for a missing column."""
+    """Whether all column=value conditions hold, true and false in any case. Raises RowError for a missing column."""
     for column, value in conditions.items():
         if column not in columns:
             raise RowError(f"{place}: no column {column!r} as `where` asks; it has {', '.join(sorted(columns))}")
-        if str(columns[column]) != value:
+        text = str(columns[column])
+        is_equal = text.lower() == value.lower() if isinstance(columns[column], bool) else text == value
+        if not is_equal:
             return False
     return True
 

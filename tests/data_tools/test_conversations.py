@@ -62,6 +62,15 @@ def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
         "instruction": ({"instruction": question}, pair[:1]),
         "prompt": ({"prompt": question}, pair[:1]),
         "question": ({"question": question, "answer": 4}, pair[:1]),
+        "answer": ({"question": question, "answer": texts[1]}, pair),
+        "response": ({"prompt": question, "response": texts[1], "answer": "4"}, pair),
+        "dolly": (
+            {"instruction": question, "context": "5, 8", "response": texts[1]},
+            chat(f"{question}\n5, 8", texts[1]),
+        ),
+        "texts as prompt": ({"prompt": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
+        "chosen for a question": ({"question": question, "chosen": texts[1], "rejected": "worse"}, pair),
+        "chosen for an input": ({"input": question, "chosen": texts[1], "rejected": "worse"}, pair),
         "messages as prompt": ({"prompt": whole[:-1]}, whole[:-1]),
         "turns": ({"turns": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
         "chosen text": ({"prompt": question, "chosen": texts[1], "rejected": "worse"}, pair),
@@ -75,6 +84,7 @@ def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
 
 FORMS = ["alpaca", "alpaca with input", "instruction", "prompt", "question", "messages as prompt", "turns"]
 FORMS += ["chosen text", "chosen text after messages", "chosen message", "chosen conversation", "its first question"]
+FORMS += ["answer", "response", "dolly", "texts as prompt", "chosen for a question", "chosen for an input"]
 COLUMNS = ("messages", "conversations", "completion", "text", "tools", "weight", "input", "finish_reason", "rejected")
 
 
@@ -90,7 +100,12 @@ def test_each_form_gives_the_messages_written_by_hand(kind: str, data: strategie
         columns["system"] = "Be kind."
         messages = [{"role": "system", "content": "Be kind."}, *messages]
     nulls = data.draw(strategies.sets(strategies.sampled_from(COLUMNS)))
-    needed = {"alpaca with input": {"input"}, "chosen conversation": {"rejected"}}.get(kind, set())
+    needed = {
+        "alpaca with input": {"input"},
+        "chosen conversation": {"rejected"},
+        "chosen for a question": {"rejected"},
+        "chosen for an input": {"input", "rejected"},
+    }.get(kind, set())
     columns |= dict.fromkeys(nulls - needed)
     assert example(columns).messages == messages
 
@@ -193,7 +208,7 @@ def test_messages_and_rows_have_weights() -> None:
         ({"prompt": "a", "question": "b"}, "prompt and question hold different conversations"),
         ({"prompt": "a", "chosen": chat("b", "fine"), "rejected": "x"}, "prompt and chosen hold different questions"),
         ({"prompt": TURNS[:1], "chosen": chat("b", "c")}, "prompt and chosen hold different questions"),
-        ({"chosen": "fine", "rejected": "bad"}, "chosen holds an answer alone; add its question as prompt"),
+        ({"chosen": "fine", "rejected": "bad"}, "chosen holds an answer alone; add its question as prompt, or"),
         ({"prompt": "a", "chosen": 1}, "chosen holds a int, not text"),
         ({"turns": ["a", None]}, "turns.1 holds a NoneType, not text"),
         ({"turns": []}, "turns must be a list of at least one message"),

@@ -114,6 +114,9 @@ def test_where_and_limit(tmp_path: Path, target: Path) -> None:
     dataset, report = prepare(tmp_path, target, ROWS, "--where", "split=b", "--limit", "4", "--heldout", "0")
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in (1, 3, 5, 7)}
     assert (report["rows_in"], report["rows_filtered"], len(dataset["heldout"])) == (4, 4, 0)
+    rows = [{**row, "label": number % 5 == 0} for number, row in enumerate(ROWS)]
+    for word in ("label=true", "label=True"):
+        assert prepare(tmp_path, target, rows, "--where", word)[1]["rows_kept"] == 4
 
 
 def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path: Path, target: Path) -> None:
