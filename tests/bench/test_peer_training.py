@@ -1,7 +1,6 @@
-"""Drafts of speculators' trainer: the commands, what is kept and how it is measured; and the trainer itself."""
+"""Drafts of both trainers: the commands, what is kept, how the best is chosen; and the package itself."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,20 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from slipstream.bench.peer_training import INSTALL, PeerConfig, main, ours, read_prompts, recipe
+from slipstream.bench import peer_training
+from slipstream.bench.peer_runs import INSTALL, Peer, Run
+from slipstream.bench.peer_training import (
+    PeerConfig,
+    Tries,
+    accept_flags,
+    main,
+    our_run,
+    peer_run,
+    read_prompts,
+    report,
+    states_folder,
+    write_questions,
+)
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.random_drafts import save_random_draft
@@ -29,7 +41,15 @@ else:
     folder = Path(sys.argv[sys.argv.index("--save-path") + 1])
     with open({log!r}, "a") as log:
         log.write(json.dumps(sys.argv[1:]) + "\\n")
-    sys.exit(3) if "--fail" in sys.argv else shutil.copytree({draft!r}, folder / "checkpoint_best")
+    shutil.copytree({draft!r}, folder / "checkpoint_best")
+"""
+TRAINER = """import sys
+from pathlib import Path
+folder = Path(sys.argv[-1])
+assert not folder.exists()
+(folder / "best").mkdir(parents=True)
+with open(sys.argv[1], "a") as log:
+    log.write("run\\n")
 """
 
 
@@ -55,53 +75,95 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words(data: Path, output: Path, *more: str) -> list[str]:
-    return ["--target", str(TINY), "--data", str(data), "--output", str(output), "--questions", "3", *more]
+def words(data: Path, output: Path, tries: dict[str, Any], *more: str) -> list[str]:
+    inputs = ["--target", str(TINY), "--data", str(data), "--output", str(output), "--heldout", "3"]
+    return [*inputs, "--max-tokens", "8", "--drafts", json.dumps(tries), *more]
+
+
+def config_of(**options: Any) -> PeerConfig:
+    options = {"data": "d", "output": "o", "peer_python": "p", "drafts": {"eagle3": Tries()}} | options
+    return PeerConfig(target=str(TINY), **options)
+
+
+def follows(words: tuple[str, ...] | list[str], flag: str, count: int = 1) -> list[str]:
+    place = len(words) - 1 - list(words)[::-1].index(flag)  # the last wins
+    return list(words[place + 1 : place + 1 + count])
 
 
 @pytest.mark.slow
-def test_drafts_are_trained_once_and_measured_with_ours(
-    data: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(fake.parent)
-    flags = words(data, tmp_path, "--peer-python", "./python", "--draft", "draft", "--target", os.path.relpath(TINY))
-    flags += ["--lr", "6e-3", "--seeds", "0", "1", "--layers", "1", "3", "5", "--flags=--no-norm-output"]
-    main(flags)
+def test_both_sides_are_trained_once_and_measured(data: Path, fake: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "made.jsonl"
+    questions.write_text('{"turns": ["Hello"]}\n{"prompt": "Once upon"}\n')
+    ours = "--optim.steps 1 --data.max_length 64 --draft.ttt_steps 1"
+    tries = {"eagle3": {"layers": [1, 3, 5], "depth": 2, "ours": ours, "peer": "--no-norm-output"}}
+    flags = words(data, tmp_path / "output", tries, "--peer-python", str(fake), "--questions", str(questions))
+    main([*flags, "--jobs", "2"])
     log = fake.with_name("log").read_text().splitlines()
-    main(flags)
+    main([*flags, "--jobs", "2"])
     assert fake.with_name("log").read_text().splitlines() == log  # kept, not trained again
-    commands = [json.loads(line) for line in log]
-    assert [command[command.index("--seed") + 1] for command in commands] == ["0", "1"]
-    for command in commands:
-        assert command[command.index("--data-path") + 1] == str(tmp_path / "states-eagle3")
-        assert command[command.index("--target-layer-ids") + 1 :][:3] == ["2", "4", "6"]
-        assert Path(command[command.index("--verifier-name-or-path") + 1]).is_absolute()
-        assert "--no-norm-output" in command
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line["seed"] for line in lines] == [0, 1, None] * 2
-    for line in lines:  # the same draft each time
-        assert (line["bench"], line["equal"], line["questions"]) == ("peer_training", "3 of 3", 3)
-        assert line["accept_length"] == lines[0]["accept_length"] >= 1
-        assert line["accept_length"] <= 1 + sum(line["accept_rates"]) + 1e-3
-    assert (lines[0]["trainer"], lines[0]["tokens"], lines[0]["lr"]) == ("speculators 0.9.0", 2 * 12 * ANSWER, 6e-3)
+    [command] = [json.loads(line) for line in log]
+    assert follows(command, "--data-path") == [str(tmp_path / "output" / "states-1-3-5")]
+    assert follows(command, "--target-layer-ids", 3) == ["2", "4", "6"]
+    assert "--no-norm-output" in command
+    lines = [json.loads(line) for line in (tmp_path / "output" / "results.jsonl").read_text().splitlines()]
+    assert [line["trainer"] for line in lines] == ["slipstream", "speculators 0.9.0"] * 2
+    for line in lines:
+        assert line["is_best"]
+        assert list(line["accept_length"]) == ["heldout", "made"]
+        for name, length in line["accept_length"].items():
+            assert 1 <= length <= 1 + sum(line["accept_rates"][name]) + 1e-3
 
 
-def test_a_failed_training_is_not_kept(
-    data: Path, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def trainer(folder: Path, code: str = TRAINER) -> Run:
+    program = folder / "trainer.py"
+    program.write_text(code)
+    command = (sys.executable, str(program), str(folder / "log"), "--output")
+    return Run("slipstream", "eagle3", "", command, folder)
+
+
+def test_a_training_is_kept_once_it_has_ended(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
     for _ in range(2):
-        with pytest.raises(SystemExit):
-            main(words(data, tmp_path, "--peer-python", str(fake), "--flags=--fail"))
-        assert "speculators train failed with status 3" in capsys.readouterr().err
-    assert not (tmp_path / "results.jsonl").exists()
+        run.train({})
+    assert (tmp_path / "log").read_text() == "run\n"
+    (run.folder / "trained.json").unlink()  # as if it had been stopped: the checkpoints in it are not gone on with
+    run.train({})
+    assert (tmp_path / "log").read_text() == "run\n" * 2
 
 
-def test_a_draft_that_cannot_be_served_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "config.json").write_text('{"architectures": ["Other"]}')
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print('the cause')\nraise SystemExit(3)", r"train\.log: the program ended with status 3:\n(.*\n)*the cause"),
+        ("", r"train\.log: the program ended without best"),
+    ],
+)
+def test_a_failed_training_is_not_kept(code: str, message: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, code)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            run.train({})
+    assert not (run.folder / "trained.json").exists()
+
+
+def test_failed_tries_are_named_and_the_others_shown(
+    data: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any) -> dict[str, dict[str, Any]]:
+        return {"heldout": {"by_rounds": 1.5, "accept_rates": [0.5]}, "all": {}}
+
+    (tmp_path / "bad").mkdir()
+    commands = {"--good": trainer(tmp_path), "--bad": trainer(tmp_path / "bad", "raise SystemExit(3)")}
+    monkeypatch.setattr(peer_training, "our_run", lambda _, __, flags: commands[flags])
+    monkeypatch.setattr(peer_training, "peer_run", lambda *_: commands["--good"])
+    monkeypatch.setattr(peer_training, "capture", lambda *_: None)
+    monkeypatch.setattr(Run, "measure", measure)
+    tries = {"eagle3": {"our_tries": ["--good", "--bad"], "peer_tries": ["", ""]}}
     with pytest.raises(SystemExit):
-        main(words(data, tmp_path / "output", "--draft", str(tmp_path / "draft")))
-    assert f"{tmp_path / 'draft'} is not served: " in capsys.readouterr().err
+        main(words(data, tmp_path / "output", tries, "--peer-python", str(fake)))
+    printed = capsys.readouterr()
+    assert "1 of 4 tries failed; the others are kept\neagle3, slipstream" in printed.err
+    assert printed.out.count("| 1.500 |") == 3
 
 
 def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,55 +171,104 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.Cap
     without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     without.chmod(0o755)
     for python, message in (
-        ("/nowhere/python", "peer_python /nowhere/python is not a program"),
-        (str(without), f"peer_python {without} has no speculators (ModuleNotFoundError: No module named 'torch')"),
+        ("/nowhere/python", f"peer_python /nowhere/python is not a program; {INSTALL}"),
+        (str(without), f"has no speculators (ModuleNotFoundError: No module named 'torch'); {INSTALL}"),
     ):
         with pytest.raises(SystemExit):
-            main(words(data, tmp_path / "output", "--peer-python", python))
-        assert f"{message}; {INSTALL}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(words(data, tmp_path / "output"))
-    assert "nothing to measure: name checkpoints by --draft" in capsys.readouterr().err
+            main(words(data, tmp_path / "output", {"eagle3": {}}, "--peer-python", python))
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("drafts", "message"),
     [
-        ({}, "--speculator-type eagle3 --epochs 2 --total-seq-len 1024"),
-        (
-            {"drafter": "dflash", "lr": 0.006, "flags": "--block-size 8"},
-            "--speculator-type dflash --epochs 2 --total-seq-len 1024 --lr 0.006 --block-size 8",
-        ),
+        ({}, "drafts names nothing; choose from eagle3, dflash, dspark"),
+        ({"medusa": Tries()}, "drafts names medusa"),
+        ({"dspark": Tries(our_tries=("", "--a"))}, "dspark has 2 our_tries and 1 peer_tries; give both sides as many"),
+        ({"eagle3": Tries(our_tries=(), peer_tries=())}, "eagle3 has 0 our_tries and 0 peer_tries"),
+        ({"eagle3": Tries(depth=0)}, r"drafts\.eagle3\.depth is 0; give at least 1"),
     ],
 )
-def test_the_recipe_in_its_flags(options: dict[str, Any], expected: str) -> None:
-    config = PeerConfig(target="t", data="d", output="o", peer_python="p", **options)
-    assert recipe(config) == expected.split()
+def test_drafts_are_checked(drafts: dict[str, Tries], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(drafts=drafts)
 
 
-@pytest.mark.parametrize(
-    ("run", "trainer"),
-    [('{"git_revision": "0123456789"}', "slipstream 0123456"), ('{"git_revision": null}', "slipstream unknown")],
-)
-def test_who_trained_a_draft(run: str, trainer: str, tmp_path: Path) -> None:
-    assert ours(str(tmp_path))["trainer"] == "unknown"
-    (tmp_path / "run.json").write_text(run)
-    assert ours(str(tmp_path))["trainer"] == trainer
+def test_the_commands_of_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_training.StateIndex, "read", lambda _: None)
+    monkeypatch.setattr(peer_training, "trainer_flags", lambda path, _: ["--data-path", str(path)])
+    tries = Tries(layers=(1, 3), depth=5, ours="--optim.lr 1 --seed 8", peer="--lr 1 --epochs 8")
+    config = config_of(drafts={"dspark": tries}, epochs=2, seed=4, ours="--optim.lr 2", peer="--lr 2")
+    ours = our_run(config, "dspark", "--optim.lr 3").command
+    assert "slipstream.train.dflash" in ours
+    assert [follows(ours, flag) for flag in ("--optim.lr", "--seed", "--optim.epochs")] == [["3"], ["4"], ["2"]]
+    assert follows(ours, "--draft.aux_layers") == ["[1, 3]"]
+    assert ours[-1] == "--output"
+    peer = peer_run(config, Peer("python", "0.9.0", True), "dspark", "--lr 3", tmp_path).command
+    assert peer[:4] == ("python", "-m", "speculators", "train")
+    assert peer[-1] == "--save-path"
+    assert [follows(peer, flag) for flag in ("--lr", "--speculator-type", "--seed")] == [["3"], ["dspark"], ["4"]]
+    assert follows(accept_flags(config, "dspark", []), "--engine.width") == ["6"]
+    assert states_folder(config, "dspark").name == "states-1-3"
+    chain = config_of(drafts={"eagle3": Tries(depth=5)})
+    assert follows(accept_flags(chain, "eagle3", []), "--drafter.depth") == ["5"]
+    assert states_folder(chain, "eagle3").name == "states-eagle3"
+
+
+def test_the_best_of_a_side_is_chosen_on_heldout_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = {"slipstream": ((1.5, 9.0), (2.5, 1.0)), "speculators": ((2.0, 1.0), (1.0, 2.0))}  # held out, other
+    results = []
+    for side, pairs in lengths.items():
+        for number, (heldout, other) in enumerate(pairs):
+            run = Run(side, "eagle3", f"--lr {number}", (side, str(number)), tmp_path)  # type: ignore[arg-type]
+            run.folder.mkdir()
+            (run.folder / "trained.json").write_text('{"seconds": 7}')
+            figures = {"other": other, "heldout": heldout, "all": 0.0}
+            results.append(
+                (run, {name: {"by_rounds": value, "accept_rates": [0.25]} for name, value in figures.items()})
+            )
+    report(config_of(output=str(tmp_path)), Peer("python", "0.9.0", True), results)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:6]]
+    assert [(row[1], row[2], row[5], row[6], row[8]) for row in rows] == [
+        ("slipstream", "--lr 0", "1.500", "9.000", ""),
+        ("slipstream", "--lr 1", "2.500", "1.000", "best"),
+        ("speculators 0.9.0", "--lr 0", "2.000", "1.000", "best"),
+        ("speculators 0.9.0", "--lr 1", "1.000", "2.000", ""),
+    ]
 
 
 def test_prompts_end_where_the_first_answer_begins() -> None:
     masks = [[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
     rows = Dataset.from_dict({"input_ids": [list(range(6))] * 5, "loss_mask": [list(map(bool, row)) for row in masks]})
-    assert read_prompts(rows, 4) == ([[0, 1], [0], [0, 1, 2, 3, 4]], [2, 1, 1])
+    assert read_prompts(rows, 4) == [[0, 1], [0], [0, 1, 2, 3, 4]]
     with pytest.raises(ValueError, match="no held-out answers to measure on"):
         read_prompts(rows.select([3]), 4)
 
 
+def test_each_file_of_questions_is_a_category(data: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "mt.jsonl"
+    questions.write_text('{"id": 81, "category": "writing", "turns": ["Hello"]}\n')
+    config = config_of(data=str(data), output=str(tmp_path), heldout=2, questions=(str(questions),))
+    heldout, other = [list(map(json.loads, path.open())) for path in write_questions(config)]
+    assert [(row["id"], row["category"], len(row["prompt"])) for row in heldout] == [
+        (f"heldout-{number}", "heldout", PROMPT) for number in range(2)
+    ]
+    assert other == [{"id": "mt-0", "category": "mt", "turns": ["Hello"]}]
+    with pytest.raises(ValueError, match="two files called mt; rename one"):
+        write_questions(config_of(data=str(data), output=str(tmp_path), questions=(str(questions),) * 2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--drafter=dflash", "--flags=--num-layers 1 --block-size 4")])
-def test_the_package_trains_what_is_served(more: list[str], data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark"])
+def test_the_package_trains_what_is_served(drafter: str, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("speculators")
-    main(words(data, tmp_path, "--peer-python", sys.executable, "--epochs", "1", "--row-tokens", "64", *more))
-    [line] = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert line["equal"] == "3 of 3"
-    assert line["accept_length"] >= 1
+    ours = "--optim.steps 1 --data.max_length 64"
+    peer = "--total-seq-len 64"
+    if drafter != "eagle3":
+        ours += " --draft.num_layers 1 --draft.block_size 4"
+        peer += " --num-layers 1 --block-size 4"
+    tries = {drafter: {"layers": [1, 3, 5], "ours": ours, "peer": peer}}
+    main(words(data, tmp_path / "output", tries, "--peer-python", sys.executable))
+    lines = [json.loads(line) for line in (tmp_path / "output" / "results.jsonl").read_text().splitlines()]
+    assert [line["trainer"] for line in lines] == ["slipstream", "speculators 0.9.0"]
+    assert all(line["accept_length"]["heldout"] >= 1 for line in lines)
