@@ -1,7 +1,7 @@
 """Packs prepared datasets into batches. The order of rows depends on the seed alone.
 
-Rows hold whole documents of one folder, up to `max_length` tokens; a longer document is cut, never split over rows. An
-epoch has a folder's rows as often as its weight says. Letters: B rows, S tokens in a row.
+Rows hold windows of one folder's documents: whole documents up to `max_length` tokens, and of longer ones the parts
+that windows.py describes. An epoch has a folder's rows as often as its weight says. Letters: B rows, S tokens in a row.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from slipstream.models.files.checkpoint import read_json
-from slipstream.models.files.loss_masks import Cut, LossMasks, scan
 from slipstream.train.cached_states import CachedStates
+from slipstream.train.windows import WindowLayout, measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +87,22 @@ class PackedShare:
 
 
 class PackedRows:
-    """The usable documents of one split, packed into rows."""
+    """The usable windows of one split, packed into rows."""
 
-    def __init__(self, dataset: Dataset, max_length: int, shares: Sequence[Share] = ()) -> None:
-        """`shares` of the folders whose documents `dataset` joins; default: it is all of one. Raises ValueError for a
-        folder that supervises nothing."""
+    def __init__(
+        self, dataset: Dataset, max_length: int, shares: Sequence[Share] = (), *, is_split: bool = False
+    ) -> None:
+        """`shares` of the folders whose documents `dataset` joins; default: it is all of one. `is_split`: into windows
+        where documents are longer, which are cut otherwise. Raises ValueError for a folder that supervises nothing."""
         self.dataset = dataset
         self.max_length = max_length
-        lengths, targets, self.cut = measure(dataset, max_length)
-        self.rows: list[list[int]] = []
+        self.windows, self.cut = measure(dataset, WindowLayout(max_length, is_split))
+        self.rows: list[list[int]] = []  # of windows
         self.shares: list[PackedShare] = []
         first = 0
         for share in shares or [Share("", len(dataset))]:
             last = first + share.num_documents
-            self._pack(share, first, lengths[first:last], targets[first:last])
+            self._pack(share, first, last)
             first = last
         assert first == len(dataset)
         self.num_documents = sum(share.num_documents for share in self.shares)
@@ -110,32 +112,57 @@ class PackedRows:
         # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
         self.add_states: Callable[[Batch, list[int]], Batch] | None = None
 
-    def _pack(self, share: Share, first: int, lengths: np.ndarray, targets: np.ndarray) -> None:
-        """Appends the rows of a folder's documents, numbered from `first` on."""
-        usable = np.flatnonzero(targets)
+    def _pack(self, share: Share, first: int, last: int) -> None:
+        """Appends the rows of a folder's documents, those numbered from `first` to below `last`."""
+        windows = self.windows
+        start, stop = np.searchsorted(windows.documents, (first, last))
+        usable = start + np.flatnonzero(windows.num_supervised[start:stop])
         if not len(usable):
+            source = f" in {share.name}" if share.name else ""
             raise ValueError(
-                f"no document of {len(lengths)}{' in ' * bool(share.name)}{share.name} has two supervised tokens in a "
-                f"row within data.max_length {self.max_length}; raise data.max_length, or prepare conversations that "
-                "have answers"
+                f"no document of {share.num_documents}{source} has two supervised tokens in a row within "
+                f"data.max_length {self.max_length}; raise data.max_length, or prepare conversations that have answers"
             )
-        rows = pack(lengths[usable], self.max_length)
+        rows = pack(windows.lengths[usable], self.max_length)
         place = range(len(self.rows), len(self.rows) + len(rows))
-        self.rows += [[first + int(usable[item]) for item in row] for row in rows]
+        self.rows += [[int(usable[item]) for item in row] for row in rows]
         self.shares.append(
             PackedShare(
                 name=share.name,
                 passes=share.passes,
                 rows=place,
-                num_documents=len(usable),
-                num_tokens=int(lengths[usable].sum()),
-                num_supervised=int(targets.sum()),
+                num_documents=len(np.unique(windows.documents[usable])),
+                num_tokens=int(windows.lengths[usable].sum()),
+                num_supervised=int(windows.num_supervised[usable].sum()),
             )
         )
 
     def __len__(self) -> int:
         """Rows in an epoch."""
         return sum(share.epoch_rows for share in self.shares)
+
+    @property
+    def num_split_documents(self) -> int:
+        """Documents that have several windows."""
+        return len(np.unique(self.windows.documents[self.windows.starts > 0]))
+
+    @property
+    def long_sentence(self) -> str:
+        """Says what becomes of the documents that are longer than a row; empty if there are none."""
+        if not self.cut.num_documents:
+            return ""
+        if not self.num_split_documents:
+            return self.cut.sentence("data.max_length")
+        num_windows = self.num_split_documents + int((self.windows.starts > 0).sum())
+        return (
+            f"{self.num_split_documents} documents longer than data.max_length {self.max_length} are split into "
+            f"{num_windows} windows, {self.cut.num_supervised} supervised tokens beyond the first"
+        )
+
+    @property
+    def documents(self) -> list[int]:
+        """Documents that rows hold, by number in the split; one with several windows as often."""
+        return [self._document_of(window) for row in self.rows for window in row]
 
     @property
     def is_mixed(self) -> bool:
@@ -164,10 +191,22 @@ class PackedRows:
 
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
         """These rows, padded to the longest; `first_number` is the index of the first one in the run."""
-        fetched = [self.dataset[self.rows[row]] for row in rows]
-        documents = [list(zip(row["input_ids"], document_weights(row), strict=True)) for row in fetched]
-        batch = collate(documents, self.max_length, first_number)
-        return batch if self.add_states is None else self.add_states(batch, [x for row in rows for x in self.rows[row]])
+        batch = collate([self._documents(self.rows[row]) for row in rows], self.max_length, first_number)
+        if self.add_states is None:
+            return batch
+        return self.add_states(batch, [self._document_of(window) for row in rows for window in self.rows[row]])
+
+    def _documents(self, windows: list[int]) -> list[tuple[list[int], list[float]]]:
+        """The tokens of each window, and their weights in the loss."""
+        columns = self.dataset[[self._document_of(window) for window in windows]]
+        documents = zip(windows, columns["input_ids"], document_weights(columns), strict=True)
+        return [
+            (self.windows.values(window, ids), self.windows.weights(window, weights))
+            for window, ids, weights in documents
+        ]
+
+    def _document_of(self, window: int) -> int:
+        return int(self.windows.documents[window])
 
 
 def document_weights(columns: Mapping[str, Any]) -> list[Sequence[float]]:
@@ -213,22 +252,6 @@ def possible_roots(batch: Batch) -> Tensor:
     supervised = batch.supervised.flatten()
     documents = batch.documents.flatten()
     return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
-
-
-def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray, Cut]:
-    """Per document: its length cut at `max_length`; its supervised tokens up to there, 0 if no two of them are
-    adjacent. And what was cut."""
-    lengths, targets, beyond = zip(*(measure_masks(masks, max_length) for masks in scan(dataset)), strict=True)
-    return np.concatenate(lengths), np.concatenate(targets), Cut.of(max_length, beyond)
-
-
-def measure_masks(masks: LossMasks, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    positions = masks.positions
-    supervised = masks.supervised & (positions > 0) & (positions < max_length)
-    adjacent = supervised & np.append(supervised[1:] & (positions[1:] > 0), False)
-    count = masks.count(supervised)
-    count[masks.count(adjacent) == 0] = 0
-    return np.minimum(masks.lengths, max_length), count, masks.beyond(max_length)
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -40,7 +40,7 @@ from slipstream.train.trackers import is_metrics
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # Options that may change when a run continues.
 FREE_OPTIONS = (
-    *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size"),
+    *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
 # Inputs that may have moved since, and the hash that identifies them.
@@ -48,6 +48,7 @@ BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.v
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
+REMEDIES["split_documents"] = "pass the original data.long_documents (cut, if it began before there was this option)"
 REMEDIES |= dict.fromkeys(LENGTHS, "pass the saved value, or one above it,")
 OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # names that a run or its report writes
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)

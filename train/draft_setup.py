@@ -125,8 +125,8 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
             check_run_folder(Path(options.output))  # again: what a run that has just ended left
         target = TargetFiles.find(options, accelerator, kind)
         mixture = Mixture.load(options.data.folders, target.tokenizer_hash)
-        train_rows = mixture.train_rows(options.data.max_length)
-        heldout_rows = mixture.heldout_rows(options.data.max_length, options.evaluation.documents)
+        train_rows = mixture.train_rows(options.data)
+        heldout_rows = mixture.heldout_rows(options.data, options.evaluation.documents)
         Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
         if options.dry_run:
             show_plan(target, kind, train_rows)
@@ -171,6 +171,8 @@ def train_draft(
     identity = {
         "target_fingerprint": draft.config.target_fingerprint,
         "data_hash": mixture.data_hash,
+        # None also for runs of versions that cut, so that they continue where no document is long.
+        "split_documents": (train_rows.num_split_documents + heldout_rows.num_split_documents) or None,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
     }
     run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
@@ -223,8 +225,8 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
             f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
             f"{rows.num_dropped} documents left out: no two supervised tokens in a row"
         )
-        if rows.cut.num_documents:
-            accelerator.print(f"{name}: {rows.cut.sentence('data.max_length')}")
+        if rows.long_sentence:
+            accelerator.print(f"{name}: {rows.long_sentence}")
         if train_rows.is_mixed:
             for share in rows.shares:
                 times = f"; weight {share.passes:g}: {share.epoch_rows:,} rows an epoch" if name == "train" else ""

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import DatasetDict, concatenate_datasets
 
 from slipstream.train.batches import PackedRows, Share, load_prepared
+from slipstream.train.options import DataOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,14 @@ class Mixture:
         """For run.json, by path."""
         return {folder.path: {"data_hash": folder.data_hash, "weight": folder.passes} for folder in self.folders}
 
-    def train_rows(self, max_length: int) -> PackedRows:
-        return self._pack("train", max_length, [folder.passes for folder in self.folders])
+    def train_rows(self, options: DataOptions) -> PackedRows:
+        return self._pack("train", options, [folder.passes for folder in self.folders])
 
-    def heldout_rows(self, max_length: int, limit: int) -> PackedRows:
+    def heldout_rows(self, options: DataOptions, limit: int) -> PackedRows:
         """The first `limit` documents of each folder, whatever its weight."""
-        return self._pack("heldout", max_length, [1.0] * len(self.folders), limit)
+        return self._pack("heldout", options, [1.0] * len(self.folders), limit)
 
-    def _pack(self, split: str, max_length: int, weights: Sequence[float], limit: int | None = None) -> PackedRows:
+    def _pack(self, split: str, options: DataOptions, weights: Sequence[float], limit: int | None = None) -> PackedRows:
         parts = [folder.splits[split] for folder in self.folders]
         if limit is not None:
             parts = [part.select(range(min(limit, len(part)))) for part in parts]
@@ -62,4 +63,5 @@ class Mixture:
             Share(folder.path, len(part), weight)
             for folder, part, weight in zip(self.folders, parts, weights, strict=True)
         ]
-        return PackedRows(concatenate_datasets(parts) if len(parts) > 1 else parts[0], max_length, shares)
+        documents = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        return PackedRows(documents, options.max_length, shares, is_split=options.splits_documents)

@@ -22,7 +22,9 @@ class DataOptions:
     """prepared dataset (slipstream prepare): splits train and heldout; or several with weights, such as
     {data/chat: 1, data/code: 0.5}: how often an epoch has their rows"""
     max_length: int = 4096
-    """tokens in a packed row; longer documents are cut, which is counted"""
+    """tokens in a packed row"""
+    long_documents: Literal["split", "cut"] | None = None
+    """documents longer than a row: split into windows, or cut; default: split, but cut with `aux_states`"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
     aux_states: str | None = None
@@ -46,6 +48,18 @@ class DataOptions:
                 f"data.aux_states {self.aux_states} holds the states of one prepared dataset, and data.path names "
                 f"{len(self.folders)}; leave data.aux_states out, or train on one folder"
             )
+
+        if self.aux_states is not None and self.long_documents == "split":
+            raise ValueError(
+                f"data.long_documents is split, but data.aux_states {self.aux_states} holds the states of each "
+                "document's beginning alone; set data.long_documents to cut, or leave data.aux_states out"
+            )
+
+    @property
+    def splits_documents(self) -> bool:
+        if self.long_documents is None:
+            return self.aux_states is None
+        return self.long_documents == "split"
 
     @property
     def folders(self) -> dict[str, float]:

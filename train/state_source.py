@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,7 +206,7 @@ def read_states(
         pinned = device.type == "cuda"
         source = StateSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
         if not online:
-            source.check(chain.from_iterable(packed.rows))
+            source.check(packed.documents)
         packed.add_states = source.add
     if not online:
         training.target.drop_layers()

@@ -190,6 +190,7 @@ def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
         "target": target_path,
         "data.path": data_path,
         "data.max_length": MAX_LENGTH,
+        "data.long_documents": "cut",
         "data.batch_size": 2,
         "draft.vocabulary": vocabulary_path,
         "optim.steps": 6,

@@ -17,10 +17,10 @@ from slipstream.train.batches import (
     collate,
     evaluation_batches,
     load_prepared,
-    measure,
     pack,
     training_batches,
 )
+from slipstream.train.windows import WindowLayout, measure
 
 
 def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -59,10 +59,11 @@ def test_measure_counts_what_can_be_learnt() -> None:
         ([], []),
     ]
     dataset = Dataset.from_dict({"input_ids": [d[0] for d in documents], "loss_mask": [d[1] for d in documents]})
-    lengths, targets, cut = measure(dataset, 8)
+    windows, cut = measure(dataset, WindowLayout(8, is_split=False))
     assert (cut.num_documents, cut.num_supervised) == (2, 8)
-    assert lengths.tolist() == [6, 6, 8, 8, 3, 0]
-    assert targets.tolist() == [3, 0, 0, 3, 2, 0]
+    assert windows.documents.tolist() == list(range(6))
+    assert windows.lengths.tolist() == [6, 6, 8, 8, 3, 0]
+    assert windows.num_supervised.tolist() == [3, 0, 0, 3, 2, 0]
     rows = PackedRows(dataset, 8)
     assert sorted(itertools.chain(*rows.rows)) == [0, 3, 4]
     assert (rows.num_dropped, rows.num_supervised) == (3, 8)

@@ -16,6 +16,7 @@ from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_
 from slipstream.train import eagle3
 from slipstream.train.batches import PackedRows, Share, row_order, training_batches
 from slipstream.train.mixture import Mixture
+from slipstream.train.options import DataOptions
 
 WEIGHTS = {"once": 1.0, "often": 2.5, "half": 0.5, "rare": 0.01}
 SIZES = {"once": 30, "often": 25, "half": 40, "rare": 12}
@@ -121,7 +122,7 @@ def test_a_plan_counts_each_folder(
 def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders: list[Path]) -> None:
     report = read_json(folders[0] / "report.json")
     mixture = Mixture.load({str(folder): 0.1 for folder in folders}, report["tokenizer_hash"])
-    rows = mixture.heldout_rows(MAX_LENGTH, 3)
+    rows = mixture.heldout_rows(DataOptions(path="d", max_length=MAX_LENGTH), 3)
     assert len(rows.dataset) == 6
     assert len(rows) == len(rows.rows)
     other = save_data(random_dataset(4, seed=1), random_dataset(4, seed=2), tokenizer_hash="9" * 64)
@@ -130,7 +131,9 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
     nothing = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
     silent = save_data(nothing, nothing)
     with pytest.raises(ValueError, match=f"no document of 1 in {silent} has two supervised tokens"):
-        Mixture.load({str(folders[0]): 1, str(silent): 1}, report["tokenizer_hash"]).train_rows(MAX_LENGTH)
+        Mixture.load({str(folders[0]): 1, str(silent): 1}, report["tokenizer_hash"]).train_rows(
+            DataOptions(path="d", max_length=MAX_LENGTH)
+        )
 
 
 def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(

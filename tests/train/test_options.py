@@ -17,8 +17,8 @@ from slipstream.train.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
-    checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.max_length
-    data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
+    checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
+    data.max_length data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
     evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.decay_ratio
     optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay
     output precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity
@@ -79,6 +79,11 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--optim.warmup_ratio=1.5"], "optim.warmup_ratio is 1.5"),
     ("eagle3", ["--optim.betas=[0.9, 1.0]"], "optim.betas is [0.9, 1.0]"),
     ("eagle3", ["--optim.weight_decay=-0.1"], "optim.weight_decay -0.1"),
+    (
+        "eagle3",
+        ["--data.long_documents=split", "--data.aux_states=f"],
+        "data.long_documents is split, but data.aux_states f holds the states of each document's beginning alone",
+    ),
     ("eagle3", ["--optim.momentum=1"], "optim.momentum 1.0"),
     ("eagle3", ["--optim.schedule=step"], "optim.schedule"),
     (
