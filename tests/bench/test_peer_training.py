@@ -166,6 +166,24 @@ def test_failed_tries_are_named_and_the_others_shown(
     assert printed.out.count("| 1.500 |") == 3
 
 
+def test_an_interrupted_comparison_shows_what_has_ended(
+    data: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    figures = {"heldout": {"by_rounds": 1.5, "accept_rates": [0.5]}, "all": {}}
+    monkeypatch.setattr(peer_training, "our_run", lambda *_: trainer(tmp_path))
+    monkeypatch.setattr(peer_training, "capture", interrupt)
+    monkeypatch.setattr(Run, "measure", lambda *_: figures)
+    with pytest.raises(SystemExit) as end:
+        main(words(data, tmp_path / "output", {"eagle3": {}}, "--peer-python", str(fake)))
+    assert end.value.code == 130
+    assert capsys.readouterr().out.count("| 1.500 |") == 1
+    [line] = (tmp_path / "output" / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["accept_length"] == {"heldout": 1.5}
+
+
 def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without = tmp_path / "python"
     without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
