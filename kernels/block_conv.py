@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 
 CHANNELS = 1024  # of a program
-GRADIENT_CHANNELS, GRADIENT_ROWS = 512, 64  # of a program of the gradient
+# a program's share of the gradient
+GRADIENT_CHANNELS = 512
+GRADIENT_ROWS = 64
 
 
 @Op
@@ -62,7 +64,9 @@ class _BlockConv(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """What programs add to the gradient of `base` is summed in a fixed order."""
         x, delta, base = ctx.saved_tensors
-        rows, deltas, towards = _as_rows(x), _as_deltas(delta), _as_rows(upstream)
+        rows = _as_rows(x)
+        deltas = _as_deltas(delta)
+        towards = _as_rows(upstream)
         (num_rows, size), (taps, groups) = rows.shape, delta.shape[-2:]
         towards = towards if towards.stride(1) == 1 else towards.contiguous()
         grid = triton.cdiv(num_rows, GRADIENT_ROWS), triton.cdiv(size, GRADIENT_CHANNELS)
@@ -89,7 +93,8 @@ def _as_deltas(delta: Tensor) -> Tensor:
 
 def _forward(x: Tensor, delta: Tensor, base: Tensor, block_size: int) -> Tensor:
     size, (taps, groups) = x.shape[-1], delta.shape[-2:]
-    rows, deltas = _as_rows(x), _as_deltas(delta)
+    rows = _as_rows(x)
+    deltas = _as_deltas(delta)
     assert rows.stride(1) == base.stride(1) == deltas.stride(2) == 1
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -107,7 +112,8 @@ def _block_conv(
     TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < size
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -126,8 +132,10 @@ def _block_conv_gradient(
     TAPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of ROWS rows and BLOCK channels; parts (programs, TAPS, size) of the gradient of `base`."""
-    first, channel = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, count = channel < size, tl.minimum(num_rows - first, ROWS).to(tl.int32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < size
+    count = tl.minimum(num_rows - first, ROWS).to(tl.int32)
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     for tap in tl.static_range(TAPS):
         total = tl.zeros((BLOCK,), tl.float32)

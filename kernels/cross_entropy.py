@@ -54,7 +54,8 @@ def soft_cross_entropy(
     gradient; a row of weight 0 gets none, even if it holds NaN. `in_place` (GPU): backward writes the gradient over
     `student`, which must be the output of an operation that no later one reads; a second backward is then an error.
     """
-    dtype, is_out = torch.promote_types(student.dtype, torch.float32), (weights == 0)[:, None]
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    is_out = (weights == 0)[:, None]
     log_q = student.to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
     log_p = teacher.detach().to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
     return _row_losses(log_p, log_q, kind) * weights.detach(), student.detach().argmax(dim=-1)
@@ -74,7 +75,8 @@ def soft_cross_entropy_triton(
 
 def _row_losses(log_p: Tensor, log_q: Tensor, kind: Kind) -> Tensor:
     """(N,) from log probabilities (N, V)."""
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     if kind == "soft_ce":
         return -_expectation(p, log_q)
     if kind == "forward_kl":
@@ -109,7 +111,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(student, teacher, weights, stats)
         ctx.mark_non_differentiable(best)
-        ctx.kind, ctx.in_place = kind, in_place
+        ctx.kind = kind
+        ctx.in_place = in_place
         return losses, best
 
     @staticmethod
@@ -139,22 +142,32 @@ def _soft_forward(
     LOSS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`moment` is the sum of exp(a - its maximum) * term; terms refer to the maxima so far and shift with them."""
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILE)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
-    s_peak, s_total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
-    t_peak, t_total = -1e30, 0.0
+    # a finite stand-in for -inf: differences of maxima stay numbers
+    s_peak = -1e30
+    s_total = 0.0
+    t_peak = -1e30
+    t_total = 0.0
     moment = 0.0
-    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    best_values = tl.full((TILE,), float("-inf"), tl.float32)
+    best_columns = lanes
     for start in range(0, V, TILE):
         columns = start + lanes
-        s, t = _load_tile(student_ptr, columns, V), _load_tile(teacher_ptr, columns, V)
+        s = _load_tile(student_ptr, columns, V)
+        t = _load_tile(teacher_ptr, columns, V)
         best_columns = tl.where(s > best_values, columns, best_columns)
         best_values = tl.maximum(s, best_values)
-        s_next, t_next = tl.maximum(s_peak, tl.max(s, axis=0)), tl.maximum(t_peak, tl.max(t, axis=0))
-        s_scale, t_scale = tl.exp(s_peak - s_next), tl.exp(t_peak - t_next)
-        s_exp, t_exp = tl.exp(s - s_next), tl.exp(t - t_next)
-        s_shift, t_shift = s_peak - s_next, t_peak - t_next  # of all columns before
+        s_next = tl.maximum(s_peak, tl.max(s, axis=0))
+        t_next = tl.maximum(t_peak, tl.max(t, axis=0))
+        s_scale = tl.exp(s_peak - s_next)
+        t_scale = tl.exp(t_peak - t_next)
+        s_exp = tl.exp(s - s_next)
+        t_exp = tl.exp(t - t_next)
+        s_shift = s_peak - s_next
+        t_shift = t_peak - t_next  # of all columns before
         if LOSS == "soft_ce":
             terms = t_exp * tl.where(t_exp > 0.0, s_next - s, 0.0)
             moment = (moment - t_total * s_shift) * t_scale + tl.sum(terms, axis=0)
@@ -166,10 +179,14 @@ def _soft_forward(
             moment = (moment + s_total * (s_shift - t_shift)) * s_scale + tl.sum(terms, axis=0)
         s_total = s_total * s_scale + tl.sum(s_exp, axis=0)
         t_total = t_total * t_scale + tl.sum(t_exp, axis=0)
-        s_peak, t_peak = s_next, t_next
+        s_peak = s_next
+        t_peak = t_next
 
-    s_log, t_log = tl.log(s_total), tl.log(t_total)
-    first, second = 0.0, 0.0  # saved for backward
+    s_log = tl.log(s_total)
+    t_log = tl.log(t_total)
+    # saved for backward
+    first = 0.0
+    second = 0.0
     if LOSS == "soft_ce":
         loss = moment / t_total + s_log
     elif LOSS == "forward_kl":
@@ -202,7 +219,8 @@ def _soft_backward(
     LOSS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile is read before it is written, so the gradient may overwrite the student's logits."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     scale = tl.load(weights_ptr + row) * tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
     end = tl.where(scale == 0.0, 0, V)  # rows of weight 0 are not read
     s = _load_tile(student_ptr + row * student_stride, columns, end)
@@ -210,8 +228,10 @@ def _soft_backward(
     stats_ptr += row * NUM_STATS
     log_q = s - tl.load(stats_ptr) - tl.load(stats_ptr + 1)
     log_p = t - tl.load(stats_ptr + 2) - tl.load(stats_ptr + 3)
-    q, p = tl.exp(log_q), tl.exp(log_p)
-    first, second = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5)
+    q = tl.exp(log_q)
+    p = tl.exp(log_p)
+    first = tl.load(stats_ptr + 4)
+    second = tl.load(stats_ptr + 5)
     if LOSS == "reverse_kl":
         gradient = q * tl.where(q > 0.0, log_q - log_p - first, 0.0)
     elif LOSS == "tv":
@@ -258,7 +278,8 @@ def label_cross_entropy(logits: Tensor, labels: Tensor, *, with_gradient: bool) 
     autograd graph: call it in the forward of an autograd function.
     """
     assert not logits.requires_grad
-    label, best = labels.unsqueeze(1), logits.argmax(dim=-1)
+    label = labels.unsqueeze(1)
+    best = logits.argmax(dim=-1)
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     losses = -log_q.gather(1, label).squeeze(1).float()
     if with_gradient:
@@ -284,12 +305,16 @@ def label_cross_entropy_triton(logits: Tensor, labels: Tensor, *, with_gradient:
 def _label_cross_entropy(
     logits_ptr, labels_ptr, losses_ptr, best_ptr, stride, V, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILE)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     label_logit = tl.load(logits_ptr + label).to(tl.float32)
-    peak, total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
-    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    # a finite stand-in for -inf: differences of maxima stay numbers
+    peak = -1e30
+    total = 0.0
+    best_values = tl.full((TILE,), float("-inf"), tl.float32)
+    best_columns = lanes
     for start in range(0, V, TILE):
         columns = start + lanes
         x = _load_tile(logits_ptr, columns, V)
@@ -339,14 +364,20 @@ def mixed_cross_entropy(
     row of weight 0 gets none. Builds no autograd graph: call it in the forward of an autograd function.
     """
     assert not logits.requires_grad
-    label, best = labels.unsqueeze(1), logits.argmax(dim=-1)
+    label = labels.unsqueeze(1)
+    best = logits.argmax(dim=-1)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_q, log_p = logits.to(dtype).log_softmax(dim=-1), teacher.to(dtype).log_softmax(dim=-1)
-    q, p = log_q.exp(), log_p.exp()
-    entropies, divergence = -log_q.gather(1, label).squeeze(1), _expectation(p, log_p - log_q)
+    log_q = logits.to(dtype).log_softmax(dim=-1)
+    log_p = teacher.to(dtype).log_softmax(dim=-1)
+    q = log_q.exp()
+    p = log_p.exp()
+    entropies = -log_q.gather(1, label).squeeze(1)
+    divergence = _expectation(p, log_p - log_q)
     overlap = torch.minimum(p, q).sum(dim=-1)
-    share, floor = torch.exp(-ETA.value * overlap), overlap.clamp(min=LEAST_OVERLAP.value)
-    kl, tv = mix.kl + mix.lk_lambda * share, mix.tv + mix.lk_lambda * (1 - share)
+    share = torch.exp(-ETA.value * overlap)
+    floor = overlap.clamp(min=LEAST_OVERLAP.value)
+    kl = mix.kl + mix.lk_lambda * share
+    tv = mix.tv + mix.lk_lambda * (1 - share)
     losses = mix.ce * entropies + kl * divergence + tv * (1 - overlap) - mix.lk * floor.log()
     if with_gradient:
         tv = tv + torch.where(overlap > LEAST_OVERLAP.value, mix.lk / floor, 0.0)
@@ -383,38 +414,49 @@ def _mixed_cross_entropy(
     logits_ptr, teacher_ptr, labels_ptr, weights_ptr, losses_ptr, entropies_ptr, overlaps_ptr, best_ptr,
     stride, teacher_stride, V, ce, kl, tv, lk, lk_lambda, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILE)
     logits_ptr += row * stride
     teacher_ptr += row * teacher_stride
     label = tl.load(labels_ptr + row)
     label_logit = tl.load(logits_ptr + label).to(tl.float32)
-    s_peak, s_total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
-    t_peak, t_total = -1e30, 0.0
+    # a finite stand-in for -inf: differences of maxima stay numbers
+    s_peak = -1e30
+    s_total = 0.0
+    t_peak = -1e30
+    t_total = 0.0
     moment = 0.0  # as in _soft_forward
-    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    best_values = tl.full((TILE,), float("-inf"), tl.float32)
+    best_columns = lanes
     for start in range(0, V, TILE):
         columns = start + lanes
-        s, t = _load_tile(logits_ptr, columns, V), _load_tile(teacher_ptr, columns, V)
+        s = _load_tile(logits_ptr, columns, V)
+        t = _load_tile(teacher_ptr, columns, V)
         best_columns = tl.where(s > best_values, columns, best_columns)
         best_values = tl.maximum(s, best_values)
-        s_next, t_next = tl.maximum(s_peak, tl.max(s, axis=0)), tl.maximum(t_peak, tl.max(t, axis=0))
+        s_next = tl.maximum(s_peak, tl.max(s, axis=0))
+        t_next = tl.maximum(t_peak, tl.max(t, axis=0))
         t_scale = tl.exp(t_peak - t_next)
         t_exp = tl.exp(t - t_next)
         terms = t_exp * tl.where(t_exp > 0.0, (t - t_next) - (s - s_next), 0.0)
         moment = (moment + t_total * ((t_peak - t_next) - (s_peak - s_next))) * t_scale + tl.sum(terms, axis=0)
         s_total = s_total * tl.exp(s_peak - s_next) + tl.sum(tl.exp(s - s_next), axis=0)
         t_total = t_total * t_scale + tl.sum(t_exp, axis=0)
-        s_peak, t_peak = s_next, t_next
+        s_peak = s_next
+        t_peak = t_next
 
-    s_log, t_log = tl.log(s_total), tl.log(t_total)
-    overlap, second = 0.0, 0.0
+    s_log = tl.log(s_total)
+    t_log = tl.log(t_total)
+    overlap = 0.0
+    second = 0.0
     for start in range(0, V, TILE):
         q = tl.exp(_load_tile(logits_ptr, start + lanes, V) - s_peak - s_log)
         p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
         overlap += tl.sum(tl.minimum(p, q), axis=0)
         second += tl.sum(q * _is_below(q, p), axis=0)
     entropy = s_peak - label_logit + s_log
-    share, floor = tl.exp(-(overlap * ETA)), tl.maximum(overlap, LEAST_OVERLAP)
+    share = tl.exp(-(overlap * ETA))
+    floor = tl.maximum(overlap, LEAST_OVERLAP)
     kl += lk_lambda * share
     tv += lk_lambda * (1.0 - share)
     loss = ce * entropy + kl * (moment / t_total + s_log - t_log) + tv * (1.0 - overlap) - lk * tl.log(floor)

@@ -49,7 +49,8 @@ class Op(Generic[P, R]):
         """`when`, of the arguments: whether the kernel runs. The default asks the first one, a tensor."""
 
         def register(launcher: Launcher) -> Launcher:
-            self.when, self.triton = when, launcher
+            self.when = when
+            self.triton = launcher
             return launcher
 
         return register

@@ -36,7 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm.kernel()
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         _rms_norm[(len(rows),)](rows, weight, out, rows.stride(0), eps, **_launch(weight))
     return out
@@ -61,7 +62,9 @@ def add_rms_norm_triton(
     dtype = torch.result_type(residual, delta)
     normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
     summed = torch.empty_like(normed) if out is None else out
-    old, new, sums = as_rows(residual), as_rows(delta), summed.view(-1, summed.shape[-1])
+    old = as_rows(residual)
+    new = as_rows(delta)
+    sums = summed.view(-1, summed.shape[-1])
     assert sums.stride(1) == 1
     if len(old):
         strides = old.stride(0), new.stride(0), sums.stride(0)
@@ -82,7 +85,9 @@ def norm_add_norm_triton(
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.result_type(residual, delta)
     normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
-    summed, old, new = torch.empty_like(normed), as_rows(residual), as_rows(delta)
+    summed = torch.empty_like(normed)
+    old = as_rows(residual)
+    new = as_rows(delta)
     if len(old):
         strides = old.stride(0), new.stride(0)
         _norm_add_norm[(len(old),)](old, new, *weights, normed, summed, *strides, eps, **_launch(weights[0]))
@@ -100,7 +105,8 @@ def rms_norm_pair(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor],
 def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
     dtype = torch.result_type(first, second)
     out = torch.empty(*first.shape[:-1], 2 * first.shape[-1], dtype=dtype, device=first.device)
-    left, right = as_rows(first), as_rows(second)
+    left = as_rows(first)
+    right = as_rows(second)
     if len(left):
         strides = left.stride(0), right.stride(0)
         _rms_norm_pair[(len(left), 2)](left, right, *weights, out, *strides, eps, **_launch(weights[0]))
@@ -170,7 +176,8 @@ def _norm_row(x, weight, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
 def _rms_norm(
     x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     weight = _load_weight(weight_ptr, columns, mask)
     wait_for_inputs(PDL)
@@ -183,7 +190,8 @@ def _add_rms_norm(
     residual_ptr, delta_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, summed_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     weight = _load_weight(weight_ptr, columns, mask)
     wait_for_inputs(PDL)
@@ -199,7 +207,8 @@ def _norm_add_norm(
     residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     delta_weight = _load_weight(delta_weight_ptr, columns, mask)
     weight = _load_weight(weight_ptr, columns, mask)
@@ -218,8 +227,10 @@ def _rms_norm_pair(
     first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, out_ptr, first_stride, second_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask, is_first = columns < SIZE, tl.program_id(1) == 0
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    is_first = tl.program_id(1) == 0
     if is_first:
         weight = _load_weight(first_weight_ptr, columns, mask)
     else:

@@ -94,14 +94,16 @@ def write_changes_triton(columns: SlotColumns, pages: Tensor, changes: Tensor) -
 @triton.jit
 def _write_changes(columns, pages, changes, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
-    A, C = tl.load(changes), tl.load(changes + 1)
+    A = tl.load(changes)
+    C = tl.load(changes + 1)
     for start in range(0, A, BLOCK):
         request = start + tl.arange(0, BLOCK)
         _admit(columns, changes + HEADER + request * FIELDS, request < A)
     for start in range(0, C, BLOCK):
         change = start + tl.arange(0, BLOCK)
         entry = changes + HEADER + A * FIELDS + change * 2
-        index, page = tl.load(entry, mask=change < C, other=0), tl.load(entry + 1, mask=change < C, other=0)
+        index = tl.load(entry, mask=change < C, other=0)
+        page = tl.load(entry + 1, mask=change < C, other=0)
         tl.store(pages + index, page, mask=change < C)
     tl.debug_barrier()  # every warp has read the numbers
     tl.store(changes + tl.arange(0, HEADER), tl.zeros((HEADER,), tl.int64))

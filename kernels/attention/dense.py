@@ -43,7 +43,8 @@ def dense_attention(
     bias broadcasts to (..., N, S): 0, or -inf where a query does not see a key. sinks broadcast to (..., N). Computed
     in fp32, and in parts of the queries where there are many.
     """
-    keys, values = k.float().transpose(-1, -2), v.float()
+    keys = k.float().transpose(-1, -2)
+    values = v.float()
     bias = bias.expand(*bias.shape[:-2], q.shape[-2], -1)
     sinks = None if sinks is None else sinks.float().expand(*sinks.shape[:-1], q.shape[-2])
     count = max(1, MOST_SCORES // (q[..., 0, 0].numel() * k.shape[-2]))

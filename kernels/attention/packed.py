@@ -76,13 +76,15 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, *own = ctx.saved_tensors
-        upstream, runs = upstream.contiguous(), ctx.runs
+        upstream = upstream.contiguous()
+        runs = ctx.runs
         q_grad, k_grad, v_grad = flash_backward(upstream, q, *_seen(k, v, runs), output, lse, runs)
         if runs.keys is not None:
             k_grad, v_grad = (_returned(seen, x, runs.keys) for seen, x in ((k_grad, k), (v_grad, v)))
         if not own:
             return q_grad, k_grad, v_grad, None
-        keys, values = torch.stack(own[::2]), torch.stack(own[1::2])
+        keys = torch.stack(own[::2])
+        values = torch.stack(own[1::2])
         own_q_grad, keys_grad, values_grad = own_keys_gradients(upstream, q, output, lse, keys, values)
         own_grads = (x for pair in zip(keys_grad, values_grad, strict=True) for x in pair)
         return q_grad + own_q_grad, k_grad, v_grad, None, *own_grads
@@ -125,7 +127,8 @@ def extend_attention(q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, value
     contiguous.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores, values = _scores(q, keys, dtype), _by_head(q, values, dtype)  # (S, N, Q), (S, N, Q, D)
+    scores = _scores(q, keys, dtype)  # (S, N, Q)
+    values = _by_head(q, values, dtype)  # (S, N, Q, D)
     before = lse.t().to(dtype)
     total = torch.logsumexp(torch.cat((before.unsqueeze(0), scores)), dim=0)  # (N, Q)
     weights = (scores - total).exp().unsqueeze(-1)
@@ -138,7 +141,8 @@ def extend_attention_triton(
     q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     assert all(x.is_contiguous() for x in (q, output, lse, keys, values))
-    whole, total = torch.empty_like(output), torch.empty_like(lse)
+    whole = torch.empty_like(output)
+    total = torch.empty_like(lse)
     if len(q):
         grid, sizes = _launch(q, keys)
         _extend_forward[grid](q, output, lse, keys, values, whole, total, q.shape[-1] ** -0.5, **sizes)
@@ -155,7 +159,9 @@ def own_keys_gradients(
     the shared keys are those of attention over them alone with the output `whole` and the lse `total`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    upstream, scale, groups = upstream.to(dtype), q.shape[-1] ** -0.5, keys.shape[2]
+    upstream = upstream.to(dtype)
+    scale = q.shape[-1] ** -0.5
+    groups = keys.shape[2]
     p = (_scores(q, keys, dtype) - total.t().to(dtype)).exp()  # (S, N, Q)
     mean = (upstream * whole.to(dtype)).sum(-1)  # (N, Q)
     score_grad = (p * ((upstream * _by_head(q, values, dtype)).sum(-1) - mean)).unsqueeze(-1) * scale  # (S, N, Q, 1)
@@ -189,7 +195,8 @@ def _scores(q: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
 def _launch(q: Tensor, keys: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """A grid, and the keywords that both kernels share."""
     (N, Q, D), (S, _, G, _) = q.shape, keys.shape
-    heads, width = triton.next_power_of_2(Q // G), triton.next_power_of_2(D)
+    heads = triton.next_power_of_2(Q // G)
+    width = triton.next_power_of_2(D)
     groups = min(triton.next_power_of_2(G), max(TILE // (heads * width), 1))
     sizes = {"N": N, "S": S, "G": G, "R": Q // G, "D": D, "GROUPS": groups, "HEADS": heads, "WIDTH": width}
     return (N, triton.cdiv(G, groups)), sizes | {"num_warps": NUM_WARPS}
@@ -202,8 +209,10 @@ def _extend_forward(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, group, head, column = _indices(GROUPS, HEADS, WIDTH)
-    is_head, heads = (group < G) & (head < R), group * R + head  # (GROUPS, HEADS, 1)
-    inside, cells = is_head & (column < D), (row * (G * R) + heads) * D + column
+    is_head = (group < G) & (head < R)
+    heads = group * R + head  # (GROUPS, HEADS, 1)
+    inside = is_head & (column < D)
+    cells = (row * (G * R) + heads) * D + column
     q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
     whole = tl.load(output_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     peak = tl.load(lse_ptr + heads * N + row, mask=is_head, other=0.0)
@@ -215,9 +224,11 @@ def _extend_forward(
         v = tl.load(values_ptr + own, mask=is_own, other=0.0).to(tl.float32)
         score = tl.sum(q * k, axis=2, keep_dims=True)
         higher = tl.maximum(peak, score)
-        before, new = tl.exp(peak - higher), tl.exp(score - higher)
+        before = tl.exp(peak - higher)
+        new = tl.exp(score - higher)
         whole = whole * before + new * v
-        weight, peak = weight * before + new, higher
+        weight = weight * before + new
+        peak = higher
     tl.store(whole_ptr + cells, (whole / weight).to(whole_ptr.dtype.element_ty), mask=inside)
     tl.store(total_ptr + heads * N + row, peak + tl.log(weight), mask=is_head)
 
@@ -231,8 +242,10 @@ def _extend_backward(
 ):  # fmt: skip
     """A key's score has the gradient p (upstream . v - upstream . whole), p its share of the softmax."""
     row, group, head, column = _indices(GROUPS, HEADS, WIDTH)
-    is_head, heads = (group < G) & (head < R), group * R + head
-    inside, cells = is_head & (column < D), (row * (G * R) + heads) * D + column
+    is_head = (group < G) & (head < R)
+    heads = group * R + head
+    inside = is_head & (column < D)
+    cells = (row * (G * R) + heads) * D + column
     q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
     upstream = tl.load(upstream_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     whole = tl.load(whole_ptr + cells, mask=inside, other=0.0).to(tl.float32)

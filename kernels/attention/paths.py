@@ -30,7 +30,8 @@ def trace_paths(starts: Tensor, num_decoding: int, ancestors: Tensor, positions:
     """starts (S + 1,) int32 and num_decoding as in `Segments`; ancestors (T,) int64 bit masks of nodes, positions (T,)
     int64. Segments have up to MAX_NODES nodes."""
     paths = _empty_paths(ancestors, positions)
-    begins, bits = starts.tolist(), ancestors.tolist()
+    begins = starts.tolist()
+    bits = ancestors.tolist()
     for start, end in zip(begins[:num_decoding], begins[1:], strict=False):
         own = bits[start:end]
         parents = {node for index, mask in enumerate(own) for node in range(index) if mask >> node & 1}

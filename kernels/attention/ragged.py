@@ -151,14 +151,17 @@ def ragged_attention(
     Returns (T, Q, D) in q's dtype; rows not in use hold anything.
     """
     out = torch.zeros_like(q)
-    page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    page_size = keys.shape[1]
+    group = q.shape[1] // keys.shape[2]
     starts = segments.starts.tolist()
     for s, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
         if start == end:
             continue
-        length, own = segments.lengths[s : s + 1], slice(start, end)
+        length = segments.lengths[s : s + 1]
+        own = slice(start, end)
         positions = torch.arange(int(length) + end - start, device=q.device)
-        nodes, queries = positions - length[:, None], torch.arange(end - start, device=q.device)
+        nodes = positions - length[:, None]
+        queries = torch.arange(end - start, device=q.device)
         is_tree = mask == "tree" and s < segments.num_decoding
         bits = ancestors[None, own] if is_tree and ancestors is not None else None
         visible = sees(nodes, queries, bits, "tree" if is_tree else "causal", window)[0]  # (N, places)
@@ -180,7 +183,8 @@ def plan_work(
     """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, queries
     of this dtype and this window."""
     work = allot_work(segments, T, Q, G, D, dtype)
-    num_segments, decoding = len(segments.slots), segments.num_decoding
+    num_segments = len(segments.slots)
+    decoding = segments.num_decoding
     for tiles, own in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
         if tiles is not None:
             _fill(tiles, segments, own, window)
@@ -192,10 +196,13 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
     records: list[list[int]] = []
     total = 0
     for s in own:
-        is_chunk, n, length = own.start > 0 or segments.num_decoding == 0, starts[s + 1] - starts[s], lengths[s]
+        is_chunk = own.start > 0 or segments.num_decoding == 0
+        n = starts[s + 1] - starts[s]
+        length = lengths[s]
         lead = length % tiles.queries if is_chunk else 0
         for begin in range(-lead, n, tiles.queries) if n else ():
-            first, end = max(begin, 0), min(begin + tiles.queries, n)
+            first = max(begin, 0)
+            end = min(begin + tiles.queries, n)
             base = length + begin if is_chunk else length
             lowest = _first_place(base, window)
             if is_chunk:
@@ -213,7 +220,9 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
     longest = max((record[QUANTA.value] for record in records), default=1)
     most_shared = tiles.most_shared
     if tiles.own[0] <= len(records) <= tiles.own[1] and 100 * longest * len(records) <= EVEN.value * total:
-        per, total, most_shared = longest, longest * len(records), 0
+        per = longest
+        total = longest * len(records)
+        most_shared = 0
         for index, record in enumerate(records):
             record[START.value] = index * longest
     for index, record in enumerate(records):
@@ -250,7 +259,8 @@ def places_of_parts_triton(lengths):
 
 
 def _part(base: int, window: int | None) -> int:
-    seen, part = base if window is None else min(base, window), QUANTUM.value.bit_length() - 1
+    seen = base if window is None else min(base, window)
+    part = QUANTUM.value.bit_length() - 1
     while seen >= MOST_PARTS.value << part:
         part += 1
     return part
@@ -268,9 +278,12 @@ def allot_work(
 ) -> Work:
     """Memory for a plan. `blocks` of nodes and of prompts, and `programs` that run at a time per KV head, replace the
     choice made here (benchmarks, tests)."""
-    device, group, most = segments.starts.device, Q // G, segments.most_nodes
+    device = segments.starts.device
+    group = Q // G
+    most = segments.most_nodes
     usual = min(most, segments.usual_nodes)
-    decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
+    decoding = segments.num_decoding
+    chunks = len(segments.slots) - segments.num_decoding
     assert most <= MAX_NODES
     if blocks is None:
         blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize, by_path=segments.by_path)
@@ -312,8 +325,10 @@ def choose_blocks(
     """For segments of up to `nodes` nodes, and for prompts. Rows beyond a tile's read the KV once more, rows that none
     needs cost registers. A tile reads its nodes' paths one after the other: of few requests, small tiles side by side.
     """
-    tokens, group = tile_tokens(D, element_size), Q // G
-    least, wanted = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(nodes * group)
+    tokens = tile_tokens(D, element_size)
+    group = Q // G
+    least = max(16, triton.next_power_of_2(group))
+    wanted = triton.next_power_of_2(nodes * group)
     if element_size == 4:
         return Blocks(least, tokens, 4, 2), Blocks(least, tokens, 4, 2)
     is_small = wanted <= 16 or (wanted <= 64 and by_path and decoding <= FEW_REQUESTS)
@@ -449,12 +464,16 @@ def _plan_tiles(
     per = tl.maximum(tl.maximum(tl.cdiv(total, programs), per), 1)
     is_before = segment < own
     first_tile = tl.sum(tl.where(is_before, tiles, 0))
-    first_quantum, step = tl.sum(tl.where(is_before, quanta, 0)), 0
+    first_quantum = tl.sum(tl.where(is_before, quanta, 0))
+    step = 0
     if not CHUNKS:
         num_tiles = tl.sum(tiles)
         longest = tl.max(quanta // tl.maximum(tiles, 1))
         if (least_own <= num_tiles) & (num_tiles <= most_own) & (100 * longest * num_tiles <= total * EVEN):
-            per, total, step, first_quantum = longest, longest * num_tiles, longest, longest * first_tile
+            per = longest
+            total = longest * num_tiles
+            step = longest
+            first_quantum = longest * first_tile
             most_shared = 0
     if is_end:
         _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
@@ -506,7 +525,8 @@ def _quanta_before(tile, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
 def _sum_of_quotients(count, QUERIES: tl.constexpr):
     """Sum of b // m over 0 <= b < count, m = QUANTUM / QUERIES; int64."""
     M: tl.constexpr = QUANTUM // QUERIES
-    quotient, rest = (count // M).to(tl.int64), (count % M).to(tl.int64)
+    quotient = (count // M).to(tl.int64)
+    rest = (count % M).to(tl.int64)
     return M * (quotient * (quotient - 1) // 2) + rest * quotient
 
 
@@ -559,10 +579,12 @@ def _list_tiles(
         seen = base
         if WINDOW is not None:
             seen = tl.minimum(seen, WINDOW)
-        part, limit = tl.full((BLOCK,), 7, tl.int32), tl.full((BLOCK,), FIRST_PARTS, tl.int32)  # MOST_PARTS << part
+        part = tl.full((BLOCK,), 7, tl.int32)
+        limit = tl.full((BLOCK,), FIRST_PARTS, tl.int32)  # MOST_PARTS << part
         tl.static_assert(QUANTUM == 1 << 7)
         while tl.max(tl.where(seen >= limit, 1, 0)) > 0:
-            part, limit = part + tl.where(seen >= limit, 1, 0), limit * tl.where(seen >= limit, 2, 1)
+            part = part + tl.where(seen >= limit, 1, 0)
+            limit = limit * tl.where(seen >= limit, 2, 1)
         quantum = first_quantum + before
         shared = tl.where(quanta * most_shared > total, 1 + quantum * most_shared // tl.maximum(total, 1), 0)
         fields = (start + first, count, length + first, base, slot, part, shared, quantum, quanta, per)
@@ -612,7 +634,8 @@ def ragged_attention_triton(
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    cache, factors = (q, keys, values, scales, pages), score_factors(scale, softcap)
+    cache = (q, keys, values, scales, pages)
+    factors = score_factors(scale, softcap)
     if work.nodes is not None:
         tree = (ancestors, paths) if mask == "tree" else (None, None)
         _attend(*cache, *tree, sinks, out, work.nodes, segments.most_nodes, factors, window, is_old_plan)
@@ -637,8 +660,12 @@ def _attend(
     window: int | None,
     is_old_plan: bool,
 ) -> None:
-    (page_size, G), D, group, blocks = keys.shape[1:3], q.shape[2], q.shape[1] // keys.shape[2], tiles.blocks
-    block_dim, programs = _block_dim(D), len(tiles.ranges)
+    page_size, G = keys.shape[1:3]
+    D = q.shape[2]
+    group = q.shape[1] // keys.shape[2]
+    blocks = tiles.blocks
+    block_dim = _block_dim(D)
+    programs = len(tiles.ranges)
     partial = torch.empty(
         tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
     )
@@ -672,7 +699,8 @@ def attend_kernel(
     """One KV head (axis 0) of the tiles in a program's range (axis 1); scale and squash are `score_factors`.
     IS_OLD_PLAN: the plan and the page table are complete before the kernel before this one begins, so they can be read
     while that one runs, and AHEAD places of the range be prefetched."""
-    head, program = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    program = tl.program_id(1)
     scale = _by_head(scale, scales_ptr, head) if squash is None else scale
     squash = _by_head(squash, scales_ptr, head) if squash is not None else None
     if sinks_ptr is not None:
@@ -680,7 +708,9 @@ def attend_kernel(
     if PDL and not IS_OLD_PLAN:
         tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
-    per, tile, start = tl.load(record + LENGTH), tl.load(record + INDEX), tl.load(record + START)
+    per = tl.load(record + LENGTH)
+    tile = tl.load(record + INDEX)
+    start = tl.load(record + START)
     first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
     if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
         if IS_OLD_PLAN:
@@ -690,7 +720,8 @@ def attend_kernel(
             if AHEAD > 0:  # noqa: SIM102  `and` would compile both sides
                 if (start < (program + 1) * per) & (base > 0):
                     lowest = _lowest(base, WINDOW)
-                    first_part, parts_end = lowest >> part, ((position + count - 1) >> part) + 1
+                    first_part = lowest >> part
+                    parts_end = ((position + count - 1) >> part) + 1
                     begin = _part_at(program * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
                     place = tl.maximum(begin << part, lowest) + tl.arange(0, AHEAD)
                     _prefetch_places(
@@ -702,7 +733,8 @@ def attend_kernel(
     while start < (program + 1) * per:
         table = pages_ptr + slot.to(tl.int64) * table_width
         lowest = _lowest(base, WINDOW)
-        first_part, parts_end = lowest >> part, ((position + count - 1) >> part) + 1
+        first_part = lowest >> part
+        parts_end = ((position + count - 1) >> part) + 1
         owner = start // per
         begin = _part_at(program * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
         finish = _part_at((program + 1) * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
@@ -771,16 +803,23 @@ def _attend_tile(
     each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
     PACKED: tl.constexpr = 2 if scales_ptr is not None else 1  # numbers that an element of the cache holds
-    row, num_rows = tl.arange(0, ROWS), count * GROUP
+    row = tl.arange(0, ROWS)
+    num_rows = count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, PACKED)
-    place, end = position + clipped // GROUP, position + count
-    seen, path, before, certain = None, None, place, position + 1
+    place = position + clipped // GROUP
+    end = position + count
+    seen = None
+    path = None
+    before = place
+    certain = position + 1
     if paths_ptr is not None:
         place = tl.load(positions_ptr + first_row + clipped // GROUP).to(tl.int32)
         path = tl.load(paths_ptr + first_row + clipped // GROUP)
         nodes_ptr += (first_row - (position - base)).to(tl.int64) * PATH_NODES
-        before, certain, end = place, base, tl.max(place) + 1
+        before = place
+        certain = base
+        end = tl.max(place) + 1
     if ancestors_ptr is not None:
         seen = tl.load(ancestors_ptr + first_row + clipped // GROUP).to(WORD)
         certain = base
@@ -833,10 +872,15 @@ def _attend_parts(
 
     A part ends where the first tile of the next one has its scores: one loop over all parts loads ahead without a
     break, and products with values, which the branch does not follow, overlap with the next tile's scores."""
-    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    token = tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
-    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros(q.shape, tl.float32)
-    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros(q.shape, tl.float32)
+    top = _nothing(ROWS)
+    total = tl.zeros((ROWS, 16), tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    all_top = _nothing(ROWS)
+    all_total = tl.zeros((ROWS,), tl.float32)
+    merged = tl.zeros(q.shape, tl.float32)
     if WINDOW is not None:  # noqa: SIM102
         if seen is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
@@ -900,14 +944,17 @@ def _attend_paths(
     A row takes part in one path alone: the products of the others add zeros to it, which leave its bits as they are.
     cell (TOKENS,): `_path_cells` of the first path; with the sums it returns those of the tile after this one.
     """
-    dims, position = tl.arange(0, BLOCK_D)[None, :], tile_start + tl.arange(0, TOKENS)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    position = tile_start + tl.arange(0, TOKENS)
     loaded = _is_inside(position, lowest, end, WINDOW)[:, None] & (dims < D)
-    first_path, last_path = tl.min(path), tl.max(path)
+    first_path = tl.min(path)
+    last_path = tl.max(path)
     for index in range(first_path, last_path + 1):
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
         is_last = index == last_path
-        following, there = tl.where(is_last, first_path, index + 1), tl.where(is_last, position + TOKENS, position)
+        following = tl.where(is_last, first_path, index + 1)
+        there = tl.where(is_last, position + TOKENS, position)
         cell = _path_cells(nodes_ptr, table, following, there, lowest, base, end, PAGE, WINDOW)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
@@ -980,7 +1027,8 @@ def _begins_part(tile_start, start, part):
 def _add_part(merged, all_top, all_total, acc, top, total):
     """A part's sums added to those of the parts before it: the same operations wherever the parts come from."""
     new_top = tl.maximum(all_top, top)
-    rescale, weight = tl.exp2(all_top - new_top), tl.exp2(top - new_top)
+    rescale = tl.exp2(all_top - new_top)
+    weight = tl.exp2(top - new_top)
     scale = tl.broadcast_to(rescale[:, None], merged.shape)
     return tl.fma(merged, scale, acc * weight[:, None]), new_top, tl.fma(all_total, rescale, total * weight)
 
@@ -995,8 +1043,10 @@ def _add_sinks(sinks_ptr, top, total, head, row, GROUP: tl.constexpr):
 
 @triton.jit
 def _store_part(partial_ptr, sums_ptr, index, acc, top, total, num_rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    cells, there = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :], row < num_rows
+    row = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    cells = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
+    there = row < num_rows
     tl.store(partial_ptr + cells, acc, mask=there[:, None])
     tl.store(sums_ptr + index * (2 * ROWS) + row, top, mask=there)
     tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total, mask=there)
@@ -1021,7 +1071,9 @@ def _merge(
     """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together, half as many of short
     contexts: those that are not there take time, too."""
     HALF: tl.constexpr = max(AT_ONCE // 2, 1)
-    merged, top, total = tl.zeros((SHARE, BLOCK_D), tl.float32), _nothing(SHARE), tl.zeros((SHARE,), tl.float32)
+    merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
+    top = _nothing(SHARE)
+    total = tl.zeros((SHARE,), tl.float32)
     given = partial_ptr, sums_ptr, tile, row, num_rows, parts
     if parts <= HALF:
         merged, top, total = _merge_parts(merged, top, total, given, 0, BLOCK_D, ROWS, HALF)

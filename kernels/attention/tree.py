@@ -126,10 +126,12 @@ def read_cache(keys: Tensor, values: Tensor, slots: Tensor, scales: Tensor | Non
 
 def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
     """(B, N, S) bool: which slots each query may see by the mask and the window, committed tokens included."""
-    N, node = len(queries), node[:, None]
+    N = len(queries)
+    node = node[:, None]
     if mask == "tree":
         assert ancestors is not None
-        seen, index = unpack(ancestors, count=64), node.clamp(0, 63).expand(-1, N, -1)
+        seen = unpack(ancestors, count=64)
+        index = node.clamp(0, 63).expand(-1, N, -1)
         visible = (node < 0) | seen.gather(2, index)
     elif mask == "causal":
         visible = node <= queries[:, None]
@@ -137,10 +139,13 @@ def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, wi
         visible = torch.ones_like(node, dtype=torch.bool).expand(-1, N, -1)
     if window is None:
         return visible
-    depths, query_depths = node, queries[:, None]  # positions - lengths: (B, 1, S) and (N, 1)
+    # positions - lengths
+    depths = node  # (B, 1, S)
+    query_depths = queries[:, None]  # (N, 1)
     if mask == "tree":
         seen_depths = seen.cumsum(dim=2) - 1  # (B, N, 64): right for the nodes that a query sees
-        depths, query_depths = torch.where(node < 0, node, seen_depths.gather(2, index)), seen_depths[..., -1:]
+        depths = torch.where(node < 0, node, seen_depths.gather(2, index))
+        query_depths = seen_depths[..., -1:]
     return visible & (depths > query_depths - window)
 
 
@@ -308,7 +313,8 @@ def attend_kernel(
     where axis 0 has one program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    request, row_tiles = tl.program_id(2), tl.num_programs(1) // G
+    request = tl.program_id(2)
+    row_tiles = tl.num_programs(1) // G
     head = tl.program_id(1) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
@@ -379,7 +385,8 @@ def _attend_tokens(
     row's window. Tokens before `lowest` are not read: their pages may be another request's, and NaN times a weight of 0
     is NaN. Both are None without a window.
     """
-    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    token = tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so exp2(-inf - top) is 0 where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
@@ -610,17 +617,20 @@ def _merge(
     neighbours in the grid, so all of them run. Otherwise the last program to finish merges all rows.
     AT_ONCE: parts whose loads are issued together.
     """
-    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    row = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
     own = tl.program_id(0) * ROWS + row
     kept = row < tl.where(tl.program_id(0) < parts, num_rows, 0)
     tl.store(partial_ptr + own[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
     tl.store(partial_lse_ptr + own, log_sum, mask=kept)
     if WAIT:
-        start, step = tl.program_id(0) * SHARE, ROWS
+        start = tl.program_id(0) * SHARE
+        step = ROWS
         programs = tl.maximum(parts, tl.cdiv(num_rows, SHARE))
         barrier_wait(counter_ptr, tl.program_id(0) == 0, programs, start < num_rows)
     else:
-        start, step = tl.where(is_last_done(counter_ptr, parts), 0, ROWS), SHARE
+        start = tl.where(is_last_done(counter_ptr, parts), 0, ROWS)
+        step = SHARE
     for first in range(start, num_rows, step):
         shared = first + tl.arange(0, SHARE)
         top = tl.full((SHARE,), -1e30, tl.float32)
@@ -634,7 +644,8 @@ def _merge(
                 cells = cells[:, None] * BLOCK_D + dims[None, :]
                 result = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
                 new_top = tl.maximum(top, lse)
-                weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+                weight = tl.exp2(lse - new_top)
+                rescale = tl.exp2(top - new_top)
                 total = total * rescale + weight
                 merged = merged * rescale[:, None] + result * weight[:, None]
                 top = new_top

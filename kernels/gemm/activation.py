@@ -60,7 +60,9 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gradient = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        rows, towards, size = as_rows(gate_up), as_rows(upstream), upstream.shape[-1]
+        rows = as_rows(gate_up)
+        towards = as_rows(upstream)
+        size = upstream.shape[-1]
         if len(rows):
             _silu_mul_gradient[len(rows), triton.cdiv(size, BLOCK)](
                 rows, towards, gradient, rows.stride(0), towards.stride(0), size, BLOCK=BLOCK, num_warps=4
@@ -69,7 +71,8 @@ class _SiluMul(torch.autograd.Function):
 
 
 def _forward(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
+    rows = as_rows(gate_up)
+    size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     if len(rows):
         grid = len(rows), triton.cdiv(size, BLOCK)
@@ -84,7 +87,8 @@ def _activation_mul(
 ):  # fmt: skip
     """Rounds the activation before the product, as two separate operations would."""
     wait_for_inputs(PDL)
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
@@ -103,7 +107,8 @@ def activate(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _silu_mul_gradient(gate_up_ptr, upstream_ptr, gradient_ptr, stride, upstream_stride, size, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)

@@ -76,15 +76,18 @@ def pointers(matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None, Tensor | None
 
 def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:
     """Constants of `multiply`, for inputs like x. `depth`: inputs of a tile, where the format does not fix it."""
-    format, size = format_of(matrix), num_inputs_of(matrix)
+    format = format_of(matrix)
+    size = num_inputs_of(matrix)
     chunk = CHUNKS.get(format, depth)
     if format == "mxfp4":  # a step may take several
         chunk *= max(1, depth // chunk)
-    unit, is_packed = 0, False
+    unit = 0
+    is_packed = False
     if isinstance(matrix, MXFP4Weight):
         is_packed = mxfp4.is_packed(x, matrix)
     elif isinstance(matrix, Int4Weight):
-        unit, is_packed = int4_weight.unit_inputs(matrix.group_size), int4_weight.is_packed(matrix)
+        unit = int4_weight.unit_inputs(matrix.group_size)
+        is_packed = int4_weight.is_packed(matrix)
         assert not is_packed or matrix.scales.dtype == x.dtype
     return {"FORMAT": format, "DEPTH": chunk, "UNIT": unit, "EVEN": size % chunk == 0, "PACKED": is_packed}
 
@@ -132,7 +135,8 @@ def multiply(
             DEPTH, STAGES, EVEN,
         )  # fmt: skip
     else:
-        weights, scales = weight_ptr + output[:, None] * num_inputs, ()
+        weights = weight_ptr + output[:, None] * num_inputs
+        scales = ()
         if FORMAT == "fp8":  # after the products they would be waited for
             scales = tl.load(scale_ptr + output), tl.load(x_scales)
         for start in range(0, num_inputs, DEPTH):
@@ -151,7 +155,8 @@ def multiply(
 def _load_tiles(weights, rows, valid, k, num_inputs, EVEN: tl.constexpr):
     """Weights (OUTPUTS, DEPTH) and inputs (ROWS, DEPTH)."""
     if EVEN:
-        weight, x = tl.load(weights + k), tl.load(rows + k, mask=valid[:, None], other=0.0)
+        weight = tl.load(weights + k)
+        x = tl.load(rows + k, mask=valid[:, None], other=0.0)
     else:
         weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
         x = tl.load(rows + k, mask=valid[:, None] & (k < num_inputs), other=0.0)
@@ -166,7 +171,8 @@ def _multiply_blocks(
     """A loop that states its stages pipelines all its loads, also those that are no operands of a product."""
     for step in tl.range(0, tl.cdiv(num_inputs, DEPTH), num_stages=STAGES):
         weight, x = _load_tiles(weights, rows, valid, step * DEPTH + tl.arange(0, DEPTH)[None, :], num_inputs, EVEN)
-        scale, x_scale = tl.load(scales + step), tl.load(x_scales + step * block_stride)
+        scale = tl.load(scales + step)
+        x_scale = tl.load(x_scales + step * block_stride)
         acc += tl.dot(weight, tl.trans(x)) * (scale[:, None] * x_scale[None, :])
     return acc
 
@@ -178,12 +184,16 @@ def _multiply_mxfp4(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A step takes DEPTH inputs. Pipelines the loads of scales, as `_multiply_blocks` does."""
-    chunks, column = tl.cdiv(num_inputs, mxfp4.INPUTS), tl.arange(0, mxfp4.WORDS)[None, :]
-    group, place = output // mxfp4.OUTPUTS * chunks, output % mxfp4.OUTPUTS
+    chunks = tl.cdiv(num_inputs, mxfp4.INPUTS)
+    column = tl.arange(0, mxfp4.WORDS)[None, :]
+    group = output // mxfp4.OUTPUTS * chunks
+    place = output % mxfp4.OUTPUTS
     scales = group * mxfp4.OUTPUTS + place
-    words, scales = words_ptr + scales[:, None] * mxfp4.WORDS, scale_ptr + scales
+    words = words_ptr + scales[:, None] * mxfp4.WORDS
+    scales = scale_ptr + scales
     size = tl.cdiv(tl.cdiv(chunks, SPLIT), MOST_CHUNKS) * MOST_CHUNKS  # of a part: the same for any depth
-    first, last = part * size, tl.minimum((part + 1) * size, chunks)
+    first = part * size
+    last = tl.minimum((part + 1) * size, chunks)
     for step in tl.range(first, last, DEPTH // mxfp4.INPUTS, num_stages=STAGES):
         for index in tl.static_range(DEPTH // mxfp4.INPUTS):
             acc = mxfp4.add_products(
@@ -198,10 +208,12 @@ def _multiply_int4(
     CHUNK: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     PLANE: tl.constexpr = CHUNK // 8
-    chunks, output = tl.cdiv(num_inputs, CHUNK), (expert.to(tl.int64) * num_outputs + feature)[:, None]
+    chunks = tl.cdiv(num_inputs, CHUNK)
+    output = (expert.to(tl.int64) * num_outputs + feature)[:, None]
     words = words_ptr + output * (chunks * PLANE) + tl.arange(0, PLANE)[None, :]
     pairs = expert.to(tl.int64) * chunks * (CHUNK // (2 * UNIT))
-    scales, zeros = int4_weight.unit_pointers(scale_ptr, pairs, feature[:, None], num_outputs, PACKED), None
+    scales = int4_weight.unit_pointers(scale_ptr, pairs, feature[:, None], num_outputs, PACKED)
+    zeros = None
     if zeros_ptr is not None:
         zeros = int4_weight.unit_pointers(zeros_ptr, pairs, feature[:, None], num_outputs, PACKED)
     for chunk in range(chunks):

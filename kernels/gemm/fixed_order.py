@@ -175,7 +175,8 @@ def sum_parts_kernel(
 ):  # fmt: skip
     wait_for_inputs(PDL)
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, output = cell < size, cell % num_outputs
+    inside = cell < size
+    output = cell % num_outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT):
         total += tl.load(parts_ptr + part * size.to(tl.int64) + cell, mask=inside, other=0.0)
@@ -199,7 +200,8 @@ def linear_many_rows_triton(
     tile: rows and outputs of a program; part: inputs of a part, all for a product whose few rows are gated in their
     kernel.
     """
-    (num_rows, num_inputs), num_outputs = x.shape, len(weight)
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight)
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     assert weight.stride(1) == 1
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -229,11 +231,14 @@ def linear_many_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
-    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    output_tiles = tl.cdiv(num_outputs, OUTPUTS)
     program = tl.program_id(0)
-    group, within = program // (GROUP * row_tiles), program % (GROUP * row_tiles)
+    group = program // (GROUP * row_tiles)
+    within = program % (GROUP * row_tiles)
     width = tl.minimum(output_tiles - group * GROUP, GROUP)
-    row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
+    row = within // width * ROWS
+    output = (group * GROUP + within % width) * OUTPUTS
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
     if SPLIT <= 2:
         for index in tl.static_range(SPLIT):
@@ -244,7 +249,8 @@ def linear_many_kernel(
             result += _sum_part(
                 x_desc, weight_desc, row, output, index, part, num_inputs, ROWS, OUTPUTS, DEPTH, PRECISION
             )
-    rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
+    rows = row + tl.arange(0, ROWS)
+    outputs = output + tl.arange(0, OUTPUTS)
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
@@ -259,6 +265,8 @@ def _sum_part(
 ):  # fmt: skip
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
-        x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
+        # loads beyond the last input are zeros
+        x = x_desc.load([row, k])
+        weight = weight_desc.load([output, k])
         acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
     return acc

@@ -107,7 +107,9 @@ def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
 
 @quantize_rows.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
 def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
-    x, (rows, columns), (static, by_block) = as_rows(x), x.shape, given
+    rows, columns = x.shape
+    static, by_block = given
+    x = as_rows(x)
     codes, scales, *_ = new = _empty_rows(x, given)
     if rows == 0:
         return new
@@ -128,7 +130,8 @@ def _empty_rows(x: Tensor, given: InputScales) -> QuantizedRows:
     codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
     if given.static is not None:
         return QuantizedRows(codes, given.static.expand(rows), x.dtype)
-    blocks, new = triton.cdiv(columns, BLOCK), partial(torch.empty, dtype=torch.float32, device=x.device)
+    blocks = triton.cdiv(columns, BLOCK)
+    new = partial(torch.empty, dtype=torch.float32, device=x.device)
     if not given.by_block:
         scales = new(rows)
     elif rows <= FEW_ROWS:  # a program that goes from block to block finds the next one's in its L1 cache
@@ -154,7 +157,8 @@ def quantized_rms_norm(
     without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`. keeps_rows: the normed rows
     come with the quantised ones."""
     if delta is None:
-        normed, summed = rms_norm.reference(residual, weight, eps), residual
+        normed = rms_norm.reference(residual, weight, eps)
+        summed = residual
     else:
         normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
     return quantize_rows.reference(normed, given)._replace(rows=normed if keeps_rows else None), summed
@@ -165,7 +169,8 @@ def quantized_rms_norm_triton(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None,
     *, keeps_rows: bool = False,
 ) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
-    old, new = as_rows(residual), None if delta is None else as_rows(delta)
+    old = as_rows(residual)
+    new = None if delta is None else as_rows(delta)
     sums = residual if delta is None else torch.empty_like(old) if out is None else out
     rows, columns = old.shape
     normed = torch.empty(old.shape, dtype=old.dtype, device=old.device) if keeps_rows else None
@@ -192,7 +197,8 @@ def quantized_silu_mul(gate_up: Tensor, given: InputScales) -> QuantizedRows:
 @quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
 def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedRows:
     gate_up = as_rows(gate_up)
-    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    rows = len(gate_up)
+    columns = gate_up.shape[1] // 2
     codes, scales, *_ = quantized = _empty_rows(gate_up[:, :columns], given)
     if rows == 0:
         return quantized
@@ -289,7 +295,8 @@ def library_linear(
 def has_library(x: QuantizedRows, weight: Tensor, scales: Tensor, split: int = 1) -> bool:
     """Whether `library_linear` takes these, in `split` parts. Scales by block must lie 16 bytes at a time, as those of
     more than FEW_ROWS rows do, and of many inputs."""
-    by_block, (num_outputs, num_inputs) = scales.dim() == 2, weight.shape
+    by_block = scales.dim() == 2
+    num_outputs, num_inputs = weight.shape
     is_aligned = not any(size % ALIGNMENT for size in weight.shape)
     if by_block:
         blocks_fit = num_outputs % BLOCK == num_inputs % (4 * BLOCK * split) == 0
@@ -305,7 +312,8 @@ def _one(device: torch.device) -> Tensor:
 def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: Tensor | None) -> set[int]:
     """The numbers of rows for which `library_linear`, in the parts of few rows, gives the bits of our kernels, and is
     faster."""
-    by_block, layer = scales.dim() == 2, (weight, scales, bias)
+    by_block = scales.dim() == 2
+    layer = (weight, scales, bias)
     wanted = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
     tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
@@ -353,7 +361,8 @@ def _few_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
     tiling: Tiling | None = None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
-    (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight) // (2 if gated else 1)
+    num_rows, num_inputs = x.codes.shape
+    num_outputs = len(weight) // (2 if gated else 1)
     if tiling is None:
         tiling = choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
         is_plain = not gated and scales.dim() == 1
@@ -364,7 +373,8 @@ def _few_rows(
     if num_rows == 0:
         return out
     assert bias is None or not gated
-    rows, tiles = max(triton.next_power_of_2(num_rows), tiling.least_rows), triton.cdiv(num_outputs, tiling.outputs)
+    rows = max(triton.next_power_of_2(num_rows), tiling.least_rows)
+    tiles = triton.cdiv(num_outputs, tiling.outputs)
     part = part_inputs(num_inputs, tiling)
     pairs = scales.dim() == 2 and num_inputs % (2 * BLOCK) == part % (2 * BLOCK) == tiling.stages % 2 == 0
     at_once = 2 if pairs else 1
@@ -385,7 +395,8 @@ def _many_rows(
     x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, split: int,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight)
+    num_rows, num_inputs = x.codes.shape
+    num_outputs = len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:
         return out
@@ -407,7 +418,8 @@ def _quantize_rows(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SHARE
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SHARE
     columns = first + tl.arange(0, SHARE)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
     whole = x
@@ -425,7 +437,8 @@ def _norm_and_quantize(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
@@ -450,7 +463,8 @@ def _silu_mul_and_quantize(
 ):  # fmt: skip
     """Rounds where the separate kernels round."""
     wait_for_inputs(PDL)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * WIDTH
     columns = first + tl.arange(0, WIDTH)
     gate_up_ptr += row * stride + columns
     gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
@@ -620,7 +634,9 @@ def fp8_few_kernel(
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
-    scales, up_scales, bias = _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS), (), None
+    scales = _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS)
+    up_scales = ()
+    bias = None
     if GATED:
         up_scales = _load_own_scales(weight_scale_ptr + num_outputs + outputs, outputs, num_outputs, BLOCKS)
     if bias_ptr is not None:
@@ -666,12 +682,16 @@ def fp8_many_kernel(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
-    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    output_tiles = tl.cdiv(num_outputs, OUTPUTS)
     program = tl.program_id(0)
-    group, within = program // (GROUP * row_tiles), program % (GROUP * row_tiles)
+    group = program // (GROUP * row_tiles)
+    within = program % (GROUP * row_tiles)
     width = tl.minimum(output_tiles - group * GROUP, GROUP)
-    row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
-    rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
+    row = within // width * ROWS
+    output = (group * GROUP + within % width) * OUTPUTS
+    rows = row + tl.arange(0, ROWS)
+    outputs = output + tl.arange(0, OUTPUTS)
     x_scales = x_scale_ptr + rows.to(tl.int64) * row_stride
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in range(SPLIT):
@@ -687,7 +707,9 @@ def fp8_many_kernel(
                 weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
                 DEPTH, BLOCKS,
             )  # fmt: skip
-            x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
+            # loads beyond the last input are zeros
+            x = x_desc.load([row, k])
+            weight = weight_desc.load([output, k])
             acc = _add_products(acc, weight, x, scales, 0, DEPTH)
             scales = next_scales
         sums += acc

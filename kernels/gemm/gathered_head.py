@@ -131,7 +131,8 @@ def head_topk_triton(
 ) -> tuple[Tensor, Tensor]:
     """Without filters. Two launches."""
     assert 1 <= k <= min(MAX_K, head.size)
-    R, tiling = len(hidden), tiling or choose_tiling(len(hidden))
+    R = len(hidden)
+    tiling = tiling or choose_tiling(len(hidden))
     tiles = triton.cdiv(head.size, tiling.outputs)
     candidates, sums, values, places = empty_topk(R, tiles, k, hidden.device)
     if R:
@@ -275,7 +276,8 @@ def _scores(
     places = tl.maximum(ids, 0) if GATHERED else tl.minimum(outputs, num_outputs - 1)
     if temperature_ptr is not None:  # loaded early to hide the latency
         entry = parameter_entry(tl.minimum(row, num_rows - 1), rows_ptr, repeats)
-        temperature, key = tl.load(temperature_ptr + entry), tl.load(keys_ptr + entry)
+        temperature = tl.load(temperature_ptr + entry)
+        key = tl.load(keys_ptr + entry)
         position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
     acc = _logits(
         x_ptr, weight_ptr, places, row, x_stride, weight_stride, num_rows, num_inputs,

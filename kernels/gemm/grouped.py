@@ -123,7 +123,8 @@ TILINGS["fp8 blocks"] = TILINGS["fp8"] | dict.fromkeys((64, 128), Tiling(outputs
 
 # FP8 weights of so few inputs that a program has few steps, most of whose time is starting and ending.
 SHORT_INPUTS = 1024
-SHORT_ROW, SHORT = Tiling(outputs=64, depth=128, stages=4), Tiling(outputs=128, depth=128, stages=4, warps=8)
+SHORT_ROW = Tiling(outputs=64, depth=128, stages=4)
+SHORT = Tiling(outputs=128, depth=128, stages=4, warps=8)
 
 
 @Op
@@ -157,7 +158,8 @@ def activate(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if clamped is None:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    gate = gate.clamp(max=clamped.limit)
+    up = up.clamp(-clamped.limit, clamped.limit)
     return (up + 1) * (gate * torch.sigmoid(clamped.alpha * gate))
 
 
@@ -177,7 +179,8 @@ def mix_experts_triton(
     shared: Shared | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    given, x = x, plain_rows(x)
+    given = x
+    x = plain_rows(x)
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -187,8 +190,10 @@ def mix_experts_triton(
     if tiling is None and (found := _fp8_outputs(given, routing, weights)) is not None:
         _sum_all(found, mixed)
         return out
-    intermediate, top_k = num_inputs_of(weights.down), routing.experts.shape[1]
-    blocks, num_pairs = routing.blocks, num_rows * top_k
+    intermediate = num_inputs_of(weights.down)
+    top_k = routing.experts.shape[1]
+    blocks = routing.blocks
+    num_pairs = num_rows * top_k
     block_rows = 1 if blocks is None else blocks.rows
     tile_rows = max(block_rows, least_rows(format_of(weights.gate_up)))
     most_blocks = num_pairs if blocks is None else len(blocks.first)
@@ -263,7 +268,8 @@ def _inputs(x: Tensor | QuantizedRows, matrix: ExpertMatrix) -> tuple[Tensor, in
 
 def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
     """Of tiles that the inputs fill, and as many stages as the device has room for."""
-    format, num_inputs = format_of(matrix), num_inputs_of(matrix)
+    format = format_of(matrix)
+    num_inputs = num_inputs_of(matrix)
     tiling = TILINGS[format].get(block_rows) or TILINGS[format][least_rows(format)]
     if isinstance(matrix, FP8Weight) and num_inputs <= SHORT_INPUTS and block_rows <= 32:
         tiling = SHORT_ROW if block_rows == 1 else SHORT
@@ -291,7 +297,9 @@ def _down_large(
     num_rows: int,
 ) -> None:
     """hidden (blocks * block_rows, I) -> outputs (P, H); `listed`: the blocks."""
-    (_, size), intermediate, matrix = outputs.shape, hidden.shape[1], weights.down
+    _, size = outputs.shape
+    intermediate = hidden.shape[1]
+    matrix = weights.down
     assert isinstance(matrix, Tensor)
     given: Any = TensorDescriptor.from_tensor
     x_desc = given(hidden, [block_rows, LARGE.depth])
@@ -315,7 +323,8 @@ def gated_experts_kernel(
     IN_BLOCKS: what it stores lies block by block, not pair by pair."""
     HALF: tl.constexpr = OUTPUTS // 2
     tiles = tl.cdiv(size, HALF)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
     first, count = _load_block(block, first_ptr, sizes_ptr)
@@ -341,9 +350,11 @@ def gated_experts_kernel(
         gate += tl.load(biases, mask=output < size, other=0.0).to(tl.float32)[None, :]
         up += tl.load(biases + size, mask=output < size, other=0.0).to(tl.float32)[None, :]
     dtype = out_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
     if CLAMPED:
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         gated = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     else:  # rounded as the kernel of kernels/gemm/activation.py rounds
         gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
@@ -365,7 +376,8 @@ def down_experts_kernel(
 
     The inputs are cut into SPLIT parts: PARTS are added by programs side by side (axis 1), or one after another."""
     tiles = tl.cdiv(size, OUTPUTS)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
     first, count = _load_block(block, first_ptr, sizes_ptr)
@@ -389,7 +401,8 @@ def down_experts_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     result = tl.trans(acc)
-    cells, inside = pair.to(tl.int64)[:, None] * size + output[None, :], valid[:, None] & (output < size)[None, :]
+    cells = pair.to(tl.int64)[:, None] * size + output[None, :]
+    inside = valid[:, None] & (output < size)[None, :]
     if PARTS > 1:
         tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * num_rows * TOP_K * size + cells, result, mask=inside)
     else:
@@ -414,14 +427,18 @@ def down_large_kernel(
     """As `down_experts_kernel`, in 16 bits. x (blocks * ROWS, I); weights (E * size, I). A program's tiles are one loop
     over the inputs of all: it loads those of the next tile while it stores the outputs of this one."""
     wait_for_inputs(PDL)
-    tiles, place = tl.cdiv(size, OUTPUTS), tl.arange(0, ROWS)
+    tiles = tl.cdiv(size, OUTPUTS)
+    place = tl.arange(0, ROWS)
     for index in tl.range(tl.program_id(0), tl.load(num_blocks_ptr) * tiles, tl.num_programs(0), flatten=True):
-        block, tile = index // tiles, index % tiles
-        first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
+        block = index // tiles
+        tile = index % tiles
+        first = tl.load(first_ptr + block)
+        count = tl.load(sizes_ptr + block)
         expert = first // num_rows
         acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
         for k in range(0, num_inputs, DEPTH):
-            x, weight = x_desc.load([block * ROWS, k]), weight_desc.load([expert * size + tile * OUTPUTS, k])
+            x = x_desc.load([block * ROWS, k])
+            weight = weight_desc.load([expert * size + tile * OUTPUTS, k])
             acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
         output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         if bias_ptr is not None:
@@ -463,9 +480,11 @@ def sum_outputs_kernel(
 def _load_block(block, first_ptr, sizes_ptr):
     """Where a block's pairs begin and how many they are: anything beyond the last block, and where none are listed. Not
     to be waited for before it is known whether there is such a block."""
-    first, count = block * 0, block * 0
+    first = block * 0
+    count = block * 0
     if first_ptr is not None:
-        first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
+        first = tl.load(first_ptr + block)
+        count = tl.load(sizes_ptr + block)
     return first, count
 
 
@@ -474,10 +493,13 @@ def _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS: tl.const
     """The expert of a block, its pairs (ROWS,) and which of these there are."""
     place = tl.arange(0, ROWS)
     if pairs_ptr is None:
-        expert, pair, valid = tl.load(experts_ptr + block), block + 0 * place, place == 0
+        expert = tl.load(experts_ptr + block)
+        pair = block + 0 * place
+        valid = place == 0
     else:
         valid = place < count
-        expert, pair = first // num_rows, tl.load(pairs_ptr + first + place, mask=valid, other=0)
+        expert = first // num_rows
+        pair = tl.load(pairs_ptr + first + place, mask=valid, other=0)
     return expert, pair, valid
 
 

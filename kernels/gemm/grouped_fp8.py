@@ -23,7 +23,8 @@ from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_input
 ROWS = 128  # of a tile
 GATED_OUTPUTS = 128  # gates of a tile, and ups: inputs of the next product that share a scale
 HALF = 64  # of a down projection's outputs: two programs on a multiprocessor are faster than one with twice as many
-STAGES, WARPS = 3, 8
+STAGES = 3
+WARPS = 8
 DOWN_REGISTERS = 128  # of a thread, so that a multiprocessor has room for two programs
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -39,7 +40,8 @@ def expert_outputs(x: QuantizedRows, blocks: Blocks, gate_up: FP8Weight, down: F
     """x (T, H) -> (P, H): what each pair's expert makes of its token."""
     num_rows, size = x.codes.shape
     hidden = multiply_gated(x, blocks, gate_up, down.inputs, top_k)
-    intermediate, device = hidden.codes.shape[1], x.codes.device
+    intermediate = hidden.codes.shape[1]
+    device = x.codes.device
     outputs = torch.empty(num_rows * top_k, size, dtype=x.dtype, device=device)
     weights, scales, _ = pointers(down)
     down_kernel[(len(blocks.first) * (size // (2 * HALF)),)](
@@ -57,7 +59,9 @@ def multiply_gated(
     x: QuantizedRows, blocks: Blocks, gate_up: FP8Weight, inputs: InputScales, top_k: int
 ) -> QuantizedRows:
     """x (T, H) -> silu(gate) * up (N, I), block by block. `inputs`: how the next product's are scaled."""
-    (num_rows, size), num_hidden, device = x.codes.shape, len(blocks.first) * ROWS, x.codes.device
+    num_rows, size = x.codes.shape
+    num_hidden = len(blocks.first) * ROWS
+    device = x.codes.device
     weights, weight_scales, _ = pointers(gate_up)
     intermediate = weights.shape[1] // 2
     hidden = torch.empty(num_hidden, intermediate, dtype=E4M3 if inputs.by_block else x.dtype, device=device)
@@ -81,23 +85,31 @@ def gated_kernel(
 ):  # fmt: skip
     """HALF gates and the ups beside them of a block's rows. weight_desc: (E * 2 * size, num_inputs)."""
     wait_for_inputs(PDL)
-    tiles, place = size // HALF, tl.arange(0, ROWS)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tiles = size // HALF
+    place = tl.arange(0, ROWS)
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     if block >= tl.load(num_blocks_ptr):
         return
-    first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
-    expert, row = first // num_rows, tl.load(pairs_ptr + first + tl.minimum(place, count - 1)) // TOP_K
+    first = tl.load(first_ptr + block)
+    count = tl.load(sizes_ptr + block)
+    expert = first // num_rows
+    row = tl.load(pairs_ptr + first + tl.minimum(place, count - 1)) // TOP_K
     rows = x_ptr + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, DEPTH)[None, :]
-    output, blocks = tile * HALF, num_inputs // DEPTH
+    output = tile * HALF
+    blocks = num_inputs // DEPTH
     gate_scales = scale_ptr + (expert * (2 * size // DEPTH) + output // DEPTH) * blocks
-    x_scales, weight = x_scale_ptr + row * row_stride, expert * 2 * size + output
+    x_scales = x_scale_ptr + row * row_stride
+    weight = expert * 2 * size + output
     gate, up = _multiply_halves(
         rows, None, 0, x_scales, block_stride, weight_desc, weight, size, gate_scales,
         gate_scales + size // DEPTH * blocks, blocks, ROWS, HALF, DEPTH, BY_BLOCK, STAGES,
     )  # fmt: skip
     if not BY_BLOCK:
-        gate, up = _scale(gate, x_scales, scale_ptr + weight), _scale(up, x_scales, scale_ptr + weight + size)
-    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+        gate = _scale(gate, x_scales, scale_ptr + weight)
+        up = _scale(up, x_scales, scale_ptr + weight + size)
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
     gated = ((gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up).to(DTYPE)
     row = block * ROWS + place
     cells = hidden_ptr + row.to(tl.int64)[:, None] * size + tile * HALF + tl.arange(0, HALF)[None, :]
@@ -118,22 +130,29 @@ def down_kernel(
 ):  # fmt: skip
     """2 * HALF features of a block's rows. x_desc: (N, num_inputs); weight_desc: (E * size, num_inputs)."""
     wait_for_inputs(PDL)
-    tiles, place = size // (2 * HALF), tl.arange(0, ROWS)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tiles = size // (2 * HALF)
+    place = tl.arange(0, ROWS)
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     if block >= tl.load(num_blocks_ptr):
         return
-    first, count = tl.load(first_ptr + block), tl.load(sizes_ptr + block)
-    expert, output, blocks = first // num_rows, tile * 2 * HALF, num_inputs // DEPTH
+    first = tl.load(first_ptr + block)
+    count = tl.load(sizes_ptr + block)
+    expert = first // num_rows
+    output = tile * 2 * HALF
+    blocks = num_inputs // DEPTH
     # Both halves are of one block. With one pointer for both, ptxas needs four registers more than two programs have.
     low_scales = scale_ptr + (expert * (size // DEPTH) + output // DEPTH) * blocks
     high_scales = scale_ptr + (expert * (size // DEPTH) + (output + HALF) // DEPTH) * blocks
-    x_scales, weight = x_scale_ptr + (block * ROWS + place) * row_stride, expert * size + output
+    x_scales = x_scale_ptr + (block * ROWS + place) * row_stride
+    weight = expert * size + output
     low, high = _multiply_halves(
         None, x_desc, block * ROWS, x_scales, block_stride, weight_desc, weight, HALF, low_scales, high_scales,
         blocks, ROWS, HALF, DEPTH, BY_BLOCK, STAGES,
     )  # fmt: skip
     if not BY_BLOCK:
-        low, high = _scale(low, x_scales, scale_ptr + weight), _scale(high, x_scales, scale_ptr + weight + HALF)
+        low = _scale(low, x_scales, scale_ptr + weight)
+        high = _scale(high, x_scales, scale_ptr + weight + HALF)
     pair = tl.load(pairs_ptr + first + tl.minimum(place, count - 1))
     cells = outputs_ptr + pair.to(tl.int64)[:, None] * size + output + tl.arange(0, HALF)[None, :]
     tl.store(cells, low.to(outputs_ptr.dtype.element_ty), mask=(place < count)[:, None])
@@ -151,7 +170,8 @@ def _multiply_halves(
     products are scaled before they are added, by a row's scales, at `x_scales` + block * block_stride, and by the
     weights', at low_scales and high_scales + block.
     """
-    low_acc, high_acc = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    low_acc = tl.zeros((ROWS, HALF), tl.float32)
+    high_acc = tl.zeros((ROWS, HALF), tl.float32)
     for step in tl.range(0, blocks, num_stages=STAGES):
         if rows is None:
             x = x_desc.load([x_row, step * DEPTH])
@@ -161,7 +181,8 @@ def _multiply_halves(
         high_weight = weight_desc.load([low + distance, step * DEPTH])
         if BY_BLOCK:
             x_scale = tl.load(x_scales + step * block_stride)
-            low_scale, high_scale = tl.load(low_scales + step), tl.load(high_scales + step)
+            low_scale = tl.load(low_scales + step)
+            high_scale = tl.load(high_scales + step)
             low_acc += tl.dot(x, tl.trans(low_weight)) * (low_scale * x_scale)[:, None]
             high_acc += tl.dot(x, tl.trans(high_weight)) * (high_scale * x_scale)[:, None]
         else:

@@ -105,7 +105,8 @@ def int4_linear_triton(
 
 def part_of(weight: Int4Weight, gated: bool = False) -> int:
     """Inputs that are added up in one part."""
-    num_outputs, num_inputs = len(weight.words), weight.num_inputs
+    num_outputs = len(weight.words)
+    num_inputs = weight.num_inputs
     return min(part_inputs(num_inputs, choose_int4_tiling(num_outputs, num_inputs, gated)), num_inputs)
 
 
@@ -122,7 +123,8 @@ def choose_int4_tiling(
 ) -> Tiling:
     """As many parts for any number of rows: few rows need them to fill the GPU. num_outputs: gates and ups, of a gated
     product; small: there are tiles of SMALL_ROWS rows. Tiles are the fastest of some on an H200."""
-    split, tiles = 1, triton.cdiv(num_outputs, 64)
+    split = 1
+    tiles = triton.cdiv(num_outputs, 64)
     while not gated and split < MOST_PARTS and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
     if small and num_rows <= SMALL_ROWS:
@@ -138,7 +140,9 @@ def _launch(
     tiling: Tiling | None,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    num_rows, all_outputs, num_inputs = len(x), len(weight.words), weight.num_inputs
+    num_rows = len(x)
+    all_outputs = len(weight.words)
+    num_inputs = weight.num_inputs
     num_outputs = all_outputs // 2 if gated else all_outputs
     if tiling is None:
         small = is_hopper(x.device)  # no other GPU's bits were compared
@@ -182,7 +186,8 @@ def add_products(
     of x that begin at `x_row` (ROWS, 1). `scales` and `zeros` as of `unit_pointers`."""
     CHUNK: tl.constexpr = 8 * words.shape[1]
     word = tl.load(words + chunk * words.shape[1])
-    own_scales, own_zeros = load_units(scales, chunk, num_outputs, CHUNK // UNIT, PACKED), ()
+    own_scales = load_units(scales, chunk, num_outputs, CHUNK // UNIT, PACKED)
+    own_zeros = ()
     if zeros is not None:
         own_zeros = load_units(zeros, chunk, num_outputs, CHUNK // UNIT, PACKED)
     # A plane at a time, for which Triton makes `mma.sync` multiply neighbouring inputs. Of joined ones it takes inputs
@@ -230,20 +235,25 @@ def int4_kernel(
     ups beside them, num_outputs further on."""
     CHUNK: tl.constexpr = 8 * PLANE
     OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
-    first_row, tile = tl.program_id(0) % ROW_TILES * ROWS, tl.program_id(0) // ROW_TILES
-    place, first_output = tl.arange(0, OUTPUTS), tile * OWN
+    first_row = tl.program_id(0) % ROW_TILES * ROWS
+    tile = tl.program_id(0) // ROW_TILES
+    place = tl.arange(0, OUTPUTS)
+    first_output = tile * OWN
     outputs = head_outputs(tile, OUTPUTS, D) if D > 0 else first_output + place % OWN
     feature = (tl.minimum(outputs, num_outputs - 1) + place // OWN * num_outputs)[:, None]
     all_outputs = num_outputs * (OUTPUTS // OWN)
     words = words_ptr + feature.to(tl.int64) * (tl.cdiv(num_inputs, CHUNK) * PLANE) + tl.arange(0, PLANE)[None, :]
-    scales, zeros = unit_pointers(scales_ptr, 0, feature, all_outputs, PACKED), None
+    scales = unit_pointers(scales_ptr, 0, feature, all_outputs, PACKED)
+    zeros = None
     if zeros_ptr is not None:
         zeros = unit_pointers(zeros_ptr, 0, feature, all_outputs, PACKED)
     row = first_row + tl.arange(0, ROWS)
-    x_row, inside = x_ptr + row[:, None] * x_stride, (row < num_rows)[:, None]
+    x_row = x_ptr + row[:, None] * x_stride
+    inside = (row < num_rows)[:, None]
     first = tl.program_id(1) * (part // CHUNK)
     last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
-    acc, bias = tl.zeros((OUTPUTS, ROWS), tl.float32), None
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    bias = None
     if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
         bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     if PDL:
@@ -258,11 +268,13 @@ def int4_kernel(
         )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    result, valid = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED)), inside  # (ROWS, OUTPUTS)
+    result = tl.trans(unscaled(acc, x_ptr.dtype.element_ty, PACKED))  # (ROWS, OUTPUTS)
+    valid = inside
     dtype = out_ptr.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, OWN)), (0, 2, 1)))
-        rounded, outputs = round_silu_mul(gate.to(dtype), up.to(dtype)), first_output + tl.arange(0, OWN)
+        rounded = round_silu_mul(gate.to(dtype), up.to(dtype))
+        outputs = first_output + tl.arange(0, OWN)
     else:
         if SPLIT > 1:
             own_rows = num_rows - first_row

@@ -103,7 +103,8 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
 @dequantize.kernel(when=has_kernels)
 def dequantize_triton(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
-    num_outputs, device = len(weight.words), weight.words.device
+    num_outputs = len(weight.words)
+    device = weight.words.device
     out = torch.empty(num_outputs, weight.num_inputs, dtype=dtype, device=device)
     outputs = 16
     dequantize_kernel[(triton.cdiv(num_outputs, outputs), triton.cdiv(weight.num_inputs, CHUNK))](
@@ -256,12 +257,14 @@ def dequantize_kernel(
     """OUTPUTS features (axis 0) of a chunk of inputs (axis 1)."""
     CHUNK: tl.constexpr = 8 * PLANE
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    outputs, chunk = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    chunk = tl.program_id(1)
     feature = tl.minimum(outputs, num_outputs - 1)[:, None]
     row = feature.to(tl.int64)
     words = tl.load(words_ptr + (row * tl.cdiv(num_inputs, CHUNK) + chunk) * PLANE + tl.arange(0, PLANE)[None, :])
     pointers = unit_pointers(scales_ptr, 0, feature, num_outputs, PACKED)
-    scales, zeros = load_units(pointers, chunk, num_outputs, CHUNK // UNIT, PACKED), ()
+    scales = load_units(pointers, chunk, num_outputs, CHUNK // UNIT, PACKED)
+    zeros = ()
     if zeros_ptr is not None:
         pointers = unit_pointers(zeros_ptr, 0, feature, num_outputs, PACKED)
         zeros = load_units(pointers, chunk, num_outputs, CHUNK // UNIT, PACKED)

@@ -89,7 +89,8 @@ def pack_words(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
             words |= (_to_words(codes[..., place, :], place, bit) >> bit & 1) << target
     words = torch.where(words < 1 << 15, words, words - (1 << 16)).to(torch.int16)
     packed = F.pad(scales, (0, missing)).contiguous().view(torch.int32)  # (..., O, C)
-    words, packed = words.unflatten(-3, (-1, GROUP)).transpose(-3, -2), packed.unflatten(-2, (-1, GROUP))
+    words = words.unflatten(-3, (-1, GROUP)).transpose(-3, -2)
+    packed = packed.unflatten(-2, (-1, GROUP))
     return words.contiguous(), packed.transpose(-2, -1).contiguous()
 
 
@@ -168,11 +169,14 @@ def add_products(
 ):  # fmt: skip
     """acc (outputs, rows) plus the products of a chunk of inputs: words (outputs, 32), which have four scales an
     output, and x (rows, 128). A chunk after the last adds zeros; EVEN: there is none, and the last is full."""
-    column, first = tl.arange(0, WORDS)[None, :], chunk * INPUTS
+    column = tl.arange(0, WORDS)[None, :]
+    first = chunk * INPUTS
     if not EVEN:
         chunk = tl.minimum(chunk, tl.cdiv(num_inputs, INPUTS) - 1)
     words_row += chunk * (OUTPUTS * WORDS)
-    words, scale, neighbours = tl.load(words_row + column), tl.load(scales + chunk * OUTPUTS), None
+    words = tl.load(words_row + column)
+    scale = tl.load(scales + chunk * OUTPUTS)
+    neighbours = None
     if not PACKED:
         neighbours = tl.load(words_row + (column ^ 1))
     for place in tl.static_range(INPUTS // WORDS):

@@ -70,7 +70,9 @@ def choose_pipeline(gated: bool, parts: int) -> Pipeline:
 def pipelines_int4(x: Tensor, weight: Int4Weight, tiling: Tiling, rotation: Rotation | None = None) -> bool:
     """Whether the kernel takes rows x (M, I). It takes matrices of whole chunks and tiles of which no part is empty,
     and heads if each program sums all parts of its outputs."""
-    num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
+    num_outputs = len(weight.words)
+    num_inputs = weight.num_inputs
+    part = part_inputs(weight.num_inputs, tiling)
     fits = num_inputs % CHUNK == part % CHUNK == num_outputs % 64 == 0
     fits &= part * (tiling.split - 1) < num_inputs
     fits &= x.dtype == weight.scales.dtype and is_packed(weight)
@@ -90,9 +92,13 @@ def pipelined_int4_linear(
     rotation: Rotation | None = None,
 ) -> Tensor:
     """As `int4_linear_triton`."""
-    (num_rows, num_inputs), all_outputs, device = x.shape, len(weight.words), x.device
-    num_outputs, parts = all_outputs // (1 + gated), own_parts(MOST_ROWS, num_inputs, tiling)
-    split, pipeline = tiling.split // parts, choose_pipeline(gated, parts)
+    num_rows, num_inputs = x.shape
+    all_outputs = len(weight.words)
+    device = x.device
+    num_outputs = all_outputs // (1 + gated)
+    parts = own_parts(MOST_ROWS, num_inputs, tiling)
+    split = tiling.split // parts
+    pipeline = choose_pipeline(gated, parts)
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=device)
     partial = torch.empty(all_outputs * split * MOST_ROWS if split > 1 else 0, dtype=torch.float32, device=device)
@@ -152,7 +158,8 @@ def _copy_weights(
 ):  # fmt: skip
     """Copies a chunk of each part."""
     for part in gl.static_range(PARTS):
-        at, to = chunk + part * part_steps, slot * PARTS + part
+        at = chunk + part * part_steps
+        to = slot * PARTS + part
         load_async(rings[0].index(to), pointers[0] + at * WORDS, cache_modifier=".cg")
         load_async(rings[1].index(to), pointers[1] + at * PAIRS * all_outputs)
         if ZEROS:
@@ -162,7 +169,8 @@ def _copy_weights(
 @gluon.jit
 def _copy_inputs(x, inside, rings, slot, chunk, part_steps, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
-        cells, to = x + (chunk + part * part_steps) * DEPTH, slot * PARTS + part
+        cells = x + (chunk + part * part_steps) * DEPTH
+        to = slot * PARTS + part
         load_async(rings[3].index(to), cells, mask=inside, cache_modifier=".cg")
 
 
@@ -205,8 +213,11 @@ def _add_products(
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
     sums = ()
     for part in gl.static_range(PARTS):
-        at, acc, zeros = slot * PARTS + part, accs[part], ()
-        words, scales = rings[0].index(at).load(A), _load_units(rings[1].index(at), OUTPUTS, PAIRS, A)
+        at = slot * PARTS + part
+        acc = accs[part]
+        zeros = ()
+        words = rings[0].index(at).load(A)
+        scales = _load_units(rings[1].index(at), OUTPUTS, PAIRS, A)
         if ZEROS:
             zeros = _load_units(rings[2].index(at), OUTPUTS, PAIRS, A)
         x = rings[3].index(at)
@@ -234,7 +245,8 @@ def _sum_steps(
         sync()
         following = number + SLOTS - 1
         if following < steps:
-            to, chunk = following % SLOTS, first + following
+            to = following % SLOTS
+            chunk = first + following
             _copy_weights(pointers, rings, to, chunk, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
             _copy_inputs(x, inside, rings, to, chunk, part_steps, PARTS)
         async_copy.commit_group()
@@ -283,7 +295,8 @@ def pipelined_int4_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     OUT: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, num_warps, 1], [2, 0, 1])  # one of each half
     rings = _allocate(SLOTS * PARTS, OUTPUTS, PAIRS, ZEROS, x_ptr.dtype.element_ty)
-    tile, part_steps = gl.program_id(0), part_size // DEPTH
+    tile = gl.program_id(0)
+    part_steps = part_size // DEPTH
     first = gl.program_id(1) * part_steps
     steps = gl.minimum(part_steps, num_inputs // DEPTH - first)
     first_row, other_row = first_rows(tile, D, OUTPUTS)
@@ -294,8 +307,10 @@ def pipelined_int4_kernel(
         words_ptr, scales_ptr, zeros_ptr, first_row, other_row, all_outputs, num_inputs, OUTPUTS, PAIRS, num_warps
     )
     _copy_weights(pointers, rings, 0, first, part_steps, all_outputs, PAIRS, PARTS, ZEROS)
-    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    outputs, bias = _features(place, first_row, other_row, HALF), None
+    place = gl.arange(0, OUTPUTS, gl.SliceLayout(1, ACC))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    outputs = _features(place, first_row, other_row, HALF)
+    bias = None
     if bias_ptr is not None:  # before the wait, since no kernel writes it
         bias = gl.load(bias_ptr + outputs).to(gl.float32)
     if PDL:
@@ -304,7 +319,8 @@ def pipelined_int4_kernel(
         pointers, x_ptr, rings, first, steps, part_steps, num_rows, num_inputs, all_outputs,
         PAIRS, PARTS, SLOTS, ZEROS, num_warps,
     )  # fmt: skip
-    head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT))), 0
+    head_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))
+    first_dim = 0
     if D > 0:
         first_dim = tile % (D // OUTPUTS) * HALF
     dim = first_dim + gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))
@@ -313,7 +329,8 @@ def pipelined_int4_kernel(
         pointers, x, is_row, rings, first, steps, part_steps, all_outputs,
         OUTPUTS, UNIT, PARTS, SLOTS, LAUNCH, ZEROS, PDL, ACC,
     )  # fmt: skip
-    there, last = (row < num_rows)[None, :] & (place >= 0)[:, None], num_rows > 0
+    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    last = num_rows > 0
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (OUTPUTS * ROWS)
         sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)

@@ -85,7 +85,9 @@ def route_triton(
     block_rows: int | None = None,
 ) -> Routing:
     """`block_rows`: rows of a block; 1: unsorted."""
-    (num_rows, num_inputs), num_experts, device = x.shape, len(weight), x.device
+    num_rows, num_inputs = x.shape
+    num_experts = len(weight)
+    device = x.device
     assert num_experts <= MAX_EXPERTS
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
@@ -155,9 +157,11 @@ def route_kernel(
 ):  # fmt: skip
     """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2). When all programs of ROWS
     tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each."""
-    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
     weights = weight_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs
-    first, bias = tl.program_id(2), None
+    first = tl.program_id(2)
+    bias = None
     if bias_ptr is not None:
         number = tl.arange(0, PADDED)
         bias = tl.load(bias_ptr + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
@@ -181,8 +185,11 @@ def route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     cells = logits_ptr + (first.to(tl.int64) * num_rows + row)[:, None] * EXPERTS + expert[None, :]
     tl.store(cells, tl.trans(result), mask=(row < num_rows)[:, None] & (expert < EXPERTS)[None, :])
-    place, programs = tl.program_id(1) * PARALLEL + first, tl.num_programs(1) * PARALLEL
-    start, count, choosers = 0, tl.minimum(num_rows - tl.program_id(0) * ROWS, ROWS), 1
+    place = tl.program_id(1) * PARALLEL + first
+    programs = tl.num_programs(1) * PARALLEL
+    start = 0
+    count = tl.minimum(num_rows - tl.program_id(0) * ROWS, ROWS)
+    choosers = 1
     if SHARED:
         choosers = ROWS // GROUP
         start = place * GROUP
@@ -210,7 +217,8 @@ def _choose(
     NORMALISE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sorts logits as integers above the expert's number, so that the choices differ even where logits are NaN."""
-    expert, choice = tl.arange(0, PADDED)[None, :], tl.arange(0, PADDED_K)[None, :]
+    expert = tl.arange(0, PADDED)[None, :]
+    choice = tl.arange(0, PADDED_K)[None, :]
     inside = (rows < num_rows)[:, None] & (expert < EXPERTS)
     logits = tl.zeros((rows.shape[0], PADDED), tl.float32)
     for index in tl.static_range(PARALLEL):
@@ -260,7 +268,8 @@ def _list_blocks(
     ends = tl.cumsum(blocks, 0)
     tl.store(num_blocks_ptr, tl.sum(blocks, axis=0))
     for index in range(0, tl.max(blocks, axis=0)):
-        place, inside = ends - blocks + index, index < blocks
+        place = ends - blocks + index
+        inside = index < blocks
         tl.store(first_ptr + place, expert * num_rows + index * BLOCK, mask=inside)
         tl.store(sizes_ptr + place, tl.minimum(counts - index * BLOCK, BLOCK), mask=inside)
     tl.store(counts_ptr + expert, 0, mask=expert < EXPERTS)

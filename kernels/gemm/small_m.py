@@ -32,7 +32,8 @@ AHEAD_ROWS = 16
 def inputs_ahead(weight: Tensor, part: int, ahead: int = AHEAD) -> int:
     """Of `part` inputs, those whose weights are prefetched, `ahead` bytes of each output at most: whole pairs of 16
     bytes, as `prefetch` asks for them; none where rows are not aligned."""
-    size, num_inputs = weight.element_size(), weight.shape[1]
+    size = weight.element_size()
+    num_inputs = weight.shape[1]
     if num_inputs * size % 16 or weight.stride(0) * size % 16:
         return 0
     return min(part, num_inputs, ahead // size) * size // 32 * 32 // size
@@ -60,7 +61,8 @@ def gated_linear_few_rows_triton(
     x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None, activation: Activation = "silu"
 ) -> Tensor:
     """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_GATED_ROWS, rounded twice."""
-    num_outputs, num_inputs = gate_up_weight.shape[0] // 2, gate_up_weight.shape[1]
+    num_outputs = gate_up_weight.shape[0] // 2
+    num_inputs = gate_up_weight.shape[1]
     tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True, num_rows=len(x))
     return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True, gelu=activation == "gelu_tanh")
 
@@ -85,7 +87,8 @@ def _launch(
     out = torch.empty(num_rows, heads.num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    rows, tiles = max(triton.next_power_of_2(num_rows), tiling.least_rows), triton.cdiv(num_outputs, tiling.outputs)
+    rows = max(triton.next_power_of_2(num_rows), tiling.least_rows)
+    tiles = triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
@@ -219,7 +222,8 @@ def merge_parts(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Stores a part's result; the last program to finish gets the sum in order, the others no valid rows (ROWS, 1)."""
-    row, output = tl.arange(0, ROWS)[:, None], tl.arange(0, OUTPUTS)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    output = tl.arange(0, OUTPUTS)[None, :]
     tile = tl.program_id(0)
     cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output
     tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < num_rows)

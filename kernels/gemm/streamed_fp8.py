@@ -73,7 +73,8 @@ def streams_fp8(x: Tensor | QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) 
     """Whether the kernel takes an MLP of rows (M, H), quantised or not: matrices of whole tiles and steps, scaled by
     output, not by block."""
     (num_outputs, size), num_inputs = down.codes.shape, gate_up.codes.shape[1]
-    split, rows = choose_tiling(num_outputs, size).split, x.codes if isinstance(x, QuantizedRows) else x
+    split = choose_tiling(num_outputs, size).split
+    rows = x.codes if isinstance(x, QuantizedRows) else x
     fits = num_inputs % (2 * BLOCK) == size % (2 * BLOCK * split) == num_outputs % TILE.value == 0
     fits &= gate_up.scales.dim() == down.scales.dim() == 1
     return fits and x.dtype == torch.bfloat16 and rows.dim() == 2 and streams(rows, MOST_ROWS)
@@ -81,8 +82,11 @@ def streams_fp8(x: Tensor | QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) 
 
 def fp8_mlp(x: QuantizedRows, gate_up: FP8Matrix, down: FP8Matrix) -> Tensor:
     """x (M, H), gate_up (2 * I, H), gates before ups, down (H, I) -> down(silu(gates) * ups) (M, H) in x's dtype."""
-    (num_rows, num_inputs), (num_outputs, size), device = x.codes.shape, down.codes.shape, x.codes.device
-    rows, split = tile_rows(num_rows), choose_tiling(num_outputs, size).split
+    num_rows, num_inputs = x.codes.shape
+    num_outputs, size = down.codes.shape
+    device = x.codes.device
+    rows = tile_rows(num_rows)
+    split = choose_tiling(num_outputs, size).split
     shares = 1 << ((programs_of(device) // rows).bit_length() - 1)  # programs that quantise a row
     share = triton.cdiv(size, shares * ALIGNMENT) * ALIGNMENT
     hidden = torch.empty(num_rows, size, dtype=x.dtype, device=device)
@@ -115,7 +119,9 @@ def _bring_weights(
 ):  # fmt: skip
     """For each of the program's tiles of gates and ups DEPTH inputs of both at a time, then for each part of a tile of
     the down projection twice as many."""
-    number, program, programs = 0, gl.program_id(0), gl.num_programs(0)
+    number = 0
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     for index in range(units):
         row = (program + index * programs) * TILE
         for step in range(2 * steps):
@@ -125,7 +131,8 @@ def _bring_weights(
             number += 1
     for index in range(down_units):
         unit = programs - 1 - program + index * programs
-        row, first = unit // SPLIT * TILE, unit % SPLIT * (2 * down_steps) * DEPTH
+        row = unit // SPLIT * TILE
+        first = unit % SPLIT * (2 * down_steps) * DEPTH
         for step in range(down_steps):
             wait_empty(empty, number, SLOTS)
             column = first + 2 * step * DEPTH
@@ -141,7 +148,9 @@ def _bring_inputs(
     """All rows' inputs, those of the down projection once they are there."""
     if PDL:
         gdc_wait()
-    number, program, programs = 0, gl.program_id(0), gl.num_programs(0)
+    number = 0
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     for _ in range(units):
         for step in range(steps):
             wait_empty(empty, number, X_SLOTS)
@@ -176,7 +185,8 @@ def _quantize(hidden_ptr, codes_ptr, most_ptr, row, share, size, WIDTH: gl.const
     inside = (column < own) & (at < size)
     x = gl.load(hidden_ptr + row.to(gl.int64) * size + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     scale = _scale(gl.load(most_ptr + row, cache_modifier=".cg"), MOST)
-    inverse, ones = gl.div_rn(1.0, scale), gl.full((WIDTH,), 1.0, gl.float32, LAYOUT)
+    inverse = gl.div_rn(1.0, scale)
+    ones = gl.full((WIDTH,), 1.0, gl.float32, LAYOUT)
     quotient = x * inverse
     scaled = gl.fma(gl.fma(-quotient, ones * scale, x), ones * inverse, quotient)
     scaled = gl.minimum(gl.maximum(scaled, -MOST), MOST)
@@ -190,15 +200,22 @@ def _multiply_gated(
 ):  # fmt: skip
     """Stores the program's part of the hidden rows. Returns how many slots it has read, of weights and of inputs."""
     DTYPE: gl.constexpr = hidden_ptr.dtype.element_ty
-    output, row = gl.arange(0, TILE, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    zeros, number, x_number = gl.zeros((TILE, ROWS), gl.float32, ACC), 0, 0
+    output = gl.arange(0, TILE, gl.SliceLayout(1, ACC))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    zeros = gl.zeros((TILE, ROWS), gl.float32, ACC)
+    number = 0
+    x_number = 0
     most = zeros
     for index in range(units):
         first = (gl.program_id(0) + index * gl.num_programs(0)) * TILE
-        gate_scales, up_scales = gl.load(scales_ptr + first + output), gl.load(scales_ptr + size + first + output)
-        gates, ups = zeros, zeros
+        gate_scales = gl.load(scales_ptr + first + output)
+        up_scales = gl.load(scales_ptr + size + first + output)
+        gates = zeros
+        ups = zeros
         for _ in range(steps):
-            slot, next_slot, x_slot = number % SLOTS, (number + 1) % SLOTS, x_number % X_SLOTS
+            slot = number % SLOTS
+            next_slot = (number + 1) % SLOTS
+            x_slot = x_number % X_SLOTS
             wait_full(x_full, x_number, X_SLOTS)
             wait_full(full, number, SLOTS)
             x = x_ring.index(2 * x_slot).permute((1, 0))
@@ -212,7 +229,8 @@ def _multiply_gated(
             mbarrier.arrive(empty.index(slot))
             mbarrier.arrive(empty.index(next_slot))
             mbarrier.arrive(x_empty.index(x_slot))
-            gates, ups = gates + gate + next_gate, ups + up + next_up
+            gates = gates + gate + next_gate
+            ups = ups + up + next_up
             number += 2
             x_number += 1
         gate = (gates * gate_scales[:, None] * row_scales[None, :]).to(DTYPE)
@@ -234,8 +252,10 @@ def _multiply(
     SPLIT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    output, row = gl.arange(0, TILE, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    output = gl.arange(0, TILE, gl.SliceLayout(1, ACC))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     if PDL:
         gdc_wait()
     row_scales = gl.load(x_scales_ptr + row * scale_stride, mask=row < num_rows, other=0.0)
@@ -254,16 +274,21 @@ def _multiply(
     mbarrier.arrive(is_hidden.index(0))
     if program == 0:
         gl.store(most_ptr + row, 0 * row, mask=row < num_rows)
-    zeros, there = gl.zeros((TILE, ROWS), gl.float32, ACC), (row < num_rows)[None, :] & (output >= 0)[:, None]
+    zeros = gl.zeros((TILE, ROWS), gl.float32, ACC)
+    there = (row < num_rows)[None, :] & (output >= 0)[:, None]
     for index in range(down_units):
         unit = programs - 1 - program + index * programs
-        tile, part = unit // SPLIT, unit % SPLIT
-        scales, sums = gl.load(down_scales_ptr + tile * TILE + output), zeros
+        tile = unit // SPLIT
+        part = unit % SPLIT
+        scales = gl.load(down_scales_ptr + tile * TILE + output)
+        sums = zeros
         for _ in range(down_steps):
-            slot, x_slot = number % SLOTS, x_number % X_SLOTS
+            slot = number % SLOTS
+            x_slot = x_number % X_SLOTS
             wait_full(full, number, SLOTS)
             wait_full(x_full, x_number, X_SLOTS)
-            x, next_x = x_ring.index(2 * x_slot).permute((1, 0)), x_ring.index(2 * x_slot + 1).permute((1, 0))
+            x = x_ring.index(2 * x_slot).permute((1, 0))
+            next_x = x_ring.index(2 * x_slot + 1).permute((1, 0))
             some = warpgroup_mma(ring.index(2 * slot), x, zeros, use_acc=False, is_async=True)
             more = warpgroup_mma(ring.index(2 * slot + 1), next_x, zeros, use_acc=False, is_async=True)
             some, more = warpgroup_mma_wait(0, deps=[some, more])
@@ -298,8 +323,10 @@ def fp8_mlp_kernel(
     is_hidden = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(is_hidden.index(0), count=1)
     share_barriers()
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    steps, down_steps = num_inputs // (2 * DEPTH), size // (2 * DEPTH) // SPLIT
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps = num_inputs // (2 * DEPTH)
+    down_steps = size // (2 * DEPTH) // SPLIT
     units = gl.cdiv(size // TILE - program, programs)
     down_units = gl.cdiv(num_outputs // TILE * SPLIT - (programs - 1 - program), programs)
     gl.warp_specialize(

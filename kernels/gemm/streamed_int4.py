@@ -42,7 +42,9 @@ PACE = gl.constexpr(2)  # of weights that are on their way at once, at first
 def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling) -> bool:
     """Whether the kernel takes rows x (M, I), and is faster: where all programs are resident at once. Others would be
     scheduled only when the rows are ready."""
-    num_outputs, num_inputs, part = len(weight.words), weight.num_inputs, part_inputs(weight.num_inputs, tiling)
+    num_outputs = len(weight.words)
+    num_inputs = weight.num_inputs
+    part = part_inputs(weight.num_inputs, tiling)
     fits = num_inputs % CHUNK == part % CHUNK == num_outputs % TILE.value == 0
     fits &= part * (tiling.split - 1) < num_inputs  # no part is empty
     fits &= x.dtype == weight.scales.dtype == torch.bfloat16 and is_packed(weight)
@@ -54,10 +56,13 @@ def streams_int4(x: Tensor, weight: Int4Weight, tiling: Tiling) -> bool:
 
 def streamed_int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O)."""
-    (num_rows, num_inputs), num_outputs, device = x.shape, len(weight.words), x.device
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight.words)
+    device = x.device
     rows = tile_rows(num_rows)
     parts = own_parts(rows, num_inputs, tiling)
-    split, outputs = tiling.split // parts, TILE.value // parts
+    split = tiling.split // parts
+    outputs = TILE.value // parts
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=device)
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
     streamed_int4_kernel[(num_outputs // outputs, split)](
@@ -137,7 +142,8 @@ def _add_products(
             acc = warpgroup_mma(weight, x.slice(quarter * 64, 64, 1).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(x_empty.index(number % SLOTS))
-        scales, zeros = next_scales, next_zeros
+        scales = next_scales
+        zeros = next_zeros
     return acc * 65536.0  # weights are times 2^-16
 
 
@@ -153,12 +159,15 @@ def _multiply(
     CELLS: gl.constexpr = gl.BlockedLayout([1, 1, PARTS * PARTS], [32, 1, 1], [1, 4, 1], [2, 0, 1])
     OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
     tile = gl.program_id(0)
-    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    place = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     outputs = tile * OUTPUTS + place
     own = gl.arange(0, TILE, gl.SliceLayout(1, A))
     features = tile * OUTPUTS + own % OUTPUTS
     features += own // OUTPUTS * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
-    scale_pointers, zero_pointers, bias = (scales_ptr + features)[:, None], None, None
+    scale_pointers = (scales_ptr + features)[:, None]
+    zero_pointers = None
+    bias = None
     if zeros_ptr is not None:
         zero_pointers = (zeros_ptr + features)[:, None]
     # What no kernel writes is loaded before the wait: after the products it would be waited for.

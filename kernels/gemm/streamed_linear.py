@@ -59,7 +59,8 @@ def streams_linear(x: Tensor, weight: Tensor, tiling: Tiling, rotation: Rotation
     """Whether the kernel takes rows x (M, I), or their codes, and is faster: matrices of whole tiles that are not too
     large, parts of whole slots."""
     num_outputs, num_inputs = weight.shape
-    slot, part = 2 * BYTES.value // weight.element_size(), part_inputs(num_inputs, tiling)
+    slot = 2 * BYTES.value // weight.element_size()
+    part = part_inputs(num_inputs, tiling)
     fits = num_outputs % TILE.value == 0 and (tiling.split == 1 or part % slot == 0)
     fits &= x.dtype == weight.dtype and weight.nbytes <= MOST_BYTES and all(map(_is_aligned, (x, weight)))
     fits &= rotation is None or (rotation.scales is None and rotation.fits(TILE.value))
@@ -89,10 +90,14 @@ def streamed_linear(
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in `dtype`; `scales` of FP8: of rows (M,) and outputs (O,).
     With a `rotation` the queries (M, Q * D) as `linear_few_rows_triton` gives them."""
-    (num_rows, num_inputs), num_outputs, device = x.shape, len(weight), weight.device
-    depth, rows = BYTES.value // weight.element_size(), tile_rows(num_rows)
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight)
+    device = weight.device
+    depth = BYTES.value // weight.element_size()
+    rows = tile_rows(num_rows)
     parts = own_parts(rows, num_inputs, tiling)
-    split, outputs = tiling.split // parts, TILE.value // parts
+    split = tiling.split // parts
+    outputs = TILE.value // parts
     heads = Heads.of(rotation, num_outputs, tiling)
     out = torch.empty(num_rows, heads.num_outputs, dtype=dtype, device=device)
     partial = torch.empty(num_outputs * split * rows if split > 1 else 0, dtype=torch.float32, device=device)
@@ -112,7 +117,8 @@ def streamed_linear(
 @gluon.jit
 def first_rows(tile, D: gl.constexpr, OUTPUTS: gl.constexpr):
     """The first rows of both halves of a tile: with heads of D dims those of `head_outputs` (kernels/kv/rope.py)."""
-    row, other = tile * OUTPUTS, tile * OUTPUTS + OUTPUTS // 2
+    row = tile * OUTPUTS
+    other = tile * OUTPUTS + OUTPUTS // 2
     if D > 0:
         TILES: gl.constexpr = D // OUTPUTS
         row = tile // TILES * D + tile % TILES * (OUTPUTS // 2)
@@ -141,7 +147,8 @@ def _bring_weights(
     row, other = first_rows(gl.program_id(0), D, TILE // PARTS)
     for number in range(steps):
         wait_paced(full, empty, number, PACE, SLOTS)
-        slot, column = number % SLOTS, first + 2 * number * DEPTH
+        slot = number % SLOTS
+        column = first + 2 * number * DEPTH
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * TILE * BYTES)
         load_weights(weights, ring.index(2 * slot), row, other, column, part_size, bar, D, PARTS)
@@ -163,7 +170,8 @@ def _bring_inputs(
         gdc_wait()
     for number in range(steps):
         wait_empty(empty, number, X_SLOTS)
-        slot, column = number % X_SLOTS, first + 2 * number * DEPTH
+        slot = number % X_SLOTS
+        column = first + 2 * number * DEPTH
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * ROWS * BYTES)
         load_inputs(x, ring.index(2 * slot), 0, column, part_size, bar, ROWS, PARTS)
@@ -180,12 +188,14 @@ def _add_products(
     zeros = gl.zeros((TILE, COLUMNS), gl.float32, ACC)
     sums = zeros
     for number in range(steps):
-        slot, x_slot = number % SLOTS, number % X_SLOTS
+        slot = number % SLOTS
+        x_slot = number % X_SLOTS
         wait_full(full, number, SLOTS)
         wait_full(x_full, number, X_SLOTS)
         if number == gl.maximum(steps - LAUNCH, 0):
             launch_next(PDL)
-        x, next_x = x_ring.index(2 * x_slot).permute((1, 0)), x_ring.index(2 * x_slot + 1).permute((1, 0))
+        x = x_ring.index(2 * x_slot).permute((1, 0))
+        next_x = x_ring.index(2 * x_slot + 1).permute((1, 0))
         if IS_FP8:
             some = warpgroup_mma(ring.index(2 * slot), x, zeros, use_acc=False, is_async=True)
             more = warpgroup_mma(ring.index(2 * slot + 1), next_x, zeros, use_acc=False, is_async=True)
@@ -239,8 +249,10 @@ def store_head_tile(
     cos, sin, slot = angles
     halves = gl.permute(gl.reshape(rounded, [2, OUTPUTS // 2, rounded.shape[1]]), (1, 2, 0))
     first, second = gl.split(gl.convert_layout(halves, LAYOUT))
-    one, other = gl.fma(first, cos, -(second * sin)), gl.fma(second, cos, first * sin)
-    head, mask = tile // (D // OUTPUTS), inside[None, :] & (dim >= 0)[:, None]
+    one = gl.fma(first, cos, -(second * sin))
+    other = gl.fma(second, cos, first * sin)
+    head = tile // (D // OUTPUTS)
+    mask = inside[None, :] & (dim >= 0)[:, None]
     if head < Q:
         cells = out_ptr + (row[None, :].to(gl.int64) * Q + head) * D + dim[:, None]
         gl.store(cells, one.to(cells.dtype.element_ty), mask=mask)
@@ -269,12 +281,16 @@ def _multiply(
     OUT: gl.constexpr = ACC if PARTS == 1 else gl.SliceLayout(2, CELLS)
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # a dim and its other half
     tile = gl.program_id(0)
-    place, row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT)), gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
-    head_row, first_dim = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0
+    place = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    head_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+    first_dim = 0
     first_row, other_row = first_rows(tile, D, OUTPUTS)
     outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
     # What no kernel writes is loaded before the wait: after the products it would be waited for.
-    scales, bias, row_scales = None, None, None
+    scales = None
+    bias = None
+    row_scales = None
     if IS_FP8:
         scales = gl.load(scales_ptr + outputs)
     if bias_ptr is not None:

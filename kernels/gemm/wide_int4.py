@@ -39,7 +39,8 @@ DEPTH = gl.constexpr(CHUNK)  # inputs of a step
 WORDS = gl.constexpr(PLANE)  # of a step and an output
 TILE = gl.constexpr(64)  # outputs, as `wgmma` takes them
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
-FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+FIRST = gl.constexpr(0)
+SECOND = gl.constexpr(1)
 PARTS = gl.constexpr(1)  # that a program sums itself
 PENDING = gl.constexpr(2)  # products that a warpgroup has on their way while it decodes
 RING = 192 << 10  # bytes
@@ -86,8 +87,11 @@ def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, progra
 def find_wide(num_rows: int, weight: Int4Weight, tiling: Tiling, gated: bool, fixed: bool) -> Wide | None:
     """How the kernel multiplies M rows; None if it cannot, or not faster. It takes matrices of whole chunks and tiles
     without an empty part. fixed: inputs are added in a fixed order."""
-    (num_outputs, _), num_inputs, device = weight.words.shape, weight.num_inputs, weight.words.device
-    part, split = part_inputs(num_inputs, tiling), tiling.split
+    num_outputs, _ = weight.words.shape
+    num_inputs = weight.num_inputs
+    device = weight.words.device
+    part = part_inputs(num_inputs, tiling)
+    split = tiling.split
     fits = num_inputs % MULTIPLE == part % MULTIPLE == num_outputs % MULTIPLE == 0 and part * (split - 1) < num_inputs
     fits &= (33 if gated else 17) <= num_rows <= (MOST_ROWS if gated or fixed else MOST_UNORDERED_ROWS)
     if not fits or not is_packed(weight) or not use_triton(weight.words) or not is_hopper(device):
@@ -99,8 +103,12 @@ def wide_int4_linear(
     x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Tiling, gated: bool, wide: Wide
 ) -> Tensor:
     """As `int4_linear_triton`, of rows that begin at multiples of 16 bytes."""
-    (num_rows, num_inputs), all_outputs, device = x.shape, len(weight.words), x.device
-    split, num_outputs, row_tiles = tiling.split, all_outputs // (1 + gated), triton.cdiv(num_rows, wide.rows)
+    num_rows, num_inputs = x.shape
+    all_outputs = len(weight.words)
+    device = x.device
+    split = tiling.split
+    num_outputs = all_outputs // (1 + gated)
+    row_tiles = triton.cdiv(num_rows, wide.rows)
     size = (num_rows, num_outputs) if split == 1 else (split, num_rows, num_outputs)
     out = torch.empty(size, dtype=x.dtype if split == 1 else torch.float32, device=device)
     wide_int4_kernel[(all_outputs // wide.outputs * row_tiles, split)](
@@ -132,7 +140,8 @@ def _bring_weights(
     COUNT: gl.constexpr = GROUPS * TILES
     for number in range(steps):
         wait_empty(empty, number, SLOTS)
-        bar, at = full.index(number % SLOTS), number % SLOTS * COUNT
+        bar = full.index(number % SLOTS)
+        at = number % SLOTS * COUNT
         mbarrier.expect(bar, 4 * COUNT * TILE * WORDS)
         for group in gl.static_range(GROUPS):
             rows = _first_rows(program * GROUPS + group, num_outputs, GATED, TILES)
@@ -156,7 +165,8 @@ def _add_products(
     """The sums (TILE, ROWS) of each tile, with a step added."""
     sums = ()
     for index in gl.static_range(TILES):
-        words, acc = ring.index(at + index).load(A), accs[index]
+        words = ring.index(at + index).load(A)
+        acc = accs[index]
         for quarter in gl.static_range(4):
             weight = two_planes(words, scales[index], zeros[index], 2 * quarter, UNIT, TYPE, A)
             acc = warpgroup_mma(weight, x.slice(quarter * 64, 64, 1).permute((1, 0)), acc, is_async=True)
@@ -180,7 +190,8 @@ def _multiply(
     rows = _first_rows(program * GROUPS + GROUP, num_outputs, GATED, TILES)
     own = gl.arange(0, TILE, gl.SliceLayout(1, A))
     features = (rows[0] + own)[:, None], (rows[1] + own)[:, None]
-    scale_pointers, zero_pointers = (scales_ptr + features[0], scales_ptr + features[1]), (None, None)
+    scale_pointers = (scales_ptr + features[0], scales_ptr + features[1])
+    zero_pointers = (None, None)
     if zeros_ptr is not None:
         zero_pointers = zeros_ptr + features[0], zeros_ptr + features[1]
     scales = _load_units(scale_pointers, first, all_outputs, UNIT, TILES)
@@ -200,7 +211,8 @@ def _multiply(
         accs = sums
         mbarrier.arrive(empty.index(slot))
         mbarrier.arrive(x_empty.index(slot))
-        scales, zeros = next_scales, next_zeros
+        scales = next_scales
+        zeros = next_zeros
     launch_next(PDL)
     _store(accs, rows, bias_ptr, out_ptr, row, num_rows, num_outputs, GATED, ROWS, TILES, TYPE, ACC)
 
@@ -210,12 +222,14 @@ def _store(
     accs, rows, bias_ptr, out_ptr, first_row, num_rows, num_outputs,
     GATED: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, TYPE: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    place, row = gl.arange(0, TILE, gl.SliceLayout(1, ACC)), first_row + gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    place = gl.arange(0, TILE, gl.SliceLayout(1, ACC))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
     out_ptr += gl.program_id(1).to(gl.int64) * num_rows * num_outputs
     cells = out_ptr + (row.to(gl.int64) * num_outputs)[None, :] + place[:, None]
     inside = (row < num_rows)[None, :] & (place >= 0)[:, None]
     if GATED:
-        gate, up = unscaled(accs[0], TYPE, True).to(TYPE), unscaled(accs[1], TYPE, True).to(TYPE)
+        gate = unscaled(accs[0], TYPE, True).to(TYPE)
+        up = unscaled(accs[1], TYPE, True).to(TYPE)
         gl.store(cells + rows[0], round_silu_mul(gate, up), mask=inside)
     else:
         for index in gl.static_range(TILES):
@@ -239,7 +253,8 @@ def wide_int4_kernel(
     full, empty = ring_barriers(SLOTS, GROUPS)
     x_full, x_empty = ring_barriers(SLOTS, GROUPS)
     share_barriers()
-    program, row = gl.program_id(0) // row_tiles, gl.program_id(0) % row_tiles * ROWS
+    program = gl.program_id(0) // row_tiles
+    row = gl.program_id(0) % row_tiles * ROWS
     part_steps = part_size // DEPTH
     first = gl.program_id(1) * part_steps
     steps = gl.minimum(part_steps, num_inputs // DEPTH - first)

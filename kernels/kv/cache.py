@@ -36,7 +36,8 @@ def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> No
     assert N <= MAX_NODES
     assert cache.is_contiguous()
     L, parts, slots, G, D = cache.shape
-    nodes, size = triton.next_power_of_2(N), G * D
+    nodes = triton.next_power_of_2(N)
+    size = G * D
     block = min(triton.next_power_of_2(size), TILE // nodes)
     if B and cache.numel():
         _move_rows[(B, L * parts, triton.cdiv(size, block))](
@@ -56,7 +57,8 @@ def _move_rows(
 ):
     """One request, one layer's keys or values, BLOCK numbers of every slot. The barrier orders all reads before
     the first write, since another thread may read that slot."""
-    request, columns = tl.program_id(0), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    request = tl.program_id(0)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     node = tl.arange(0, NODES)
     source = tl.load(sources_ptr + request * N + node, mask=node < N, other=0)
     destination = tl.load(destinations_ptr + request * N + node, mask=node < N, other=0)

@@ -71,7 +71,9 @@ def rotate_and_store(
     Returns the rotated q (T, Q, D), contiguous.
     """
     q, k = norm_heads(q, k, norms)
-    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, R)
+    # (T, 1, R)
+    cos = cos[positions, None]
+    sin = sin[positions, None]
     if scales is None:
         keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
         values.index_copy_(0, slots, v)
@@ -193,7 +195,8 @@ def _rotate_and_store(
         cell = (tl.load(slots_ptr + token) * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
-        k_scale, v_scale = None, None
+        k_scale = None
+        v_scale = None
         if scales_ptr is not None:
             k_scale, v_scale = _load_scales(scales_ptr, head, G)
         _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R)
@@ -213,7 +216,8 @@ def _rotate_kernel(
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, by its angle times `sign`."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     angle = tl.load(positions_ptr + token) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
@@ -295,7 +299,8 @@ def store_heads(
         _store_half(target, one, inside, None)
         _store_half(target + D // 2, other, inside, None)
     else:
-        scale, cell = None, (slot * G + (head - Q) % G) * D + dim
+        scale = None
+        cell = (slot * G + (head - Q) % G) * D + dim
         if scales_ptr is not None:  # keys' before values'
             scale = tl.full((1, 1), tl.load(scales_ptr + head - Q), tl.float32)
         if head < Q + G:
@@ -331,7 +336,8 @@ def _load_scales(scales_ptr, head, G):
 @triton.jit
 def _pairs(dim, D: tl.constexpr, R: tl.constexpr):
     """The dims of a head in D / 2 pairs: R / 2 that are rotated, then those that stay."""
-    ones, others = dim, dim + D // 2
+    ones = dim
+    others = dim + D // 2
     if R < D:
         ones = tl.where(dim < R // 2, dim, dim + R // 2)
         others = tl.where(dim < R // 2, dim + R // 2, dim + D // 2)
@@ -366,7 +372,8 @@ def store_context(
     keys, values = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:])).unbind(2)  # (T, L, G, D) both
     keys = (F.rms_norm(keys.float(), k_norm.shape[-1:], None, eps) * k_norm[:, None].float()).to(kv.dtype).float()
     cos, sin = (table.index_select(0, positions)[:, None, None] for table in (cos, sin))  # (T, 1, 1, R)
-    R, half = cos.shape[-1], cos.shape[-1] // 2
+    R = cos.shape[-1]
+    half = cos.shape[-1] // 2
     turned = keys[..., :R] * cos  # as rotate_halves, with fewer passes over many rows
     turned[..., :half].addcmul_(keys[..., half:R], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
@@ -375,7 +382,8 @@ def store_context(
     for part, x in enumerate((keys, values)):  # all layers at once: of few rows an operator costs its start
         own = cache[:, part]
         if scales is not None:  # torch copies no e4m3 by index on a CPU
-            own, x = own.view(torch.uint8), encode(x, scales[:, part, :, None]).view(torch.uint8)
+            own = own.view(torch.uint8)
+            x = encode(x, scales[:, part, :, None]).view(torch.uint8)
         own.index_copy_(1, slots, x.transpose(0, 1))
 
 
@@ -412,7 +420,8 @@ def _store_context(
 ):  # fmt: skip
     """One row (axis 0), one layer (axis 1), HEADS of its KV heads (axis 2)."""
     wait_for_inputs(PDL)
-    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     inside = (head < G) & (dim < D // 2)
@@ -421,7 +430,8 @@ def _store_context(
     angle = tl.load(positions_ptr + row) * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
-    k_scale, v_scale = None, None
+    k_scale = None
+    v_scale = None
     if scales_ptr is not None:
         k_scale, v_scale = _load_scales(scales_ptr + layer * 2 * G, head, G)
     _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R)

@@ -117,17 +117,22 @@ def filter_thresholds_triton(
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    tiles, device = triton.cdiv(V, TILE), logits.device
+    tiles = triton.cdiv(V, TILE)
+    device = logits.device
     thresholds = torch.empty(R, dtype=torch.float32, device=device)
     searches = torch.empty(R, SEARCH.value, dtype=torch.float32, device=device)
     partials = torch.empty(R, tiles, PARTIAL.value, dtype=torch.float32, device=device)
     bins = torch.empty(R, BINS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
-    counters, shape, k, p = done_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
+    counters = done_counters(device)
+    shape = (logits.stride(0), V)
+    k = filters.top_k
+    p = filters.top_p
     if R:
         held = processors and processors.for_kernels()
         limits = [register_limit(logits, processors, most) for most in (80, 72, 32, 128)]
-        chunks, parts = CHUNKS if tiles <= 16 else CHUNKS // 2, triton.cdiv(V, SEARCH_TILE)
+        chunks = CHUNKS if tiles <= 16 else CHUNKS // 2
+        parts = triton.cdiv(V, SEARCH_TILE)
         summarise[(R, tiles)](
             logits, temperature, rows, repeats, held, searches, bins, counters, *shape, tiles, partials, k, p,
             filters.min_p, thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
@@ -154,14 +159,18 @@ def summarise(
 ):  # fmt: skip
     """A tile stores its chunks' maxima, its own maximum, sum of exponentials and smallest finite x. The first tile
     clears the row's bins."""
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
     entry = parameter_entry(row, rows_ptr, repeats)
-    temperature, top_k = tl.load(temperature_ptr + entry), tl.load(top_k_ptr + entry).to(tl.int32)
-    top_p, min_p = tl.load(top_p_ptr + entry), tl.load(min_p_ptr + entry)
+    temperature = tl.load(temperature_ptr + entry)
+    top_k = tl.load(top_k_ptr + entry).to(tl.int32)
+    top_p = tl.load(top_p_ptr + entry)
+    min_p = tl.load(min_p_ptr + entry)
     flags = row_flags(row, rows_ptr, repeats, processors)
     search = searches_ptr + row * SEARCH
     if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-        chunk, column = tl.arange(0, CHUNKS), tl.arange(0, TILE // CHUNKS)
+        chunk = tl.arange(0, CHUNKS)
+        column = tl.arange(0, TILE // CHUNKS)
         columns = tile * TILE + chunk[:, None] * (TILE // CHUNKS) + column[None, :]
         row_ptr = logits_ptr + row.to(tl.int64) * stride
         x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
@@ -199,7 +208,8 @@ def _begin_search(
     TILES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.arange(0, TILES)
-    address, valid = partials + tile * PARTIAL + CHUNKS, tile < tiles
+    address = partials + tile * PARTIAL + CHUNKS
+    valid = tile < tiles
     peaks = tl.load(address, mask=valid, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(address + 1, mask=valid, other=0.0, cache_modifier=".cg")
     lowest = tl.min(tl.load(address + 2, mask=valid, other=float("inf"), cache_modifier=".cg"), axis=0)
@@ -272,13 +282,18 @@ def fill_bins(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Sums the weights of each bin; the last program finds the answer's bin."""
-    row, tile = tl.program_id(0), tl.program_id(1)
-    search, bins_ptr = searches_ptr + row * SEARCH, bins_ptr + row.to(tl.int64) * BINS
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    search = searches_ptr + row * SEARCH
+    bins_ptr = bins_ptr + row.to(tl.int64) * BINS
     kind = tl.load(search + KIND).to(tl.int32)
     if kind >= WIDE_RANK:
-        peak, low, scale = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + SCALE)
+        peak = tl.load(search + PEAK)
+        low = tl.load(search + LOW)
+        scale = tl.load(search + SCALE)
         unit = tl.where(kind == MASS, MASS_UNIT, 1.0)
-        row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+        row_ptr = logits_ptr + row.to(tl.int64) * stride
+        flags = search_flags(search, processors)
         columns = tile * TILE + tl.arange(0, TILE)
         x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
         weights = tl.where(kind == MASS, mass(x, peak, tl.load(search + RATE)), 1.0) * unit
@@ -306,11 +321,13 @@ def collect(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Appends the logits of the bin to the row's candidates and counts them, also those that do not fit."""
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
     search = searches_ptr + row * SEARCH
     kind = tl.load(search + KIND).to(tl.int32)
     if kind != NONE:
-        row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+        row_ptr = logits_ptr + row.to(tl.int64) * stride
+        flags = search_flags(search, processors)
         columns = tile * TILE + tl.arange(0, TILE)
         x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
         answer = tl.load(search + BIN).to(tl.int32)
@@ -333,7 +350,8 @@ def finish(
     kind = tl.load(search + KIND).to(tl.int32)
     if kind != NONE:
         entry = parameter_entry(row, rows_ptr, repeats)
-        top_k, top_p = tl.load(top_k_ptr + entry).to(tl.int32), tl.load(top_p_ptr + entry)
+        top_k = tl.load(top_k_ptr + entry).to(tl.int32)
+        top_p = tl.load(top_p_ptr + entry)
         found = tl.atomic_xchg(counters_ptr + row, 0, sem="relaxed")
         candidates_ptr += row.to(tl.int64) * CANDIDATES
         is_short = (kind != WIDE_RANK) | (top_p >= 1.0)
@@ -342,7 +360,8 @@ def finish(
         elif is_short & (found <= CANDIDATES):
             threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES)
         else:
-            row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+            row_ptr = logits_ptr + row.to(tl.int64) * stride
+            flags = search_flags(search, processors)
             threshold = _over_row(
                 row_ptr, V, row, flags, rows_ptr, repeats, processors, search, kind, top_k, top_p
             )  # fmt: skip
@@ -352,11 +371,15 @@ def finish(
 @triton.jit
 def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexpr):
     """The smallest kept candidate."""
-    peak, above, goal = tl.load(search + PEAK), tl.load(search + ABOVE), tl.load(search + GOAL)
+    peak = tl.load(search + PEAK)
+    above = tl.load(search + ABOVE)
+    goal = tl.load(search + GOAL)
     rate = tl.load(search + RATE)
     lane = tl.arange(0, LANES)
     x = tl.load(candidates_ptr + lane, mask=lane < found, other=float("-inf"))
-    rank, larger_mass = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int64)  # of the larger candidates
+    # the larger candidates' number and mass
+    rank = tl.zeros((LANES,), tl.int32)
+    larger_mass = tl.zeros((LANES,), tl.int64)
     for start in range(0, found, COMPARED):
         other = start + tl.arange(0, COMPARED)
         others = tl.load(candidates_ptr + other, mask=other < found, other=float("-inf"))
@@ -368,7 +391,8 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
     keep = (lane < found) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
     if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum counts as many as fit in the top k
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
-        num_larger, larger = tl.max(tl.where(keep, rank, 0), axis=0), tl.max(tl.where(keep, share, 0.0), axis=0)
+        num_larger = tl.max(tl.where(keep, rank, 0), axis=0)
+        larger = tl.max(tl.where(keep, share, 0.0), axis=0)
         num_tied = tl.minimum(top_k, found) - num_larger  # a row may have fewer finite x than top_k
         keep = keep & (share < top_p * (larger + num_tied.to(tl.float32) * mass(kth, peak, rate)))
     return tl.minimum(tl.min(tl.where(keep, x, float("inf")), axis=0), peak)
@@ -376,18 +400,22 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
 
 @triton.jit
 def _over_row(row_ptr, V, row, flags, rows_ptr, repeats, processors, search, kind, top_k, top_p):
-    peak, goal, rate = tl.load(search + PEAK), tl.load(search + GOAL), tl.load(search + RATE)
+    peak = tl.load(search + PEAK)
+    goal = tl.load(search + GOAL)
+    rate = tl.load(search + RATE)
     threshold = tl.full((), float("-inf"), tl.float32)
     if kind != MASS:
         goal_k = top_k.to(tl.float32)
         threshold = _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal_k, False)
-        counts, masses = tl.zeros((SCANNED,), tl.float32), tl.zeros((SCANNED,), tl.float32)
+        counts = tl.zeros((SCANNED,), tl.float32)
+        masses = tl.zeros((SCANNED,), tl.float32)
         for start in range(0, V, SCANNED):
             columns = start + tl.arange(0, SCANNED)
             x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
             counts += tl.where(x > threshold, 1.0, 0.0)
             masses += tl.where(x > threshold, mass(x, peak, rate), 0.0)
-        num_larger, larger = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+        num_larger = tl.sum(counts, axis=0)
+        larger = tl.sum(masses, axis=0)
         goal = top_p * (larger + (top_k.to(tl.float32) - num_larger) * mass(threshold, peak, rate))
     if top_p < 1.0:
         lowest = _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal, True)
@@ -399,7 +427,9 @@ def _over_row(row_ptr, V, row, flags, rows_ptr, repeats, processors, search, kin
 def _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal, BY_MASS: tl.constexpr):
     """The largest x whose weight and that of all above it reach the goal, found four bits at a time from the top."""
     digit = tl.arange(0, 16)
-    known, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 28, tl.uint32)  # leading digits of the answer
+    # the answer's leading digits
+    known = tl.full((), 0, tl.uint32)
+    unit = tl.full((), 1 << 28, tl.uint32)
     for _ in range(8):
         pivots = known + digit.to(tl.uint32) * unit
         weights = tl.zeros((16, SCANNED), tl.float32)

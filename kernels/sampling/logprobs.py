@@ -50,7 +50,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Of logits (N, V) and tokens (N,) -> (2 + 2 * k, N) int32: the bits of each token's fp32 log-probability, its rank
     (1: no token is likelier), then the bits of the log-probability and the id of each of the k likeliest."""
     logits = logits.float()
-    own, total = logits.gather(1, tokens.long()[:, None]), logits.logsumexp(dim=1, keepdim=True)
+    own = logits.gather(1, tokens.long()[:, None])
+    total = logits.logsumexp(dim=1, keepdim=True)
     ranks = 1 + (logits > own).sum(dim=1)
     top = logits.topk(k)
     pairs = torch.stack(((top.values - total).view(torch.int32), top.indices.int()), dim=2)
@@ -66,7 +67,8 @@ def emitted_logprobs(logits: Tensor, emitted: Emitted, wanted: Tensor, sampling:
     in any order.
     """
     num_decoding, W = emitted.nodes.shape
-    starts, chunk = emitted.starts.long(), torch.arange(len(emitted.slots) - num_decoding, device=logits.device)
+    starts = emitted.starts.long()
+    chunk = torch.arange(len(emitted.slots) - num_decoding, device=logits.device)
     rows = starts[:num_decoding, None] + emitted.nodes
     rows = torch.cat((rows, (starts[num_decoding] + chunk)[:, None].expand(-1, W)))
     numbers = wanted[emitted.slots][:, None]
@@ -92,7 +94,10 @@ def emitted_logprobs_triton(
     logits: Tensor, emitted: Emitted, wanted: Tensor, sampling: Sampling | None, out: Tensor
 ) -> None:
     """One launch, and four more with filters."""
-    (H, V), (B, W), S, device = logits.shape, emitted.nodes.shape, len(emitted.slots), logits.device
+    H, V = logits.shape
+    B, W = emitted.nodes.shape
+    S = len(emitted.slots)
+    device = logits.device
     tiles = triton.cdiv(V, TILE)
     assert H <= MAX_ROWS
     assert V >= MOST_LOGPROBS
@@ -103,7 +108,9 @@ def emitted_logprobs_triton(
     processors = held = thresholds = temperature = rows = None
     if sampling is not None:
         assert sampling.repeats == 1
-        temperature, rows, processors = sampling.temperature, sampling.rows, sampling.processors
+        temperature = sampling.temperature
+        rows = sampling.rows
+        processors = sampling.processors
         held = processors and processors.for_kernels()
         thresholds = filter_thresholds(logits, sampling, None)
     candidates = torch.empty(H, tiles * MOST_LOGPROBS, dtype=torch.int64, device=device)
@@ -124,7 +131,8 @@ def _emitted_logprobs(
     K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    segment, tile = tl.program_id(0), tl.program_id(1)
+    segment = tl.program_id(0)
+    tile = tl.program_id(1)
     k = tl.load(wanted + tl.load(emitted.slots + segment))
     if k >= 0:
         for index in range(tl.load(emitted.lengths + segment)):
@@ -178,7 +186,8 @@ def _reduce_tile(x, columns, own, candidates, sums, k):
 def _merge_tiles(
     candidates, sums, own, out, out_stride, tiles, k, TILES: tl.constexpr, CANDIDATES: tl.constexpr
 ):  # fmt: skip
-    tile, candidate = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
+    tile = tl.arange(0, TILES)
+    candidate = tl.arange(0, CANDIDATES)
     peaks = tl.load(sums + tile * 3, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(sums + tile * 3 + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
     larger = tl.load(sums + tile * 3 + 2, mask=tile < tiles, other=0.0, cache_modifier=".cg")

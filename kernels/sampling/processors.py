@@ -63,7 +63,8 @@ class Processors(NamedTuple):
         """The same without None, so that there is one kernel for every kind of pass: without nodes every row is a root,
         a row whose ancestors are all nodes before it is a chain's, and no row has a mask. Of the others nothing is
         read."""
-        zero, minus_one = _filled(0, self.flags.device), _filled(-1, self.flags.device)
+        zero = _filled(0, self.flags.device)
+        minus_one = _filled(-1, self.flags.device)
         return self._replace(
             row_nodes=zero.view(torch.int32) if self.row_nodes is None else self.row_nodes,
             nodes=zero if self.nodes is None else self.nodes,
@@ -93,14 +94,17 @@ def process_logits(logits: Tensor, processors: Processors, entries: Tensor) -> T
     logits[rows] = _penalised(logits[rows], processors, entries[rows], _counts_at(processors, entries[rows], rows))
     if processors.masks is not None and processors.mask_rows is not None:
         rows = (processors.mask_rows >= 0).nonzero().flatten()
-        words, ids = processors.masks[processors.mask_rows[rows]], torch.arange(logits.shape[1], device=logits.device)
+        words = processors.masks[processors.mask_rows[rows]]
+        ids = torch.arange(logits.shape[1], device=logits.device)
         logits[rows] = logits[rows].masked_fill(words[:, ids // 32] >> ids % 32 & 1 == 0, -torch.inf)
     return logits
 
 
 def _counts_at(processors: Processors, entries: Tensor, rows: Tensor) -> Tensor:
     """Processors.counts (n, V) of some rows, with the tokens of their paths."""
-    counts, nodes, ancestors = processors.counts[entries], processors.nodes, processors.ancestors
+    counts = processors.counts[entries]
+    nodes = processors.nodes
+    ancestors = processors.ancestors
     if nodes is None or processors.row_nodes is None or len(rows) == 0:
         return counts
     own = processors.row_nodes[rows][:, None]  # (n, 1)
@@ -153,7 +157,8 @@ def _count_tokens(
     counts_ptr, flags_ptr, requests_ptr, tokens_ptr, N, V, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    request, node = tl.program_id(0), tl.arange(0, BLOCK)
+    request = tl.program_id(0)
+    node = tl.arange(0, BLOCK)
     entry = tl.load(requests_ptr + request)
     if (tl.load(flags_ptr + entry) & PENALTIES) != 0:
         token = tl.load(tokens_ptr + request * N + node, mask=node < N, other=-1)
@@ -192,7 +197,8 @@ def load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors):
 def _process(x, columns, V, row, flags, rows_ptr, repeats, processors):
     """process_logits. Every kernel gets the same bits, or a threshold found by one would cut its own logit in another:
     so the product with a sum is one explicit fma, and the division is rounded correctly."""
-    inside, entry = columns < V, parameter_entry(row, rows_ptr, repeats).to(tl.int64)
+    inside = columns < V
+    entry = parameter_entry(row, rows_ptr, repeats).to(tl.int64)
     if (flags & BIAS) != 0:
         x += tl.load(processors.bias + entry * V + columns, mask=inside, other=0.0)
     if (flags & PENALTIES) != 0:

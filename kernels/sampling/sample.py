@@ -95,7 +95,8 @@ def gumbel(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 def noise_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """The uniform integers (R, V) int64 in [0, 2^32) that gumbel() is made of."""
-    low, high = keys & MASK32, keys >> 32
+    low = keys & MASK32
+    high = keys >> 32
     row = _mix(_mix(low ^ (positions.long() * 0x9E3779B1 & MASK32)) ^ high)[:, None]  # (R, 1)
     return _mix(_mix(row ^ (ids.long() * 0x85EBCA77 & MASK32)) + row)
 
@@ -129,7 +130,8 @@ def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Sampling]:
     """filter(process(logits)) (R, V), fp32, and the parameters by row."""
     if sampling.processors is not None:
         logits = process_logits(logits, sampling.processors, sampling.entries())
-    own, logits = sampling.by_row(), logits.float()
+    own = sampling.by_row()
+    logits = logits.float()
     if own.temperature is not None and own.filters is not None:
         temperature = own.temperature[:, None]
         scaled = filter_logits(logits / temperature.clamp(min=1e-6), own.filters)
@@ -143,10 +145,8 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    thresholds, held = (
-        filter_thresholds(logits, sampling, ids),
-        sampling.processors and sampling.processors.for_kernels(),
-    )
+    thresholds = filter_thresholds(logits, sampling, ids)
+    held = sampling.processors and sampling.processors.for_kernels()
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     if R:
         tiles = triton.cdiv(V, TILE)
@@ -183,7 +183,9 @@ def perturbed_topk_triton(
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
     assert 1 <= k <= min(MOST_SORTED, V)
-    thresholds, tiles, device = filter_thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
+    thresholds = filter_thresholds(logits, sampling, ids)
+    tiles = triton.cdiv(V, TILE)
+    device = logits.device
     held = sampling.processors and sampling.processors.for_kernels()
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
     if R:
@@ -327,7 +329,8 @@ def _sample(
     best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     scores = load_scores(
         logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
         row, columns, stride, V, repeats,
@@ -355,7 +358,8 @@ def _perturbed_topk(
     K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     scores = load_scores(
         logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
@@ -384,7 +388,9 @@ def merge_topk(
     K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """The k best of a row's candidates, and their log-probabilities from the sums of its tiles."""
-    tile, candidate, row = tl.arange(0, TILES), tl.arange(0, CANDIDATES), row.to(tl.int64)
+    tile = tl.arange(0, TILES)
+    candidate = tl.arange(0, CANDIDATES)
+    row = row.to(tl.int64)
     sums = sums_ptr + (row * tiles + tile) * 2
     peaks = tl.load(sums, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(sums + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")

@@ -94,7 +94,9 @@ def grow(
     values, columns (B * n, k) from `head_topk`: log-probabilities and columns, best first; ids (Vd,) int64 the target
     id of each column (default: the column). level: 0 for the root's children, then one more each time.
     """
-    B, k, device = len(place.rows), values.shape[1], values.device
+    B = len(place.rows)
+    k = values.shape[1]
+    device = values.device
     n, first = (1, 0) if frontier is None else (k, k + (level - 1) * k * k)
     above = values.new_zeros(B, 1) if frontier is None else frontier.scores
     nodes = torch.full((B, 1), -1, device=device) if frontier is None else frontier.nodes
@@ -102,12 +104,14 @@ def grow(
     scores = (above[:, :, None] + values.reshape(B, n, k).clamp(max=0.0)).flatten(1)  # (B, n * k)
     tokens = (columns if ids is None else ids[columns]).reshape(B, n * k)
     part = slice(first, first + n * k)
-    candidates.scores[:, part], candidates.tokens[:, part] = scores, tokens.int()
+    candidates.scores[:, part] = scores
+    candidates.tokens[:, part] = tokens.int()
     candidates.parents[:, part] = nodes.repeat_interleave(k, dim=1).int()
     if is_last:
         return None
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]  # (B, k)
-    rank, parent = torch.arange(k, device=device), best // k
+    rank = torch.arange(k, device=device)
+    parent = best // k
     depths = place.lengths[:, None] + level + torch.zeros_like(rank)  # (B, k)
     position = place.lengths[:, None] + level * k + rank  # in the cache
     page = place.pages[place.rows[:, None], position // place.page_size]
@@ -136,7 +140,9 @@ def grow_triton(
     is_last: bool,
 ) -> Frontier | None:
     """One launch, a program per request."""
-    B, k, device = len(place.rows), values.shape[1], values.device
+    B = len(place.rows)
+    k = values.shape[1]
+    device = values.device
     assert k <= MAX_K
     assert values.is_contiguous()
     assert columns.is_contiguous()
@@ -213,8 +219,10 @@ def _grow(
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    request, index = tl.program_id(0), tl.arange(0, BLOCK)
-    inside, parent = index < n * k, index // k
+    request = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    inside = index < n * k
+    parent = index // k
     scores = tl.minimum(tl.load(values_ptr + request * n * k + index, mask=inside, other=float("-inf")), 0.0)
     tokens = tl.load(columns_ptr + request * n * k + index, mask=inside, other=0)
     if ids_ptr is not None:
@@ -233,7 +241,8 @@ def _grow(
 
     if scores_ptr is not None:
         place = _best_first(scores, inside, index, k, BLOCK)
-        kept, out = inside & (place < k), request * k + place
+        kept = inside & (place < k)
+        out = request * k + place
         number = level * k + place
         length = tl.load(lengths_ptr + request)
         position = length + number  # in the cache
@@ -258,7 +267,8 @@ def _choose(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    request, index = tl.program_id(0), tl.arange(0, BLOCK)
+    request = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
     inside = index < P
     row = request * P + index
     scores = tl.load(all_scores + row, mask=inside, other=float("-inf"))
@@ -266,7 +276,8 @@ def _choose(
     above = tl.load(all_parents + row, mask=inside, other=-1)
     places = _best_first(scores, inside, index, count - 1, BLOCK) + 1
     parents = tl.where(above < 0, 0, tl.gather(places, tl.maximum(above, 0), 0))
-    kept, out = inside & (places < count), request * count
+    kept = inside & (places < count)
+    out = request * count
     tl.store(tokens_ptr + out, tl.load(roots_ptr + request).to(tl.int32))
     tl.store(parents_ptr + out, -1)
     tl.store(scores_ptr + out, 0.0)

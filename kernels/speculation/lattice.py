@@ -114,9 +114,12 @@ def walk_lattice(
     logarithms; 0 of the root. A token's probability is that among the candidates times theirs among all tokens:
     `values` (B, K, k) fp32 are their log-probabilities by the slot alone.
     """
-    (B, K, _, _), device = scores.shape, scores.device
-    request, chosen = torch.arange(B, device=device), torch.zeros(B, dtype=torch.int64, device=device)
-    chain, reached = [roots], [torch.zeros(B, device=device)]
+    B, K, _, _ = scores.shape
+    device = scores.device
+    request = torch.arange(B, device=device)
+    chosen = torch.zeros(B, dtype=torch.int64, device=device)
+    chain = [roots]
+    reached = [torch.zeros(B, device=device)]
     for slot in range(K):
         row = scores[request, slot, chosen]  # (B, k)
         best = row.max(dim=1)
@@ -187,9 +190,14 @@ def _grow_one(
 ) -> tuple[list[int], list[int], list[int], list[float]]:
     """Slots, candidates (-1 of unused nodes), parents and scores of one request's nodes, of each slot's and candidate's
     children, best first."""
-    slots, chosen, parents, reached, waiting = [-1], [0], [-1], [0.0], list[tuple[float, int, int, int]]()
+    slots = [-1]
+    chosen = [0]
+    parents = [-1]
+    reached = [0.0]
+    waiting = list[tuple[float, int, int, int]]()
     while len(chosen) < count:
-        node, slot = len(chosen) - 1, slots[-1] + 1
+        node = len(chosen) - 1
+        slot = slots[-1] + 1
         if chosen[node] >= 0 and slot < len(steps):
             for rank, step in enumerate(steps[slot][chosen[node]]):
                 if step > -math.inf:
@@ -285,7 +293,9 @@ def _transition_scores(
     K, k, rank, BLOCK: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, index, depth = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    depth = tl.arange(0, DEPTH)
     inside = index < k
     after = tl.load(columns_ptr + row * k + index, mask=inside, other=0)
     if row % K == 0:
@@ -316,9 +326,11 @@ def _walk_lattice(
     request_stride, slot_stride, row_stride, K, k, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    request, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    request = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
     out = request * (K + 1)
-    token, reached = tl.load(roots_ptr + request), 0.0
+    token = tl.load(roots_ptr + request)
+    reached = 0.0
     chosen = tl.min(tl.zeros((BLOCK,), tl.int32), axis=0)
     tl.store(chain_ptr + out, token.to(tl.int32))
     tl.store(reached_ptr + out, reached)
@@ -346,13 +358,19 @@ def _grow_lattice(
 ):  # fmt: skip
     """Waiting nodes are numbered by their parent's place and their rank among its children."""
     wait_for_inputs(PDL)
-    request, index, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, NODES)
-    number, rank = tl.arange(0, NODES * CHILDREN), tl.arange(0, CHILDREN)
+    request = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    place = tl.arange(0, NODES)
+    number = tl.arange(0, NODES * CHILDREN)
+    rank = tl.arange(0, CHILDREN)
     waiting = tl.full((NODES * CHILDREN,), float("-inf"), tl.float32)
     candidates = tl.zeros((NODES * CHILDREN,), tl.int32)
     depths = tl.zeros((NODES,), tl.int32)
-    depth, candidate, out = tl.sum(depths, axis=0), tl.sum(depths, axis=0), request * count
-    score, token = depth.to(tl.float32), tl.load(roots_ptr + request)
+    depth = tl.sum(depths, axis=0)
+    candidate = tl.sum(depths, axis=0)
+    out = request * count
+    score = depth.to(tl.float32)
+    token = tl.load(roots_ptr + request)
     tl.store(chosen_ptr + out, token.to(tl.int32))
     tl.store(parents_ptr + out, -1)
     tl.store(reached_ptr + out, score)
@@ -399,7 +417,8 @@ def _add_noise(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row, index = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
     inside = index < k
     scores = tl.load(scores_ptr + row * k + index, mask=inside, other=0.0)
     entry = parameter_entry(row, rows_ptr, repeats)

@@ -56,7 +56,8 @@ def markov_walk(
     go to the lowest column.
     """
     assert sampling.temperature is None or sampling.filters is None
-    chain, reached = [roots], [torch.zeros(len(roots), device=roots.device)]
+    chain = [roots]
+    reached = [torch.zeros(len(roots), device=roots.device)]
     for slot in range(logits.shape[1]):
         before = chain[-1].clamp(min=0)
         feature = factors.of(before, None if slots is None else slots[:, slot])
@@ -81,7 +82,9 @@ def markov_walk_triton(
     confidence: Confidence | None = None,
 ) -> Chain:
     """Two launches a slot, and one."""
-    (B, K, size), (predecessors, successors, gates), device = logits.shape, factors, logits.device
+    B, K, size = logits.shape
+    predecessors, successors, gates = factors
+    device = logits.device
     rank = predecessors.shape[1]
     assert sampling.temperature is None or sampling.filters is None
     assert logits.is_contiguous()
@@ -97,7 +100,8 @@ def markov_walk_triton(
     )
     if not B:
         return chain
-    tiles, rows = triton.cdiv(size, OUTPUTS), min(max(triton.next_power_of_2(B), 16), 64)
+    tiles = triton.cdiv(size, OUTPUTS)
+    rows = min(max(triton.next_power_of_2(B), 16), 64)
     features = torch.empty(B, rank, dtype=predecessors.dtype, device=device)
     ranks = torch.empty(B, tiles, dtype=torch.int64, device=device)
     sums = torch.empty(B, tiles, 2, device=device)
@@ -125,8 +129,10 @@ def _score(
     """A tile's best score of each request, and its sum of exponentials."""
     wait_for_inputs(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column, depth = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, DEPTH)
-    inside, own = column < size, row < num_rows
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    depth = tl.arange(0, DEPTH)
+    inside = column < size
+    own = row < num_rows
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, rank, DEPTH):
         part = (start + depth)[None, :]
@@ -165,16 +171,21 @@ def _choose(
 ):  # fmt: skip
     """Node `slot` of the chain, the root first, and what slot `slot` multiplies."""
     wait_for_inputs(PDL)
-    request, tile, depth = tl.program_id(0).to(tl.int64), tl.arange(0, TILES), tl.arange(0, RANK)
+    request = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    depth = tl.arange(0, RANK)
     out = request * (K + 1) + slot
     if IS_FIRST:
-        token, reached = tl.load(roots_ptr + request), 0.0
+        token = tl.load(roots_ptr + request)
+        reached = 0.0
     else:
-        place, is_tile = request * tiles + tile, tile < tiles
+        place = request * tiles + tile
+        is_tile = tile < tiles
         ranks = tl.load(ranks_ptr + place, mask=is_tile, other=-(2**63))
         peaks = tl.load(sums_ptr + place * 2, mask=is_tile, other=float("-inf"))
         totals = tl.load(sums_ptr + place * 2 + 1, mask=is_tile, other=0.0)
-        best, peak = tl.max(ranks, axis=0), tl.max(peaks, axis=0)
+        best = tl.max(ranks, axis=0)
+        peak = tl.max(peaks, axis=0)
         step = rank_score(best) - peak - tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
         token = rank_column(best)
         if ids_ptr is not None:
@@ -186,7 +197,8 @@ def _choose(
     tl.store(chain_ptr + out, token.to(tl.int32))
     tl.store(reached_ptr + out, reached)
     if not IS_LAST:
-        within, before = depth < rank, tl.maximum(token, 0).to(tl.int64) * rank + depth
+        within = depth < rank
+        before = tl.maximum(token, 0).to(tl.int64) * rank + depth
         feature = tl.load(predecessors_ptr + before, mask=within, other=0.0)
         if slots_ptr is not None:
             factor = tl.load(slots_ptr + (request * K + slot) * rank + depth, mask=within, other=0.0).to(tl.float32)

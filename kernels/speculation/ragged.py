@@ -102,8 +102,10 @@ def store(
     node is reached. Nodes after the root are unused where the token is -1 or the score -inf. A node's cell is
     16 * (min(i, 16) - 1) + its probability's sixteenth; table (C,) fp32: how probably nodes of a cell are accepted.
     """
-    node, starts = torch.arange(tokens.shape[1], device=tokens.device), scores.new_tensor(BUCKET_STARTS)
-    is_root, is_text = node == 0, (requests != padding)[:, None]
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    starts = scores.new_tensor(BUCKET_STARTS)
+    is_root = node == 0
+    is_text = (requests != padding)[:, None]
     used = is_text & (is_root | (tokens >= 0) & (scores > -torch.inf))
     cells = (node.clamp(1, BUCKETS) - 1) * BUCKETS + torch.searchsorted(starts, scores.contiguous(), right=True)
     survivals = torch.where(used, torch.where(is_root, 1.0, table[cells]), 0.0).cummin(dim=1).values
@@ -156,7 +158,8 @@ def admit(
     if lengths is not None:
         own = lengths[requests][:, None]
         keys = torch.where(own + torch.arange(keys.shape[1], device=keys.device) < places_of_parts(own), keys, 0)
-    is_text, drafted = keys[:, 0] > 0, keys[:, 1:]
+    is_text = keys[:, 0] > 0
+    drafted = keys[:, 1:]
     order = drafted.flatten().sort(descending=True, stable=True).indices
     spare = (budget - is_text.sum()).clamp(min=0)
     chosen = torch.empty_like(order, dtype=torch.bool)
@@ -174,14 +177,16 @@ def admit_triton(
     passes: Tensor | None = None,
 ) -> Tensor:
     """One program."""
-    B, W = len(requests), survivals.shape[1]
+    B = len(requests)
+    W = survivals.shape[1]
     assert B <= MAX_DECODING
     assert B > 0 or passes is None
     assert survivals.is_contiguous()
     counts = torch.empty(B, dtype=torch.int32, device=requests.device)
     if B:
         most = min(most, W)
-        block, nodes = triton.next_power_of_2(B), triton.next_power_of_2(most)
+        block = triton.next_power_of_2(B)
+        nodes = triton.next_power_of_2(most)
         _admit[(1,)](
             survivals, requests, budget, lengths, passes, counts, B, W, most,
             ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
@@ -207,13 +212,16 @@ def lay_out(
     pages (R, P) int64: the page table that kv_slots are looked up in. `branches`: proposals may be trees, otherwise all
     are chains. All counts together must not exceed num_rows.
     """
-    B, T, device = len(requests), num_rows, requests.device
+    B = len(requests)
+    T = num_rows
+    device = requests.device
     slots = torch.cat((requests, chunks.slots))
     lengths = torch.cat((stored.lengths[requests].long(), chunks.starts))
     starts = pad(torch.cat((counts.long(), chunks.counts)).cumsum(dim=0), (1, 0))
     row = torch.arange(T, device=device)
     segment = torch.searchsorted(starts[1:], row, right=True)  # after the last one: unused
-    used, is_node = row < starts[-1], row < starts[B]
+    used = row < starts[-1]
+    is_node = row < starts[B]
     segment = segment.clamp(max=len(slots) - 1)
     index = torch.where(used, row - starts[segment], 0)
     places = torch.where(used, lengths[segment] + index, 0)
@@ -223,7 +231,8 @@ def lay_out(
     if len(chunks.slots):
         prompt = chunks.tokens[(row - starts[B]).clamp(0, len(chunks.tokens) - 1)]
         tokens = torch.where(is_node, tokens, prompt)
-    ancestors, positions = None, places
+    ancestors = None
+    positions = places
     if branches:
         masks = ancestor_masks(stored.parents[requests])
         masks = pad(masks, (0, 0, 0, 1))[segment.clamp(max=B), node]
@@ -259,12 +268,16 @@ def lay_out_triton(
     padding: int,
 ) -> Layout:
     """One launch: a program per decoding request, and one per block of rows for what follows the nodes."""
-    B, M, T, W = len(requests), len(chunks.slots), num_rows, stored.tokens.shape[1]
+    B = len(requests)
+    M = len(chunks.slots)
+    T = num_rows
+    W = stored.tokens.shape[1]
     assert W <= MAX_NODES
     assert pages.stride(1) == 1
     assert all(x.is_contiguous() for x in (*stored, *chunks))
     layout = _empty_layout(B, M, T, branches, requests.device)
-    decoding, prompts = triton.next_power_of_2(max(B, 1)), triton.next_power_of_2(max(M, 1))
+    decoding = triton.next_power_of_2(max(B, 1))
+    prompts = triton.next_power_of_2(max(M, 1))
     _lay_out[(B + triton.cdiv(T, BLOCK_ROWS),)](
         layout, stored.tokens, stored.parents, stored.lengths, counts, requests, chunks, pages,
         B, M, T, W, pages.stride(0), page_size, padding,
@@ -281,7 +294,8 @@ def _empty_layout(decoding: int, chunks: int, num_rows: int, branches: bool, dev
     def wide(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, device=device)
 
-    S, T = decoding + chunks, num_rows
+    S = decoding + chunks
+    T = num_rows
     return Layout(
         narrow(S + 1), wide(S), wide(S), wide(T), narrow(T), wide(T), narrow(T), wide(T), wide(T), wide(T), wide(T),
         wide(T) if branches else None,
@@ -292,11 +306,13 @@ def _empty_layout(decoding: int, chunks: int, num_rows: int, branches: bool, dev
 def select_heads(layout: Layout, num_decoding: int, num_heads: int, padding: int) -> Heads:
     """The rows with logits of a pass whose first `num_decoding` segments are nodes: these are rows 0 to n - 1, and the
     last row of chunk m comes at n + m, unless the chunk is padding. num_heads: H, at least n + M."""
-    starts, entry = layout.starts.long(), torch.arange(num_heads, device=layout.starts.device)
+    starts = layout.starts.long()
+    entry = torch.arange(num_heads, device=layout.starts.device)
     num_nodes = starts[num_decoding]
     chunk_ends = pad(starts[num_decoding + 1 :], (0, 1))  # of no chunk: 0
     filled = pad(starts[num_decoding + 1 :] > starts[num_decoding:-1], (0, 1))
-    chunk, is_node = (entry - num_nodes).clamp(0, len(filled) - 1), entry < num_nodes
+    chunk = (entry - num_nodes).clamp(0, len(filled) - 1)
+    is_node = entry < num_nodes
     used = is_node | filled[chunk]
     rows = torch.where(used, torch.where(is_node, entry, chunk_ends[chunk] - 1), 0)
     return Heads(
@@ -310,7 +326,8 @@ def select_heads(layout: Layout, num_decoding: int, num_heads: int, padding: int
 @select_heads.kernel(when=lambda layout, *_: use_triton(layout.starts))
 def select_heads_triton(layout: Layout, num_decoding: int, num_heads: int, padding: int) -> Heads:
     """One launch."""
-    device, num_chunks = layout.starts.device, len(layout.segment_slots) - num_decoding
+    device = layout.starts.device
+    num_chunks = len(layout.segment_slots) - num_decoding
     rows, requests, positions = (torch.empty(num_heads, dtype=torch.int64, device=device) for _ in range(3))
     nodes = torch.empty(num_heads, dtype=torch.int32, device=device)
     if num_heads:
@@ -343,16 +360,25 @@ def verify_rows(
     """
     if passes is not None:
         results = results[int(passes) % len(results)]
-    B, W, T = num_decoding, stored.tokens.shape[1], len(layout.nodes)
-    M, starts, node = len(chunks.slots), layout.starts.long(), torch.arange(W, device=sampled.device)
-    counts, rows = (starts[1:] - starts[:-1])[:B, None], starts[:B, None] + node  # (B, 1), (B, W)
+    B = num_decoding
+    W = stored.tokens.shape[1]
+    T = len(layout.nodes)
+    M = len(chunks.slots)
+    starts = layout.starts.long()
+    node = torch.arange(W, device=sampled.device)
+    counts = (starts[1:] - starts[:-1])[:B, None]  # (B, 1)
+    rows = starts[:B, None] + node  # (B, W)
     known = rows.clamp(max=min(T, len(sampled)) - 1)
-    paths, parents, tokens = None, layout.parents, layout.tokens[known].masked_fill(node >= counts, -1)
+    paths = None
+    parents = layout.parents
+    tokens = layout.tokens[known].masked_fill(node >= counts, -1)
     if layout.ancestors is not None:
-        paths, parents = layout.ancestors[known].masked_fill(node >= counts, -1), layout.parents[known]
+        paths = layout.ancestors[known].masked_fill(node >= counts, -1)
+        parents = layout.parents[known]
     nodes, emitted, accepted = verify(tokens, parents, sampled[known], paths)
     is_padding = counts == 0
-    nodes, emitted = nodes.masked_fill_(is_padding, -1), emitted.masked_fill_(is_padding, -1)
+    nodes = nodes.masked_fill_(is_padding, -1)
+    emitted = emitted.masked_fill_(is_padding, -1)
     lengths = accepted.masked_fill_(is_padding[:, 0], 0)
 
     following = torch.full((T + 1,), -1, dtype=torch.int32, device=sampled.device)  # one more, for what has no row
@@ -369,7 +395,8 @@ def verify_rows(
         chunk_tokens = _follow_chunks(layout, sampled, chunks, B, following)
         emitted = torch.cat((emitted, pad(chunk_tokens[:, None], (0, W - 1), value=-1)))
         lengths = torch.cat((lengths, (chunks.is_last * (chunks.counts > 0)).int()))
-        advances, counts = torch.cat((advances, chunks.counts)), pad(counts, (0, 0, 0, M))
+        advances = torch.cat((advances, chunks.counts))
+        counts = pad(counts, (0, 0, 0, M))
         lists = [pad(x, (0, 0, 0, M), value=-1) for x in lists]
     results.copy_(torch.cat((lengths[:, None], counts, emitted, *lists), dim=1))
     _commit(stored, layout, advances, lengths, emitted, padding)
@@ -380,8 +407,10 @@ def verify_rows(
 def _follow_chunks(layout: Layout, sampled: Tensor, chunks: Chunks, num_decoding: int, following: Tensor) -> Tensor:
     """Writes the token after each row of a chunk to following (T + 1,), whose last place is of no row. Returns (M,)
     int32 the tokens that chunks emit, or -1."""
-    M, T = len(chunks.slots), len(following) - 1
-    ends, num_nodes = layout.starts[num_decoding + 1 :].long(), layout.starts[num_decoding]
+    M = len(chunks.slots)
+    T = len(following) - 1
+    ends = layout.starts[num_decoding + 1 :].long()
+    num_nodes = layout.starts[num_decoding]
     tokens = sampled[(num_nodes + torch.arange(M, device=sampled.device)).clamp(max=len(sampled) - 1)]
     index = torch.arange(T, device=sampled.device) - num_nodes
     is_prompt = (index >= 0) & (index < ends[-1] - num_nodes)
@@ -393,7 +422,9 @@ def _follow_chunks(layout: Layout, sampled: Tensor, chunks: Chunks, num_decoding
 
 def _commit(stored: Stored, layout: Layout, advances: Tensor, lengths: Tensor, emitted: Tensor, padding: int) -> None:
     """advances (S,): by how many tokens each segment's slot grows."""
-    slots, before, W = layout.segment_slots, layout.segment_lengths, stored.tokens.shape[1]
+    slots = layout.segment_slots
+    before = layout.segment_lengths
+    W = stored.tokens.shape[1]
     grows = (advances > 0) & (slots != padding)
     emits = grows & (lengths > 0)
     last = (lengths.long() - 1).clamp(min=0)
@@ -422,7 +453,10 @@ def verify_rows_triton(
     passes: Tensor | None = None,
 ) -> Verified:
     """One launch: a program per segment, and one per block of rows for what follows the nodes."""
-    B, S, T, W = num_decoding, len(layout.segment_slots), len(layout.nodes), stored.tokens.shape[1]
+    B = num_decoding
+    S = len(layout.segment_slots)
+    T = len(layout.nodes)
+    W = stored.tokens.shape[1]
     assert W <= MAX_NODES
     assert all(x.is_contiguous() for x in (*stored, *chunks, sampled))
     if passes is None:
@@ -457,7 +491,8 @@ def _store(
     BUCKETS: tl.constexpr, STARTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    request, node = tl.program_id(0), tl.arange(0, NODES)
+    request = tl.program_id(0)
+    node = tl.arange(0, NODES)
     slot = tl.load(requests + request)
     is_new = node < tl.where(slot == padding, 0, N)
     token = tl.load(tokens + request * stride + node * node_stride, mask=is_new, other=-1).to(tl.int32)
@@ -471,7 +506,8 @@ def _store(
     cell = (tl.minimum(tl.maximum(node, 1), BUCKETS) - 1) * BUCKETS + bucket
     survival = tl.where(is_root, 1.0, tl.load(table + cell, mask=is_drafted, other=0.0))
     survival = tl.associative_scan(survival, 0, _minimum)
-    inside, out = node < W, slot * W + node
+    inside = node < W
+    out = slot * W + node
     tl.store(tokens_out + out, tl.where(is_root | is_drafted, token, -1), mask=inside)
     tl.store(parents_out + out, tl.where(is_drafted, parent, -1), mask=inside)
     tl.store(survivals_out + out, survival, mask=inside)
@@ -493,7 +529,8 @@ def _admit(
     wait_for_inputs(PDL)
     if passes is not None:
         tl.store(passes, tl.load(passes) + 1)
-    request, node = tl.arange(0, REQUESTS), tl.arange(0, NODES)
+    request = tl.arange(0, REQUESTS)
+    node = tl.arange(0, NODES)
     is_request = request < B
     slot = tl.load(requests + request, mask=is_request, other=0)
     inside = is_request[:, None] & (node < most)[None, :]
@@ -504,11 +541,14 @@ def _admit(
     key = tl.ceil(survival * 255).to(tl.int32)
     key = tl.where((node == 0)[None, :] & (key > 0), ROOT_KEY, key)
     num_nodes = tl.maximum(tl.load(budget), _count(key >= ROOT_KEY))
-    low, high = 1, ROOT_KEY  # where the lowest key is; all roots fit
+    # where the lowest key is; all roots fit
+    low = 1
+    high = ROOT_KEY
     while low < high:
         middle = (low + high) // 2
         fits = _count(key >= middle) <= num_nodes
-        low, high = tl.where(fits, low, middle + 1), tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
     count = tl.sum((key >= high).to(tl.int32), axis=1)
     equal = tl.sum(((key == high - 1) & (key > 0)).to(tl.int32), axis=1)
     spare = num_nodes - tl.sum(count, axis=0) - (tl.cumsum(equal, axis=0) - equal)
@@ -527,17 +567,20 @@ def _lay_out(
     DECODING: tl.constexpr, CHUNKS: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    program, request = tl.program_id(0), tl.arange(0, DECODING)
+    program = tl.program_id(0)
+    request = tl.arange(0, DECODING)
     count = tl.load(counts + request, mask=request < B, other=0)
     if program < B:
-        first, own = tl.sum(tl.where(request < program, count, 0), axis=0), tl.load(counts + program)
+        first = tl.sum(tl.where(request < program, count, 0), axis=0)
+        own = tl.load(counts + program)
         slot = tl.load(requests + program)
         length = tl.load(stored_lengths + slot).to(tl.int64)
         tl.store(layout.starts + program, first)
         tl.store(layout.segment_slots + program, slot)
         tl.store(layout.segment_lengths + program, length)
         node = tl.arange(0, NODES)
-        inside, row = node < own, first + node
+        inside = node < own
+        row = first + node
         token = tl.load(stored_tokens + slot * W + node, mask=inside, other=0)
         parent = tl.load(stored_parents + slot * W + node, mask=inside, other=-1)
         depth = node
@@ -562,7 +605,8 @@ def _lay_out_chunks(
     CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Those of a block of rows that follow the nodes."""
-    row, chunk = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHUNKS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < M
     size = tl.load(chunks.counts + chunk, mask=is_chunk, other=0).to(tl.int32)
     end = num_nodes + tl.cumsum(size, axis=0)
@@ -611,7 +655,9 @@ def _store_rows(layout, row, written, slot, node, token, parent, position, place
 def _walk_up(parents, node, inside):
     """Bit masks of the nodes' ancestors, themselves included, and the nodes' depths. All walk to the root at once."""
     one = tl.full(node.shape, 1, tl.int64)
-    mask, above, depth = one << node.to(tl.int64), tl.where(inside, node, 0), tl.zeros_like(node)
+    mask = one << node.to(tl.int64)
+    above = tl.where(inside, node, 0)
+    depth = tl.zeros_like(node)
     while tl.max(above, axis=0) > 0:
         depth += (above > 0).to(tl.int32)
         above = tl.maximum(tl.load(parents + above, mask=above > 0, other=0), 0)
@@ -626,8 +672,10 @@ def _select_heads(
 ):  # fmt: skip
     wait_for_inputs(PDL)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    num_nodes, inside = tl.load(starts + B), entry < H
-    chunk, is_node = entry - num_nodes, entry < num_nodes
+    num_nodes = tl.load(starts + B)
+    inside = entry < H
+    chunk = entry - num_nodes
+    is_node = entry < num_nodes
     is_chunk = (chunk >= 0) & (chunk < M)
     start = tl.load(starts + B + chunk, mask=is_chunk, other=0)
     end = tl.load(starts + B + 1 + chunk, mask=is_chunk, other=0)
@@ -661,18 +709,20 @@ def _verify_rows(
 def _verify_request(verified, layout, sampled, stored, results, request, T, W, padding, NODES: tl.constexpr):
     """`verify` of one request. Bit i of `matches` says whether node i is what the target sampled at its parent, a node
     is accepted if that holds for its whole path, and accepted nodes are ranked by a running count."""
-    node, first = tl.arange(0, NODES), tl.load(layout.starts + request)
+    node = tl.arange(0, NODES)
+    first = tl.load(layout.starts + request)
     num_nodes = tl.load(layout.starts + request + 1) - first
-    slot, before = tl.load(layout.segment_slots + request), tl.load(layout.segment_lengths + request)
-    inside, known, row = node < W, node < num_nodes, first + node
+    slot = tl.load(layout.segment_slots + request)
+    before = tl.load(layout.segment_lengths + request)
+    inside = node < W
+    known = node < num_nodes
+    row = first + node
     bit = tl.full((NODES,), 1, tl.int64) << node.to(tl.int64)
     path = bit | (bit - 1)
     if layout.ancestors is not None:
         path = tl.load(layout.ancestors + row, mask=known, other=0)
-    token, parent = (
-        tl.load(layout.tokens + row, mask=known, other=0),
-        tl.load(layout.parents + row, mask=known, other=0),
-    )
+    token = tl.load(layout.tokens + row, mask=known, other=0)
+    parent = tl.load(layout.parents + row, mask=known, other=0)
     expected = tl.load(sampled + first + tl.maximum(parent, 0), mask=known, other=-1)
     after = tl.load(sampled + row, mask=known, other=-1).to(tl.int32)
     cell = tl.load(stored.cells + slot * W + node, mask=node < tl.where(num_nodes > 0, W, 0), other=-1)
@@ -681,7 +731,8 @@ def _verify_request(verified, layout, sampled, stored, results, request, T, W, p
     length = tl.sum(accepted.to(tl.int32), axis=0)
     rank = tl.cumsum(accepted.to(tl.int32), axis=0) - accepted.to(tl.int32)
 
-    unused, rejected = inside & (node >= length), known & (node >= length)
+    unused = inside & (node >= length)
+    rejected = known & (node >= length)
     tl.store(results, length)
     tl.store(results + 1, num_nodes)
     _store_path(results + 2, rank, after, accepted, node, -1, unused)
@@ -709,7 +760,9 @@ def _store_path(out, rank, values, accepted, node, value, others):
 
 @triton.jit
 def _store_root(stored, slot, root, node, W):
-    is_root, inside, out = node == 0, node < W, slot * W + node
+    is_root = node == 0
+    inside = node < W
+    out = slot * W + node
     tl.store(stored.roots + slot, root.to(tl.int64))
     tl.store(stored.tokens + out, tl.where(is_root, root, -1), mask=inside)
     tl.store(stored.parents + out, tl.full(node.shape, -1, tl.int32), mask=inside)
@@ -722,12 +775,16 @@ def _end_chunk(
     verified, layout, sampled, stored, chunks, results, segment, B, T, W, padding, NODES: tl.constexpr
 ):  # fmt: skip
     """Commits a chunk and, if a prompt ends with it, emits the token after it."""
-    node, chunk = tl.arange(0, NODES), segment - B
-    count, is_last = tl.load(chunks.counts + chunk), tl.load(chunks.is_last + chunk)
-    slot, before = tl.load(layout.segment_slots + segment), tl.load(layout.segment_lengths + segment)
+    node = tl.arange(0, NODES)
+    chunk = segment - B
+    count = tl.load(chunks.counts + chunk)
+    is_last = tl.load(chunks.is_last + chunk)
+    slot = tl.load(layout.segment_slots + segment)
+    before = tl.load(layout.segment_lengths + segment)
     emits = (count > 0) & (is_last > 0)
     token = tl.load(sampled + tl.load(layout.starts + B) + chunk, mask=emits, other=-1).to(tl.int32)
-    inside, none = node < W, tl.full((NODES,), -1, tl.int32)
+    inside = node < W
+    none = tl.full((NODES,), -1, tl.int32)
     emitted = tl.where(node == 0, token, none)
     tl.store(results, emits.to(tl.int32))
     tl.store(results + 1, 0)
@@ -750,11 +807,14 @@ def _follow_rows(
     verified, layout, sampled, chunks, block, B, S, T, CHUNKS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """The tokens after those of a block of rows that follow the nodes."""
-    row, chunk = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHUNKS)
-    num_nodes, total = tl.load(layout.starts + B), tl.load(layout.starts + S)
+    row = block * ROWS + tl.arange(0, ROWS)
+    chunk = tl.arange(0, CHUNKS)
+    num_nodes = tl.load(layout.starts + B)
+    total = tl.load(layout.starts + S)
     end = tl.load(layout.starts + B + 1 + chunk, mask=chunk < S - B, other=T)
     own = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1)
-    written, used = (row >= num_nodes) & (row < T), (row >= num_nodes) & (row < total)
+    written = (row >= num_nodes) & (row < T)
+    used = (row >= num_nodes) & (row < total)
     is_end = used & (tl.load(layout.starts + B + 1 + own, mask=used, other=0) == row + 1)
     emits = is_end & (tl.load(chunks.is_last + own, mask=is_end, other=0) > 0)
     token = tl.load(chunks.tokens + row + 1 - num_nodes, mask=used & ~is_end, other=-1)

@@ -72,7 +72,8 @@ class PromptTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
         """`options`: those of transformers' render_jinja_template, and variables."""
-        date, source = date_of(self._date), self._sources[tools is not None]
+        date = date_of(self._date)
+        source = self._sources[tools is not None]
         dated = {DATE_VARIABLE: date.strftime(DATE_VARIABLE_FORMAT)} if DATE_VARIABLE in source else {}
         try:
             rendered: Any = render_jinja_template(
@@ -106,7 +107,8 @@ class PromptTemplate:
                 return None
 
         def conversion(tools: Sequence[Any] | None) -> Conversion | None:
-            with_object, with_text = rendering(ARGUMENTS, tools), rendering(json.dumps(ARGUMENTS), tools)
+            with_object = rendering(ARGUMENTS, tools)
+            with_text = rendering(json.dumps(ARGUMENTS), tools)
             if with_object == with_text:
                 return None if with_text else as_object
             takes_text = with_object is None or str(ARGUMENTS) in with_object

@@ -30,7 +30,9 @@ MAP_REMEDY = "fetch the draft again, or write d2t as target id minus draft id"
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
+# the target's tensors, which some files copy
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
 REQUIRED_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
@@ -184,7 +186,8 @@ class DraftNetwork(nn.Module):
     def set_vocabulary(self, ids: Tensor) -> None:
         """ids (Vd,) int64: the target ids that the draft can propose. Raises ValueError unless they are distinct,
         ascending and the target's."""
-        d2t, t2d = self.d2t, self.t2d
+        d2t = self.d2t
+        t2d = self.t2d
         if ids.shape != d2t.shape or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0:
             raise ValueError(f"draft vocabulary: need {len(d2t)} distinct ascending ids")
         if int(ids[-1]) >= len(t2d):

@@ -43,7 +43,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
         super().__init__()
-        self.taps, self.groups = taps, hidden_size // group_size
+        self.taps = taps
+        self.groups = hidden_size // group_size
         identity = torch.zeros(2, taps, hidden_size)
         identity[:, 0] = 1.0
         self.base_kernel = nn.Parameter(identity)
@@ -268,7 +269,8 @@ class LiLiCorr(nn.Module):
 
     def __init__(self, config: LiLiCorrConfig, hidden_size: int, block_size: int, eps: float) -> None:
         super().__init__()
-        self.config, self.block_size = config, block_size
+        self.config = config
+        self.block_size = block_size
         size = config.hidden_size or hidden_size
         self.token_proj: nn.Module = nn.Identity() if size == hidden_size else Linear(hidden_size, size, bias=True)
         self.pass_hidden_proj = Linear(hidden_size, size, bias=True)
@@ -297,7 +299,8 @@ class LiLiCorr(nn.Module):
         nodes = self.token_proj(embedded) + self.pass_hidden_proj(hidden).unsqueeze(2)
         features = self.feature_norm(candidate_features(log_probs).to(nodes.dtype))
         nodes = nodes + self.feature_mlp(features) + self.slot_embedding[0, :, :K] + self.rank_embedding[0, :, :, :k]
-        x, bias = nodes.flatten(1, 2), self.attention_bias(K, k)
+        x = nodes.flatten(1, 2)
+        bias = self.attention_bias(K, k)
         for layer in self.layers:
             x = layer(x, bias)
         x = self.output_norm(x).unflatten(1, (K, k))
@@ -305,7 +308,8 @@ class LiLiCorr(nn.Module):
         wide = anchor[:, None, None].expand_as(x)
         factors = F.silu(self.factor_input_proj(torch.cat((x, wide, x * wide), dim=-1)))
         first = self.unit(self.anchor_out_head(anchor))
-        outgoing, incoming = self.unit(self.out_head(factors[:, :-1])), self.unit(self.in_head(factors))
+        outgoing = self.unit(self.out_head(factors[:, :-1]))
+        incoming = self.unit(self.in_head(factors))
         scale = self.config.logit_scale
         start = scale * (incoming[:, 0] @ first.unsqueeze(2)).squeeze(2)
         return start, scale * (outgoing @ incoming[:, 1:].mT)

@@ -174,7 +174,8 @@ def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 def _layers(own: Mapping[str, Any]) -> list[int]:
     """Output ids, from either field. Raises ValueError if these name different states."""
-    outputs, inputs = own.get("target_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
+    outputs = own.get("target_layer_ids")
+    inputs = own.get("eagle_aux_hidden_state_layer_ids")
     if not inputs:
         return list(outputs or ())
     found = [layer - 1 for layer in inputs]
@@ -189,7 +190,8 @@ def _layers(own: Mapping[str, Any]) -> list[int]:
 def _window(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The window, where ModelOpt's fields have it, and whether slots see later ones there."""
     fields: dict[str, Any] = {}
-    types, num_layers = values.get("layer_types"), int(own.get("num_hidden_layers") or 0)
+    types = values.get("layer_types")
+    num_layers = int(own.get("num_hidden_layers") or 0)
     if own.get("use_swa"):
         window = own.get("swa_window_size") or values.get("sliding_window")
         if not window or values.get("sliding_window") not in (None, window):

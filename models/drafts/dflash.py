@@ -119,7 +119,8 @@ class DFlashConfig(DraftConfig):
             raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
         if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
             raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
-        temperatures, biases = self.confidence_temperatures, self.confidence_biases
+        temperatures = self.confidence_temperatures
+        biases = self.confidence_biases
         if temperatures and (len(temperatures) != self.num_proposals or min(temperatures) <= 0):
             raise ValueError(
                 f"confidence_temperatures is {list(temperatures)}; give {self.num_proposals} positive numbers, or none"
@@ -266,7 +267,8 @@ def _mask_token(values: Mapping[str, Any]) -> int:
 
 
 def _block_size(values: Mapping[str, Any]) -> int:
-    outer, inner = values.get("block_size"), (values.get("dflash_config") or {}).get("block_size")
+    outer = values.get("block_size")
+    inner = (values.get("dflash_config") or {}).get("block_size")
     size = inner if outer is None else outer
     if size is None:
         raise ValueError("draft config lacks block_size, the tokens of the blocks that the draft was trained on")
@@ -277,8 +279,10 @@ def _block_size(values: Mapping[str, Any]) -> int:
 
 def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields `sliding_window`, `windowed_layers` and `sliding_window_non_causal` of the config."""
-    num_layers, window = values["num_hidden_layers"], values.get("sliding_window")
-    types, is_used = values.get("layer_types"), values.get("use_sliding_window")
+    num_layers = values["num_hidden_layers"]
+    window = values.get("sliding_window")
+    types = values.get("layer_types")
+    is_used = values.get("use_sliding_window")
     if types is None:  # transformers' older rule
         first = values.get("max_window_layers", num_layers) if is_used and window else num_layers
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
@@ -353,7 +357,8 @@ class DFlash(DraftNetwork):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        size, specs = config.hidden_size, config.layers
+        size = config.hidden_size
+        specs = config.layers
         causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
         self.masks: list[Mask] = ["causal" if one else "block" for one in causal]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
@@ -370,7 +375,8 @@ class DFlash(DraftNetwork):
         self._add_heads(config)
 
     def _add_heads(self, config: DFlashConfig) -> None:
-        size, rows = config.hidden_size, (config.vocab_size, config.draft_vocab_size or config.vocab_size)
+        size = config.hidden_size
+        rows = (config.vocab_size, config.draft_vocab_size or config.vocab_size)
         rank = config.markov_rank
         self.candidate_selector = CandidateSelector(size, config.selector_rank, *rows) if config.selector_rank else None
         self.markov_head = MarkovHead(size, rank, *rows, config.markov_head_type) if rank else None
@@ -429,7 +435,8 @@ class DFlash(DraftNetwork):
         they stop at a block's first row.
         """
         scale = self.config.input_embedding_scale
-        x, delta = embeds if scale == 1 else embeds * scale, None
+        x = embeds if scale == 1 else embeds * scale
+        delta = None
         size = block_size or self.config.block_size
         for layer, mask in zip(self.layers, self.masks, strict=True):
             if isinstance(layer, ConvolvedLayer):
@@ -475,7 +482,8 @@ class DFlash(DraftNetwork):
             start, edges = self.scorer(embed(candidates), log_probs, hidden, context)
             if noise is not None:
                 own = noise.gather(2, rows)
-                start, edges = start + own[:, 0], edges + own[:, 1:, None]
+                start = start + own[:, 0]
+                edges = edges + own[:, 1:, None]
             return Lattice(candidates, start, edges)
         joins = self.selector or self.markov
         if joins is None:
@@ -498,5 +506,6 @@ class DFlash(DraftNetwork):
     @property
     def calibration(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Of the confidence head: the temperature and the bias of each of the K slots."""
-        config, count = self.config, self.config.num_proposals
+        config = self.config
+        count = self.config.num_proposals
         return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count

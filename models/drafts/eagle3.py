@@ -101,7 +101,8 @@ class Eagle3Config(DraftConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
-        decoder, eagle = decoder_from_json(values, target), values.get("eagle_config") or {}
+        decoder = decoder_from_json(values, target)
+        eagle = values.get("eagle_config") or {}
         for flag in UNSUPPORTED_FLAGS:
             if values.get(flag) or eagle.get(flag):
                 raise ValueError(f"draft config sets {flag}, which is not supported")
@@ -142,7 +143,8 @@ class Eagle3Config(DraftConfig):
 
 def _flag(name: str, values: Mapping[str, Any]) -> bool:
     """From the top level or eagle_config, where vLLM also looks. Raises ValueError if they differ."""
-    outer, inner = values.get(name), (values.get("eagle_config") or {}).get(name)
+    outer = values.get(name)
+    inner = (values.get("eagle_config") or {}).get(name)
     if None not in (outer, inner) and bool(outer) != bool(inner):
         raise ValueError(f"draft config: {name} is {outer} and, in eagle_config, {inner}; delete the wrong one")
     return bool(outer or inner)
@@ -222,7 +224,9 @@ def _nested_layers(values: Mapping[str, Any], target: TargetSpec, choices: Choic
     given = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not given or "drafter" in values:
         return list(given) if given else None
-    outputs, inputs, count = list(given), [layer - 1 for layer in given], target.num_layers
+    outputs = list(given)
+    inputs = [layer - 1 for layer in given]
+    count = target.num_layers
     if choices.aux_layers is not None:
         return next((ids for ids in (outputs, inputs) if ids == list(choices.aux_layers)), outputs)
     has_sinks = any(layer.attention.sinks for layer in target.layers)  # gpt-oss
@@ -267,7 +271,8 @@ def _layers_from_json(values: Mapping[str, Any], target: TargetSpec, tensors: Ma
 
 def _unnamed_layers(target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Those of a file without layer ids. Raises ValueError unless a published rule makes them certain."""
-    published, size = published_layers(target.num_layers), target.hidden_size
+    published = published_layers(target.num_layers)
+    size = target.hidden_size
     count = tensors["fc.weight"].shape[-1] // size if "fc.weight" in tensors else 3
     if published is None or count != len(published):
         raise ValueError(
@@ -284,7 +289,8 @@ class Midlayer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
@@ -317,7 +323,9 @@ class Eagle3(DraftNetwork):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        size, target_size, count = config.hidden_size, config.target_hidden_size, len(config.aux_layers)
+        size = config.hidden_size
+        target_size = config.target_hidden_size
+        count = len(config.aux_layers)
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(target_size * count, eps) if config.norm_before_fc else None
         self.fc_norm = PartNorms(count, target_size, eps) if config.fc_norm else None
@@ -340,9 +348,12 @@ class Eagle3(DraftNetwork):
         `weights` by their names in files, the last layer's as layers.0; a mixture of experts has no such MLP.
         Additional neurons stay random with zero output weights, so they contribute nothing at first.
         """
-        config, own, head = self.config, public_tensors(self), weights[HEAD]
+        config = self.config
+        own = public_tensors(self)
+        head = weights[HEAD]
         mlp = {name: weights[f"layers.0.{name}"] for name in MLP if f"layers.0.{name}" in weights}
-        hidden_size, neurons = head.shape[1], len(mlp[MLP[0]]) if mlp else 0
+        hidden_size = head.shape[1]
+        neurons = len(mlp[MLP[0]]) if mlp else 0
         if config.hidden_size != hidden_size or config.intermediate_size < neurons:
             raise ValueError(
                 f"init_from_target needs a draft as wide as its target or with a wider MLP: hidden_size "

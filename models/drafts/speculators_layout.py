@@ -109,7 +109,8 @@ def _block_kind(values: Mapping[str, Any]) -> str:
 
 def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
     """Tokens drafted in a round, and this draft's own fields."""
-    own, from_anchor = values["dflash_config"], values.get("sample_from_anchor", False)
+    own = values["dflash_config"]
+    from_anchor = values.get("sample_from_anchor", False)
     heads = {name: own.get(name, False) for name in BLOCK_HEADS[kind]}
     if kind == "dspark":
         heads |= {"markov_rank": own.get("markov_rank", 0), "markov_head_type": own.get("markov_head_type", "vanilla")}

@@ -51,7 +51,8 @@ class TokenMap:
             )
         if not bool((self.ids[1:] > self.ids[:-1]).all()):
             raise ValueError("token map: ids must be distinct and ascending")
-        first, last = int(self.ids[0]), int(self.ids[-1])
+        first = int(self.ids[0])
+        last = int(self.ids[-1])
         if first < 0 or last >= self.vocab_size:
             raise ValueError(f"token map: ids {first} to {last} leave the vocabulary of {self.vocab_size} tokens")
 
@@ -61,7 +62,8 @@ class TokenMap:
 
         counts (V,) int64. Raises ValueError if nothing was counted or the sizes do not fit.
         """
-        vocab_size, tokens_seen = len(counts), int(counts.sum())
+        vocab_size = len(counts)
+        tokens_seen = int(counts.sum())
         kept = sorted(set(kept_ids))
         if tokens_seen == 0:
             raise ValueError("no supervised token was counted; a token map needs data with answers")
@@ -72,7 +74,8 @@ class TokenMap:
                 f"size is {size}; it must hold the {len(kept)} special and end tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
-        order, covered = ranking(counts.numpy(), kept), coverage_curve(counts, kept)
+        order = ranking(counts.numpy(), kept)
+        covered = coverage_curve(counts, kept)
         sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(kept)]
         coverage = {str(n): round(float(covered[n]), 6) for n in sizes}
         described = {**metadata, "kept_ids": kept, "tokens_seen": tokens_seen, "coverage": coverage}
@@ -283,7 +286,8 @@ def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int], source: str =
 
 def reported_sizes(vocab_size: int, size: int) -> list[int]:
     """The sizes to report coverage for: powers of two from 1,024, the chosen one and the whole vocabulary."""
-    sizes, power = {size, vocab_size}, SMALLEST_REPORTED_SIZE
+    sizes = {size, vocab_size}
+    power = SMALLEST_REPORTED_SIZE
     while power < vocab_size:
         sizes.add(power)
         power *= 2

@@ -31,9 +31,13 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 STAGING = re.compile(r"\.(.+)\.tmp")
-LOCK, NEW, OLD = "lock", "new", "old"
+LOCK = "lock"
+NEW = "new"
+OLD = "old"
 FOLDER_LOCK = ".lock"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+# linux/fcntl.h, linux/fs.h
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # an old kernel, or a file system without it
 
@@ -46,7 +50,8 @@ def atomic_folder(path: Path, check: Callable[[Path], None] | None = None) -> It
     for a folder that must stay (outputs.FolderKind.check). Without `check` only an empty folder is replaced.
     Raises ValueError if `path` is a file or another process is writing it.
     """
-    real, check = path.resolve(), check or refuse_nonempty
+    real = path.resolve()
+    check = check or refuse_nonempty
     if real.exists() and not real.is_dir():
         raise ValueError(f"{path} is a file; name a folder")
     with _staging(real) as staging:
@@ -244,7 +249,8 @@ def _open_staging(folder: Path, real: Path) -> BinaryIO:
 
 def _finish(folder: Path, real: Path) -> None:
     """Invariant 2. Deletes nothing if it cannot move `new` to its place."""
-    new, old = folder / NEW, folder / OLD
+    new = folder / NEW
+    old = folder / OLD
     if new.is_dir() and old.is_dir() and not real.exists():
         os.rename(new, real)
         _sync(real.parent)

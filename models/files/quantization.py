@@ -222,7 +222,9 @@ def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
     name = group.get("format") or values.get("format")
     weights = _object(group, "weights")
     inputs = None if group.get("input_activations") is None else _object(group, "input_activations")
-    strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type")
+    strategy = weights.get("strategy")
+    bits = weights.get("num_bits")
+    kind = weights.get("type")
     if name in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8 and inputs is not None:
         _expect(inputs, "num_bits", 8)
         _expect(inputs, "type", "float")
@@ -269,7 +271,8 @@ def _read_gptq(values: Mapping[str, Any]) -> Quantization:
             raise ValueError(f"dynamic gives {pattern} another format, {own}")
     is_second = values.get("checkpoint_format") == "gptq_v2"
     size = _group_size(values, "group_size")
-    is_symmetric, is_ordered = bool(values.get("sym", True)), bool(values.get("desc_act", False))
+    is_symmetric = bool(values.get("sym", True))
+    is_ordered = bool(values.get("desc_act", False))
     format = Int4Format("gptq", size, is_symmetric, zero_offset=0 if is_second else 1, act_order=is_ordered)
     return _all(f"gptq{'_v2' if is_second else ''}, groups of {size}", format)
 

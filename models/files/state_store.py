@@ -65,7 +65,9 @@ class StateFormat:
 
     def shapes(self, documents: int, tokens: int, supervised: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors of a shard; T and M rows are ordered by document."""
-        states, layers, scaled = DTYPES[self.dtype], len(self.layers), self.dtype == "fp8"
+        states = DTYPES[self.dtype]
+        layers = len(self.layers)
+        scaled = self.dtype == "fp8"
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "documents": ((documents,), torch.int64),  # numbers in their split
             "lengths": ((documents,), torch.int64),  # tokens kept of each
@@ -270,7 +272,8 @@ class StateIndex:
             raise ValueError(
                 f"{folder / INDEX} has version {values.get('version')}, this program reads {VERSION}; capture again"
             )
-        form, names = values["format"], ("target_fingerprint", "tokenizer_hash", "data_hash", "max_length", "command")
+        form = values["format"]
+        names = ("target_fingerprint", "tokenizer_hash", "data_hash", "max_length", "command")
         return cls(
             **{name: values[name] for name in names},
             form=StateFormat(**form | {"layers": tuple(form["layers"])}),
@@ -321,7 +324,8 @@ class StateStore:
     def check(self, identity: Mapping[str, Any]) -> None:
         """Raises ValueError if a run's target_fingerprint, tokenizer_hash or data_hash differ."""
         for name, remedy in REMEDIES.items():
-            there, here = getattr(self.index, name), identity[name]
+            there = getattr(self.index, name)
+            here = identity[name]
             if there != here:
                 raise ValueError(f"states {self.folder}: {name} is {there[:12]}, the run's is {here[:12]}; {remedy}")
 

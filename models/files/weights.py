@@ -67,7 +67,8 @@ def load_weights(
     experts may be in parts.
     Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
     """
-    own, places = _own(module), _places(module, whole=tensors)
+    own = _own(module)
+    places = _places(module, whole=tensors)
     expected = {name: place.expected or _expected(own[place.key], place) for name, place in places.items()}
     faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys()) if not expected[name].is_optional]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
@@ -143,7 +144,8 @@ def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for key in _own(module):
         path, _, name = key.rpartition(".")
-        owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        owner = module.get_submodule(path)
+        parent = path.rpartition(".")[0]
         if isinstance(owner, QuantizedLinear) or (isinstance(owner, QuantizedExperts) and name in owner._buffers):
             continue
         if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):

@@ -63,13 +63,15 @@ class SelfAttention(nn.Module):
         self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
     ) -> None:
         super().__init__()
-        self.id, self.spec = id, spec
+        self.id = id
+        self.spec = spec
         self.head_dim = spec.head_dim
         self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
         self.qkv_proj = Linear(input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.o_proj = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
-        has_norms, normed_heads = spec.qk_norm or spec.projection_norm, self.sizes if spec.projection_norm else (1, 1)
+        has_norms = spec.qk_norm or spec.projection_norm
+        normed_heads = self.sizes if spec.projection_norm else (1, 1)
         q_size, k_size = (heads * spec.head_dim for heads in normed_heads[:2])
         self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
         self.k_norm = RMSNorm(k_size, eps, spec.norm_offset) if has_norms else None

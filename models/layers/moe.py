@@ -23,7 +23,8 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
-        self.top_k, self.normalise = spec.top_k, spec.normalise
+        self.top_k = spec.top_k
+        self.normalise = spec.normalise
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.bias else None
 
@@ -44,7 +45,8 @@ class Experts(nn.Module):
         super().__init__()
         self.spec = spec
         self.clamped = None if spec.activation is None else Clamped(spec.activation.alpha, spec.activation.limit)
-        count, size = spec.num_experts, spec.intermediate_size
+        count = spec.num_experts
+        size = spec.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))  # gate before up
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size)) if spec.bias else None
@@ -119,7 +121,8 @@ class MixtureOfExperts(nn.Module):
         return self._mix(x)
 
     def _mix(self, x: Tensor | QuantizedRows) -> Tensor:
-        rows, shared = plain_rows(x), None
+        rows = plain_rows(x)
+        shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared = Shared(self.shared_expert(rows), self.shared_expert_gate(rows))
         return self.experts(x, self.gate(rows, self.experts.least_rows), shared)

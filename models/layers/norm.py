@@ -24,7 +24,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
         self.dtypes = {"weight": torch.float32} if offset else {}
 
     def load(self, name: str, tensor: Tensor) -> None:

@@ -54,7 +54,9 @@ class QuantizedLinear(Linear):
     def __init__(self, like: Linear) -> None:
         """Takes the place of `like`, a layer on the meta device."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.parts = like.in_features, like.out_features, like.parts
+        self.in_features = like.in_features
+        self.out_features = like.out_features
+        self.parts = like.parts
         self.bias = like.bias
         self.dtypes = dict(self.storage)  # type: ignore[misc]
 
@@ -105,7 +107,8 @@ class FP8Linear(QuantizedLinear):
     def __init__(self, like: Linear, format: FP8Format) -> None:
         super().__init__(like)
         self.format = format
-        outputs, inputs = self.out_features, self.in_features
+        outputs = self.out_features
+        inputs = self.in_features
         odd = {name: rows for name, rows in self.parts.items() if rows.start % BLOCK}
         if format.scales == "block" and odd:
             raise ValueError(f"parts of a projection begin within a block of {BLOCK} outputs: {odd}")
@@ -143,7 +146,8 @@ class FP8Linear(QuantizedLinear):
             scale = tensors[self.format.scale_name]
             if self.format.scales == "block":
                 blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
-                scale, place = scale.reshape(scale.shape[0], -1), self.get_buffer("weight_scale")[blocks]
+                scale = scale.reshape(scale.shape[0], -1)
+                place = self.get_buffer("weight_scale")[blocks]
             else:
                 place = self.get_buffer("weight_scale")[rows]
             place.copy_(scale.to(place.device).float().reshape(place.shape if scale.numel() > 1 else ()))
@@ -167,7 +171,8 @@ class FP8Linear(QuantizedLinear):
     def gated(self, x: Tensor | fp8.QuantizedRows, activation: Activation = "silu") -> Tensor:
         if activation != "silu":  # for which there is no fused kernel
             return activation_mul(self(x), activation)
-        rows, quantize = x.codes if isinstance(x, fp8.QuantizedRows) else x, self.quantize
+        rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
+        quantize = self.quantize
         if quantize is not None and rows.dim() == 2 and len(rows) > fp8.FEW_GATED_ROWS:  # few: gated by the product
             return cast(Tensor, fp8.quantized_silu_mul(self(x), quantize()))
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
@@ -246,7 +251,8 @@ class Int4Linear(QuantizedLinear):
         and inputs are gathered."""
         super().__init__(like)
         self.format = format
-        outputs, inputs = self.out_features, self.in_features
+        outputs = self.out_features
+        inputs = self.in_features
         for part in self.parts or [None]:
             if self.size_of(part) % 8 or inputs % 8:
                 raise ValueError(f"weights of {self.size_of(part)} x {inputs} do not fill words of 8; int4 needs that")
@@ -263,8 +269,10 @@ class Int4Linear(QuantizedLinear):
             self.register_buffer("permutation", torch.empty(inputs, dtype=torch.int64))
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
-        inputs, groups = self.in_features, self.num_groups
-        scales, group_ids = ((groups, outputs),), ((inputs,),)
+        inputs = self.in_features
+        groups = self.num_groups
+        scales = ((groups, outputs),)
+        group_ids = ((inputs,),)
         if self.format.layout == "packed":
             return {
                 "weight_packed": FileTensor(((outputs, inputs // 8),), INTEGERS),
@@ -312,7 +320,8 @@ class Int4Linear(QuantizedLinear):
         return _nibbles(words.t()).flatten(1)
 
     def _load_zeros(self, rows: slice, tensors: Mapping[str, Tensor]) -> None:
-        count, device = rows.stop - rows.start, self.get_buffer("words").device
+        count = rows.stop - rows.start
+        device = self.get_buffer("words").device
         if self.format.layout == "packed":
             if self.format.symmetric:
                 return

@@ -36,7 +36,8 @@ from slipstream.models.layers.quantized import (
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 FUSED_SCALES = "_scale_inv"  # of all experts' blocks in one tensor, as transformers 5 holds them
-MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_BLOCKS = "_blocks"
+MXFP4_SCALES = "_scales"
 
 
 class FilePiece(NamedTuple):
@@ -52,8 +53,11 @@ class QuantizedExperts(Experts):
     def __init__(self, like: Experts) -> None:
         """Takes the place of `like`, on the meta device."""
         nn.Module.__init__(self)
-        self.spec, self.clamped, self.hidden_size = like.spec, like.clamped, like.down_proj.shape[1]
-        self.gate_up_proj_bias, self.down_proj_bias = like.gate_up_proj_bias, like.down_proj_bias
+        self.spec = like.spec
+        self.clamped = like.clamped
+        self.hidden_size = like.down_proj.shape[1]
+        self.gate_up_proj_bias = like.gate_up_proj_bias
+        self.down_proj_bias = like.down_proj_bias
 
     def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
         """By name in files, for experts called `path`; `whole` has the names of tensors that hold all experts."""
@@ -74,7 +78,8 @@ class MXFP4Experts(QuantizedExperts):
         for name, (outputs, inputs) in self.shapes.items():
             if inputs % BLOCK:
                 raise ValueError(f"{name} has {inputs} inputs; MXFP4 needs a multiple of {BLOCK}")
-            chunks, count = -(-inputs // CHUNK), self.spec.num_experts
+            chunks = -(-inputs // CHUNK)
+            count = self.spec.num_experts
             shape = count, outputs // GROUP, chunks, GROUP
             self.register_buffer(f"{name}_words", torch.empty(*shape, BLOCK, dtype=torch.int16))
             self.register_buffer(f"{name}_scales", torch.empty(shape, dtype=torch.int32))
@@ -86,7 +91,8 @@ class MXFP4Experts(QuantizedExperts):
         return {"gate_up_proj": (2 * size, self.hidden_size), "down_proj": (self.hidden_size, size)}
 
     def matrix(self, name: str) -> ExpertMatrix:
-        words, scales = self.get_buffer(f"{name}_words"), self.get_buffer(f"{name}_scales")
+        words = self.get_buffer(f"{name}_words")
+        scales = self.get_buffer(f"{name}_scales")
         return MXFP4Weight(words, scales, self.shapes[name][1], name in self.wide)
 
     def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
@@ -98,12 +104,14 @@ class MXFP4Experts(QuantizedExperts):
         return pieces
 
     def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        blocks, scales = tensors[part + MXFP4_BLOCKS], tensors[part + MXFP4_SCALES]
+        blocks = tensors[part + MXFP4_BLOCKS]
+        scales = tensors[part + MXFP4_SCALES]
         largest = int(scales.max())
         if largest == 255:
             raise ValueError(f"{part}{MXFP4_SCALES} has 255, which is no power of two; the file is damaged")
         (self.wide.add if largest > WIDEST else self.wide.discard)(part)
-        words, packed = self.get_buffer(f"{part}_words"), self.get_buffer(f"{part}_scales")
+        words = self.get_buffer(f"{part}_words")
+        packed = self.get_buffer(f"{part}_scales")
         halves = 2 if part == "gate_up_proj" else 1  # gate and up alternate in files
         groups = max(1, BYTES // (64 * blocks[0, 0].nbytes * GROUP))
         for expert in range(len(blocks)):
@@ -126,7 +134,8 @@ class LinearExperts(QuantizedExperts):
 
     def __init__(self, like: Experts, layers: Mapping[str, QuantizedLinear]) -> None:
         super().__init__(like)
-        self.layers, dtypes = dict(layers), {}
+        self.layers = dict(layers)
+        dtypes = {}
         for name, layer in layers.items():
             for key, tensor in layer.named_buffers():
                 stacked = torch.empty(self.spec.num_experts, *tensor.shape, dtype=tensor.dtype)
@@ -179,7 +188,8 @@ class LinearExperts(QuantizedExperts):
         return pieces
 
     def _fused_pieces(self, path: str, name: str) -> dict[str, FilePiece]:
-        layer, count = self.layers[name], self.spec.num_experts
+        layer = self.layers[name]
+        count = self.spec.num_experts
         assert isinstance(layer, FP8Linear)
         expected = layer.file_tensors(None)
         weight = expected["weight"]
@@ -196,7 +206,8 @@ class LinearExperts(QuantizedExperts):
             for expert in range(self.spec.num_experts):
                 self.expert(name, expert).load_part(None, self._of_fused(name, expert, tensors))
         else:
-            expert, own = int(part.partition(".")[0]), part.partition(".")[2]
+            expert = int(part.partition(".")[0])
+            own = part.partition(".")[2]
             name = "down_proj" if own == "down_proj" else "gate_up_proj"
             self.expert(name, expert).load_part(own if self.layers[name].parts else None, tensors)
         if f"{name}_largest_scale" in self._buffers:
@@ -235,7 +246,8 @@ def quantize_experts(
     for module in network.modules():
         for norm, reader in module.norm_readers if isinstance(module, DecoderLayer) else ():
             if isinstance(reader, LinearExperts) and reader.is_fp8:
-                norm.quantize, norm.keeps_rows = reader.scales_of_inputs, True
+                norm.quantize = reader.scales_of_inputs
+                norm.keeps_rows = True
 
 
 def quantize_by_config(network: nn.Module, quantization: Quantization | None) -> None:

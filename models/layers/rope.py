@@ -22,7 +22,8 @@ class RotaryEmbedding:
         self.sin = angles.sin() * scale
 
     def to(self, device: torch.device) -> "RotaryEmbedding":
-        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        self.cos = self.cos.to(device)
+        self.sin = self.sin.to(device)
         return self
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:

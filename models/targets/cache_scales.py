@@ -29,7 +29,8 @@ def read_cache_scales(
     """
     found = []
     for index, spec in enumerate(layers):
-        prefix, own = f"layers.{index}.self_attn.", []
+        prefix = f"layers.{index}.self_attn."
+        own = []
         for names in NAMES.values():
             name = next((prefix + name for name in (*names, *SHARED) if prefix + name in tensors), None)
             own.append(None if name is None else _read(tensors[name], spec.num_kv_heads, f"{path}: {name}"))

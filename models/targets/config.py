@@ -124,7 +124,8 @@ class RopeConfig:
 def most_positions(named: int, rope: Mapping[str, Any]) -> int:
     """The longest text that a model reads whose config names so many positions, with its parameters of rotary
     embedding. YaRN extends the original ones by a factor, and recipes add it without a change of what is named."""
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or named
+    factor = rope.get("factor")
+    original = rope.get("original_max_position_embeddings") or named
     return max(named, int(factor * original)) if rope.get("rope_type") == "yarn" and factor else named
 
 
@@ -265,7 +266,8 @@ class DecoderShape:
         heads = families.count_of(values, "num_attention_heads")
         counts = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         sizes = {name: families.count_of(values, name) for name in counts}
-        kv_heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
+        kv_heads = values.get("num_key_value_heads")
+        head_dim = values.get("head_dim")
         return {
             **sizes,
             "rms_norm_eps": families.number_of(values, "rms_norm_eps"),
@@ -357,7 +359,8 @@ class TargetSpec(DecoderShape):
 
 def check_supported(values: Mapping[str, Any]) -> None:
     """Raises ValueError for architectures that are not supported, and for variants of others that are refused."""
-    name, reason = (values.get("architectures") or ["(none)"])[0], families.refusal(values)
+    name = (values.get("architectures") or ["(none)"])[0]
+    reason = families.refusal(values)
     if reason or families.architecture_of(values) not in ARCHITECTURES:
         why = f": {reason}" if reason else ""
         known = ", ".join(sorted(ARCHITECTURES | families.TEXT_PARTS.keys()))
@@ -392,10 +395,12 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
     count = values["num_hidden_layers"]
     if architecture not in families.MIXTURES:
         return [None] * count
-    is_qwen, is_gpt_oss = architecture.startswith("Qwen"), architecture == "GptOssForCausalLM"
+    is_qwen = architecture.startswith("Qwen")
+    is_gpt_oss = architecture == "GptOssForCausalLM"
     if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
         raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
-    has_shared, named = architecture == "Qwen2MoeForCausalLM", "num_experts" in values
+    has_shared = architecture == "Qwen2MoeForCausalLM"
+    named = "num_experts" in values
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
@@ -409,7 +414,8 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
         bias=is_gpt_oss,
         transposed=is_gpt_oss,
     )
-    step, dense = values.get("decoder_sparse_step") or 1, set(values.get("mlp_only_layers") or ())
+    step = values.get("decoder_sparse_step") or 1
+    dense = set(values.get("mlp_only_layers") or ())
     return [spec if not is_qwen or (layer not in dense and (layer + 1) % step == 0) else None for layer in range(count)]
 
 

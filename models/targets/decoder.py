@@ -90,7 +90,8 @@ class Target(nn.Module):
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
-        residual, delta = self.embed(tokens), None
+        residual = self.embed(tokens)
+        delta = None
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
         for index in self.kinds if is_short() else range(self.config.num_layers):
             residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1))
@@ -102,7 +103,8 @@ class Target(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (T,) -> (T, H), what the first layer reads."""
-        embeds, scale = self.embed_tokens(tokens), self.config.embedding_scale
+        embeds = self.embed_tokens(tokens)
+        scale = self.config.embedding_scale
         return embeds if scale is None else embeds * self.round(scale)
 
     def round(self, value: float) -> float:
@@ -121,13 +123,15 @@ class Target(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, V), capped where the target caps them."""
-        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        logits = self.lm_head(hidden)
+        cap = self.config.logit_softcap
         return logits if cap is None else softcap(logits, cap)
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
-    file, adapter = path / "config.json", path / "adapter_config.json"
+    file = path / "config.json"
+    adapter = path / "adapter_config.json"
     if adapter.exists() and not file.exists():
         raise ValueError(f"{path} {families.adapter_refusal(read_json(adapter))}")
     values = read_json(file)
@@ -144,7 +148,8 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By their names in `Target`. Of a multimodal checkpoint only the text part's, which `language_model` or
     `model.language_model` precedes."""
-    prefix, head = "language_model.", HEAD.removesuffix("weight")
+    prefix = "language_model."
+    head = HEAD.removesuffix("weight")
     is_multimodal = any(key.removeprefix("model.").startswith(prefix) for key in tensors)
     found = {}
     for key, tensor in tensors.items():
@@ -211,5 +216,6 @@ def load_target(
     quantize_linears(target, formats, tensors)
     quantize_experts(target, formats, tensors, device)
     target.quantization = formats
-    target.path, target.trust_remote_code = path, trust_remote_code
+    target.path = path
+    target.trust_remote_code = trust_remote_code
     return load_weights(target, tensors, dtype, device, path)

@@ -191,7 +191,8 @@ def refusal(values: Mapping[str, Any]) -> str:
 
 def adapter_refusal(values: Mapping[str, Any]) -> str:
     """What to do with a folder that holds an adapter in place of a model, by its adapter_config.json."""
-    kind, base = str(values.get("peft_type") or "LORA"), values.get("base_model_name_or_path") or "its base model"
+    kind = str(values.get("peft_type") or "LORA")
+    base = values.get("base_model_name_or_path") or "its base model"
     kind = "a LoRA adapter" if kind.upper() == "LORA" else f"an adapter ({kind})"
     return (
         f"holds {kind} for {base} (adapter_config.json) and no config.json; merge it into {base}, e.g. with peft's "

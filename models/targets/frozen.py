@@ -39,7 +39,8 @@ class FrozenTarget(ABC):
     """Not an nn.Module, so that a training module may hold one without training, moving or saving it."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> None:
-        self.model, self.layers = model.eval().requires_grad_(False), layers
+        self.model = model.eval().requires_grad_(False)
+        self.layers = layers
         self.aux_layers = aux_layers
         check_aux_layers(tuple(dict.fromkeys(aux_layers)), len(layers))  # a state may be wanted twice
         self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
@@ -91,7 +92,9 @@ class FrozenTarget(ABC):
         Logits have the dtype of states and head, in bf16 half the bytes of fp32. `ids` (Vd,) ascending, on the host.
         Ties go to the lowest id. Holds at most one chunk of full logits.
         """
-        head, head_bias, cap = self.head, self.head_bias, self.logit_softcap
+        head = self.head
+        head_bias = self.head_bias
+        cap = self.logit_softcap
         device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
         logits = states.new_empty(len(states), len(ids))
         best = states.new_full((len(states),), -torch.inf)
@@ -104,7 +107,8 @@ class FrozenTarget(ABC):
             chunk = chunk if cap is None else softcap(chunk, cap)
             values, indices = chunk.max(dim=-1)
             better = values > best
-            best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
+            best = torch.where(better, values, best)
+            tokens = torch.where(better, indices + start, tokens)
             first, last = torch.searchsorted(ids, torch.tensor([start, end])).tolist()
             logits[:, first:last] = chunk[:, device_ids[first:last] - start]
         return logits, tokens
@@ -164,7 +168,8 @@ def dequantized_tensors(layer: nn.Module) -> dict[str, Tensor]:
     found = {}
     for path, linear in layer.named_modules():
         if isinstance(linear, QuantizedLinear):
-            parent, weight = path.rpartition(".")[0], linear.dequantized()
+            parent = path.rpartition(".")[0]
+            weight = linear.dequantized()
             for part in linear.parts or [None]:
                 name = path if part is None else f"{parent}.{part}"
                 found[f"{name}.weight"] = weight[linear.rows_of(part)]
@@ -273,7 +278,8 @@ class TransformersTarget(FrozenTarget):
     def _norm_weight(self) -> Tensor:
         """What a draft's RMS norm multiplies by (Ht,) to do what the final norm does. Raises ValueError where none
         does."""
-        name, remedy = type(self.model).__name__, "set draft.init_from_target to false"
+        name = type(self.model).__name__
+        remedy = "set draft.init_from_target to false"
         try:
             weight = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:
@@ -369,7 +375,8 @@ def is_served(values: Mapping[str, Any]) -> bool:
 def load_decoder_target(
     path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, heads_only: bool
 ) -> DecoderTarget:
-    config, values = load_config(path, trust_remote_code), read_json(path / "config.json")
+    config = load_config(path, trust_remote_code)
+    values = read_json(path / "config.json")
     name = "float32" if device.type == "cpu" else values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, name)
     model = load_target(path, config, dtype, torch.device("cpu") if heads_only else device, trust_remote_code)

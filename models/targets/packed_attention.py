@@ -42,7 +42,8 @@ class PackedAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (T, Q, D), k and v (T, G, D) -> (T, Q, D)."""
         assert mask == "causal"
-        spec, rope = layer.spec, self._rope(layer.spec, q.device)
+        spec = layer.spec
+        rope = self._rope(layer.spec, q.device)
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
         if q.is_cuda and takes(v) and spec.softcap is None:
@@ -56,16 +57,19 @@ class PackedAttention(Attention):
         return self._ropes[key]
 
     def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-        spec, sinks = layer.spec, layer.sinks
+        spec = layer.spec
+        sinks = layer.sinks
         left = None if spec.window is None else spec.window - 1
         sizes = self.ends, self.ends, self.most, self.most
-        run, options = torch.ops.aten._flash_attention_forward, {"scale": spec.score_scale, "window_size_left": left}
+        run = torch.ops.aten._flash_attention_forward
+        options = {"scale": spec.score_scale, "window_size_left": left}
         # no dropout; causal
         output, lse, *_ = run(q.contiguous(), k, v.contiguous(), *sizes, 0.0, True, False, **options)
         return output if sinks is None else add_sinks(output, lse.t(), sinks)
 
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-        spec, sinks = layer.spec, layer.sinks
+        spec = layer.spec
+        sinks = layer.sinks
         output = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # what a document of one token gets
         ends = self.ends.tolist()
         for start, end in zip(ends, ends[1:], strict=False):
@@ -85,7 +89,8 @@ class PackedAttention(Attention):
 def _attend_densely(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
     """q (Q, count, D), k and v (G, count, D) -> (count, Q, D), with a soft cap or sinks. The queries of a KV head at a
     time."""
-    spec, group = layer.spec, q.shape[0] // k.shape[0]
+    spec = layer.spec
+    group = q.shape[0] // k.shape[0]
     seen = _band(q.shape[1], spec, q.device)
     bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
     heads = []

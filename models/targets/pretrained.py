@@ -72,7 +72,8 @@ def end_of_text_ids(path: Path, trust_remote_code: bool = False) -> frozenset[in
 
 def _end_token(path: Path, trust_remote_code: bool) -> int | None:
     """The tokenizer's, if there is one; read without transformers where its files name it."""
-    file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    file = path / "tokenizer.json"
+    settings = path / "tokenizer_config.json"
     values = read_json(settings) if file.exists() and settings.exists() else {}
     token = values.get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token

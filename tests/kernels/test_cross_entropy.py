@@ -100,7 +100,9 @@ def test_values_and_gradients(
 def far_logits() -> Tensor:
     """Far from 0, far apart, and with the peak in the first or the last tile: the running maxima must move."""
     far = torch.full((6, 300), -40.0)
-    far[0, 299], far[1, 0], far[2, 150] = 60.0, 60.0, 60.0
+    far[0, 299] = 60.0
+    far[1, 0] = 60.0
+    far[2, 150] = 60.0
     far[3] = torch.linspace(-50, 50, 300)
     far[4] = torch.linspace(50, -50, 300)
     far[5] = torch.randn(300, generator=torch.Generator().manual_seed(0)) + 3e4
@@ -114,7 +116,8 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
     far = far_logits()
     near = far + torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     near[5] -= 2e4  # a constant changes nothing
-    far[5], near[5] = far[5].round(decimals=2), near[5].round(decimals=2)
+    far[5] = far[5].round(decimals=2)
+    near[5] = near[5].round(decimals=2)
     check(run, near.to(device), far.to(device), torch.ones(6, device=device), kind, atol=1e-5)
 
 
@@ -150,7 +153,10 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
     teacher = student.clone()
     teacher[:, 0] = -torch.inf
     assert (run(student, teacher, weights, "reverse_kl")[0] == torch.inf).all()
-    student[:, 100:], teacher[:, :100], teacher[:, 100:] = -torch.inf, -torch.inf, 1.0  # nothing in common
+    # nothing in common
+    student[:, 100:] = -torch.inf
+    teacher[:, :100] = -torch.inf
+    teacher[:, 100:] = 1.0
     losses, gradient = with_gradient(lambda x: run(x, teacher, weights, "lk")[0], student, ones)
     torch.testing.assert_close(losses, torch.full_like(losses, 69.0776), rtol=1e-4, atol=0)
     assert (gradient == 0).all()
@@ -162,7 +168,9 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
 def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
     student = random((4, 200), torch.float32, device, 0)
     teacher = random((4, 200), torch.float32, device, 1)
-    student[1], teacher[1], teacher[3] = torch.nan, torch.inf, -torch.inf
+    student[1] = torch.nan
+    teacher[1] = torch.inf
+    teacher[3] = -torch.inf
     weights = torch.tensor([1.0, 0.0, 2.0, 0.0], device=device)
     upstream = torch.ones(4, device=device)
     with poisoned():

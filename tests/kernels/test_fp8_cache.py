@@ -169,7 +169,8 @@ def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
     def answer(order: list[int]) -> list[Tensor]:
         own = replace(case, nodes=tuple(nodes[s] for s in order))
         scene = test_ragged_attention.Scene(own, dtype, device, seeds=order, shuffle=order[0])
-        paths, (scales, _) = scene.paths(), coded(scene)
+        paths = scene.paths()
+        scales, _ = coded(scene)
         out = scene.run(lambda *x, **y: ragged_attention.triton(*x, **y, scales=scales), paths=paths)
         return list(out.split([rows[s] for s in order]))
 

@@ -120,7 +120,8 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
 def test_unused_places_are_last(device: str) -> None:
     """Whole tiles of them, first and last; fewer used places in a tile than k."""
     hidden, weight, ids = random(3, torch.float32, device)
-    ids[:], used = -1, [40, 41, 63]
+    ids[:] = -1
+    used = [40, 41, 63]
     ids[used] = torch.tensor([5, 149, 0], device=device)
     head = DraftHead(weight, ids, gathered=True)
     positions = torch.arange(3, device=device)

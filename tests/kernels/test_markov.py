@@ -18,7 +18,8 @@ from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poison
 def test_the_walk(
     shape: tuple[int, ...], form: str, has_ids: bool, has_confidence: bool, run: str, device: str
 ) -> None:
-    (B, K, size, rank), vocab = shape, 400
+    B, K, size, rank = shape
+    vocab = 400
     generator = torch.Generator().manual_seed(size)
 
     def random(*sizes: int) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Scene:
     """A few other keys, the same for all rows; scores of them and of own ones lie `shift` apart."""
 
     def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str, shift: float) -> None:
-        (N, S, Q, G, D), generator = case, torch.Generator().manual_seed(sum(case))
+        N, S, Q, G, D = case
+        generator = torch.Generator().manual_seed(sum(case))
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return (scale * torch.randn(shape, generator=generator)).to(device, dtype)

@@ -227,8 +227,12 @@ def test_rows_that_cannot_be_sampled(run, device: str) -> None:
     """NaN of either sign anywhere, or nothing but -inf, gives -1, and other rows their tokens."""
     vocab = 5000
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0))
-    logits[1, 17], logits[3, 4999], logits[4], logits[6] = torch.nan, -torch.nan, torch.nan, -torch.inf
-    logits[2, :-1], logits[5, 9] = -torch.inf, torch.inf
+    logits[1, 17] = torch.nan
+    logits[3, 4999] = -torch.nan
+    logits[4] = torch.nan
+    logits[6] = -torch.inf
+    logits[2, :-1] = -torch.inf
+    logits[5, 9] = torch.inf
     failed = torch.tensor([False, True, False, True, True, False, True, False])
     logits = logits.to(device)
     positions = torch.arange(8, device=device)

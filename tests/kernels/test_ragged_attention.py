@@ -569,7 +569,8 @@ def test_a_graph_follows_the_segments_on_the_device() -> None:
     scene = Scene(REAL, torch.bfloat16, "cuda")
     lengths = scene.segments.lengths.clone()
     starts = scene.segments.starts.clone()
-    scene.keys, scene.values = scene.keys.nan_to_num(0.5), scene.values.nan_to_num(0.5)
+    scene.keys = scene.keys.nan_to_num(0.5)
+    scene.values = scene.values.nan_to_num(0.5)
     scene.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -228,7 +228,8 @@ def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
             tokens = [after[node] for node in path]
             cells = stored.cells[slot]
             for rank, node in enumerate(path):
-                following[first + rank], order[first + rank] = after[node], first + node
+                following[first + rank] = after[node]
+                order[first + rank] = first + node
         elif rows:
             chunk = index - B
             if scene.chunks.is_last[chunk]:
@@ -248,8 +249,10 @@ def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
             stored.lengths[slot] = segment["length"] + advance
             if tokens:
                 root = max(tokens[-1], 0)
-                stored.roots[slot], stored.tokens[slot] = root, padded([root], W)
-                stored.parents[slot], stored.cells[slot] = [-1] * W, [-1] * W
+                stored.roots[slot] = root
+                stored.tokens[slot] = padded([root], W)
+                stored.parents[slot] = [-1] * W
+                stored.cells[slot] = [-1] * W
                 stored.survivals[slot] = [1.0] + [0.0] * (W - 1)
         first += len(rows)
     numbers = (paths[:B], emitted, lengths, following)
@@ -433,14 +436,17 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
             if slot == padding:
                 continue
             if node == 0:
-                after.tokens[slot][0], after.survivals[slot][0] = token, 1.0
+                after.tokens[slot][0] = token
+                after.survivals[slot][0] = 1.0
             elif token < 0 or score == -math.inf:
                 lowest = 0.0
             else:
                 cell = (min(node, 16) - 1) * 16 + min(int(16 * math.exp(score)), 15)
                 lowest = min(lowest, table[cell])
-                after.tokens[slot][node], after.parents[slot][node] = token, parent
-                after.cells[slot][node], after.survivals[slot][node] = cell, lowest
+                after.tokens[slot][node] = token
+                after.parents[slot][node] = parent
+                after.cells[slot][node] = cell
+                after.survivals[slot][node] = lowest
     return Stored(*(torch.tensor(x).to(y.dtype) for x, y in zip(after, before, strict=True)))
 
 
@@ -460,7 +466,8 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
     parents = (torch.arange(nodes, dtype=dtype) - 1).expand(5, nodes)
     falling = torch.randn(5, nodes, generator=generator).abs().neg().cumsum(dim=1)
     scores = torch.where(torch.rand(5, nodes, generator=generator) < 0.7, falling, 0.0)
-    tokens[3, nodes // 2 + 1 :], scores[3, nodes // 2 + 1 :] = -1, -torch.inf
+    tokens[3, nodes // 2 + 1 :] = -1
+    scores[3, nodes // 2 + 1 :] = -torch.inf
     scores[:, 0] = 0
     table = torch.rand(2 * CELLS, generator=generator)
     given = [x.tolist() for x in (tokens, parents, scores, table)]

@@ -37,7 +37,8 @@ class Scene:
     """Views of one fused tensor, and a cache whose every value is a sentinel."""
 
     def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-        (T, Q, G, D), self.rotary_dim = case[:4], case[-1]
+        T, Q, G, D = case[:4]
+        self.rotary_dim = case[-1]
         generator = torch.Generator().manual_seed(T)
         wide = torch.randn(T, (Q + 2 * G) * D + 16, generator=generator)  # strided tokens
         fused = wide.to(device, dtype)[:, : (Q + 2 * G) * D]
@@ -261,7 +262,8 @@ def check_projection(
     format: str, case: tuple[int, int, int, int], dtype: torch.dtype, device: str, tiling: Tiling, codes: bool = False
 ) -> None:
     """The bits of the product and then of the kernel that rotates."""
-    scene, (T, Q, G, D) = Scene(case, dtype, device), case
+    scene = Scene(case, dtype, device)
+    T, Q, G, D = case
     caches = (scene.keys, scene.values)
     scales = None
     if codes:
