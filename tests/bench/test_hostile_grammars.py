@@ -9,6 +9,6 @@ from slipstream.bench.hostile_grammars import CASES, MOST_CHARS
 
 @pytest.mark.parametrize("name", CASES)
 def test_bodies_are_short_and_no_two_are_the_same(name: str) -> None:
-    sent = {json.dumps(CASES[name](number)) for number in range(3)}
-    assert len(sent) == 3
-    assert max(map(len, sent)) < MOST_CHARS
+    bodies = {json.dumps(CASES[name](number)) for number in range(3)}
+    assert len(bodies) == 3
+    assert max(map(len, bodies)) < MOST_CHARS

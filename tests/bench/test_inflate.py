@@ -62,8 +62,8 @@ def pairs(questions: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pai
     folder = tmp_path_factory.mktemp("pairs")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     prompts = [tokenizer(question)["input_ids"] for question in questions]
-    said = answers(TINY, "none", questions)
-    texts = [(len(prompt), prompt + one.tokens) for prompt, one in zip(prompts, said, strict=True)]
+    generations = answers(TINY, "none", questions)
+    texts = [(len(prompt), prompt + generation.tokens) for prompt, generation in zip(prompts, generations, strict=True)]
     save_random_draft(TINY, folder / "eagle3", DRAFT_VOCAB)
     options = VARIANTS["windows"] | {"sliding_window": 40}
     save_random_dflash(TINY, folder / "dflash", texts, block_size=BLOCK, **options)
@@ -103,13 +103,17 @@ def check_same_but_for_ties(prompts: list[str], small: list[Generation], big: li
     """In bf16: greedy answers part only where the small target's best tokens are near, and one does not at all."""
     model = transformer(TINY, torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    for prompt, one, other in zip(prompts, small, big, strict=True):
-        if one.tokens != other.tokens:
-            same = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
-            known = tokenizer(prompt)["input_ids"] + one.tokens[:same]
-            best = model(torch.tensor([known])).logits[0, -1].float().topk(2).values
+    for prompt, small_answer, big_answer in zip(prompts, small, big, strict=True):
+        if small_answer.tokens != big_answer.tokens:
+            same = next(
+                i for i, (a, b) in enumerate(zip(small_answer.tokens, big_answer.tokens, strict=False)) if a != b
+            )
+            prefix = tokenizer(prompt)["input_ids"] + small_answer.tokens[:same]
+            best = model(torch.tensor([prefix])).logits[0, -1].float().topk(2).values
             assert best[0] - best[1] <= 0.25
-    assert sum(one.tokens == other.tokens for one, other in zip(small, big, strict=True)) >= 1
+    assert (
+        sum(small_answer.tokens == big_answer.tokens for small_answer, big_answer in zip(small, big, strict=True)) >= 1
+    )
 
 
 @torch.no_grad()
@@ -215,14 +219,14 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
     drafter: str, pairs: Pairs, questions: list[str]
 ) -> None:
     draft, pair = pairs[drafter]
-    prompts, least = (questions * 2, 3) if drafter == "eagle3" else (questions, 11)
+    prompts, min_accepted = (questions * 2, 3) if drafter == "eagle3" else (questions, 11)
     small = answers(TINY, draft, prompts)
     big = answers(pair / "target", pair / "draft", prompts)
     assert [answer.tokens for answer in big] == [answer.tokens for answer in small]
     assert [answer.stats for answer in big] == [answer.stats for answer in small]
     half = len(small) // 2
     for part in (small[:half], small[half:]):  # the drafts are right now and then, greedy or not
-        assert sum(answer.stats.accepted_tokens for answer in part) >= least
+        assert sum(answer.stats.accepted_tokens for answer in part) >= min_accepted
 
 
 @pytest.mark.slow
@@ -254,15 +258,15 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
     )
     torch.testing.assert_close(block[:, :256], expected, rtol=1e-9, atol=1e-9)
     logits = big.logits(block)
-    wanted = small.logits(expected)
+    small_logits = small.logits(expected)
     num_real = len(small.target_ids)
     assert big.target_ids[:num_real].equal(small.target_ids)
     assert big.target_ids[num_real:].equal(SMALL_VOCAB + torch.arange(len(big.target_ids) - num_real))
-    torch.testing.assert_close(logits[:, :num_real], wanted, rtol=1e-9, atol=1e-9)
-    assert (logits[:, num_real:].amax(-1) < wanted.amin(-1) - 100).all()
+    torch.testing.assert_close(logits[:, :num_real], small_logits, rtol=1e-9, atol=1e-9)
+    assert (logits[:, num_real:].amax(-1) < small_logits.amin(-1) - 100).all()
     rows = (padded.flatten(1), aux_states.flatten(1))
-    known = list(range(1000, 1031))
-    drafted = [one.chain(x, known, 4, BLOCK, 5, 0.5) for one, x in zip((big, small), rows, strict=True)]
+    tokens = list(range(1000, 1031))
+    drafted = [network.chain(x, tokens, 4, BLOCK, 5, 0.5) for network, x in zip((big, small), rows, strict=True)]
     assert drafted[0][0] == drafted[1][0]
     assert drafted[0][1] == pytest.approx(drafted[1][1])
 

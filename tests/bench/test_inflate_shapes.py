@@ -1,4 +1,4 @@
-"""What fits into a shape, what the shapes amount to, and how the checkpoints are written."""
+"""Tests of which drafts fit into a shape, of the shapes' sizes, and of the checkpoints that are written."""
 
 import json
 import shutil

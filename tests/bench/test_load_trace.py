@@ -86,7 +86,7 @@ def test_medians_are_compared_with_those_without_a_draft() -> None:
         return {"setting": setting, **figures, "phases": phases, "answers": answers}
 
     speeds = {"auto": (30.0, 20.0, 40.0), "none": (9.0, 11.0, 10.0)}
-    lines = [line(name, speed, [1, 2, 3 + (speed == 20)]) for name, found in speeds.items() for speed in found]
+    lines = [line(name, speed, [1, 2, 3 + (speed == 20)]) for name, rates in speeds.items() for speed in rates]
     auto, none = summary(lines)
     assert (auto["tok_s"], auto["speed_up"], auto["num_identical"], auto["phase 1"]) == (30.0, 3.0, 8, 60.0)
     assert (none["tok_s"], none["speed_up"], none["num_identical"]) == (10.0, None, None)

@@ -36,9 +36,9 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first_token_ms(engine, 30) > 0
     assert len(answers["1"].tokens) == 9
     layers = engine.runner.target.layers
-    whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
-    assert weight_bytes(layers, 2) == whole - 4 * 0.75 * experts
-    assert weight_bytes(layers, 8) == whole
+    total, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
+    assert weight_bytes(layers, 2) == total - 4 * 0.75 * experts
+    assert weight_bytes(layers, 8) == total
 
 
 def test_a_request_that_fails_is_named_with_its_error() -> None:

@@ -54,8 +54,8 @@ def test_the_program_counts_what_the_engine_does(
     main([*SIZES, *options, "--draft", drafts[0], "--draft", drafts[1], "--input-len", "0", "--ignore-eos", "false"])
     printed = capsys.readouterr().out.splitlines()
     lines = [json.loads(line) for line in printed[-6:]]
-    written = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [line | {"answers": row["answers"]} for line, row in zip(lines, written, strict=True)] == written
+    rows = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line | {"answers": row["answers"]} for line, row in zip(lines, rows, strict=True)] == rows
     assert printed[:-6] == table(COLUMNS, [line | {"draft": label(line["draft"])} for line in lines]).splitlines()
     names = ["none", *drafts]
     assert [(line["draft"], line["concurrency"]) for line in lines] == [
@@ -66,9 +66,9 @@ def test_the_program_counts_what_the_engine_does(
     assert [line["num_identical"] for line in lines[2:]] == [4] * 4
     work = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=12, range_ratio=0.5)
     for name in names:
-        draft_name, own = split_draft(name)
-        options = {"width": own.pop("width")} if "width" in own else {}
-        llm = LLM(str(TINY), draft_name, drafter=own, kv_cache_tokens=1024, max_model_len=256, **options)
+        draft_name, draft_options = split_draft(name)
+        options = {"width": draft_options.pop("width")} if "width" in draft_options else {}
+        llm = LLM(str(TINY), draft_name, drafter=draft_options, kv_cache_tokens=1024, max_model_len=256, **options)
         for line in (line for line in lines if line["draft"] == name):
             check_line(line, lines, llm, work.tasks(4, f"0/{line['concurrency']}"))
 
@@ -106,16 +106,20 @@ def test_the_median_turn_counts() -> None:
     config = ServingConfig(draft=["ngram"], target="x", turns=3)
     none = {"tok_s_turns": [12.0, 6.0, 1.5], "cpu_s_turns": [1.0, 2.0, 3.0], "answers": [1, 2, 3]}
     ngram = {"tok_s_turns": [12.0, 12.0, 4.5], "cpu_s_turns": [0.5, 2.0, 2.0], "answers": [1, 2, 3]}
-    found = compare(config, ngram, none, "ngram")
-    assert (found["speed_up"], found["speed_up_cpu"], found["speed_up_cpu_turns"]) == (2.0, 1.5, [2.0, 1.0, 1.5])
-    assert found["identical"]
+    comparison = compare(config, ngram, none, "ngram")
+    assert (comparison["speed_up"], comparison["speed_up_cpu"], comparison["speed_up_cpu_turns"]) == (
+        2.0,
+        1.5,
+        [2.0, 1.0, 1.5],
+    )
+    assert comparison["identical"]
     assert not compare(config, ngram | {"answers": [1, 2, 7]}, none, "ngram")["identical"]
     answer = Answer(text="x", completion_tokens=12, rounds=4, decoded_tokens=10)
     runs = [Run(concurrency=1, wall_s=wall_s, answers=[answer], drafted_tokens=6) for wall_s in (1.0, 5.0)]
-    whole = pool(runs)
-    figures = whole.figures()
+    pooled = pool(runs)
+    figures = pooled.figures()
     assert (figures["tok_s"], figures["accept_length"], figures["width"]) == (4.0, 2.5, 2.5)
-    assert whole.replies == ["x", "x"]
+    assert pooled.replies == ["x", "x"]
 
 
 def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]) -> None:
@@ -130,7 +134,7 @@ def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, task
     assert line["accuracy"] == sum(task.is_right(answer.text) for task, answer in zip(tasks, answers, strict=True)) / 4
     assert line["accept_length"] == pytest.approx((tokens - 4) / line["rounds"], abs=1e-4)
     assert line["tok_s"] == pytest.approx(tokens / line["wall_s"], rel=0.05)
-    baseline = next(one for one in lines if (one["draft"], one["batch"]) == ("none", line["batch"]))
+    baseline = next(row for row in lines if (row["draft"], row["batch"]) == ("none", line["batch"]))
     assert line["speed_up"] == (None if name == "none" else pytest.approx(line["tok_s"] / baseline["tok_s"], abs=2e-3))
     assert 0 < line["ms"] == line["itl_ms_p50"] <= line["itl_ms_p95"] <= line["itl_ms_p99"]
     assert 0 < line["ttft_ms_p50"] <= line["ttft_ms_p99"] < 1000 * line["wall_s"]
@@ -327,11 +331,11 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
     (tmp_path / "one.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
     kind = str(tmp_path / "one.jsonl")
     sizes = {"input_len": 0, "output_len": 3}
-    asked, cut = (
+    task, cut = (
         Workload(tokenizer=tokenizer, kind=kind, template=template, **sizes).tasks(1, "a")[0]  # type: ignore[arg-type]
         for template in ({}, {"add_generation_prompt": False})
     )
-    assert asked.prompt[: len(cut.prompt)] == cut.prompt != asked.prompt, "the template has its variables"
+    assert task.prompt[: len(cut.prompt)] == cut.prompt != task.prompt, "the template has its variables"
     assert "2 + 2?" in tokenizer.decode(cut.prompt)
     with pytest.raises(ValueError, match="input_len is 9; .* has no rows of split 'train' to use as examples: give 0"):
         Workload(tokenizer=tokenizer, kind=kind, input_len=9, output_len=3).tasks(1, "a")
@@ -365,8 +369,8 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
         assert "--simulate_accept_length=2.5" in words
         assert ("--unsafe_simulate=true" in words) == (mode == "http")
     line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
-    found = compare(config, line, line | {"answers": [1]}, str(draft))
-    assert (found["speed_up"], found["identical"], found["num_identical"]) == (1.0, None, None)
+    comparison = compare(config, line, line | {"answers": [1]}, str(draft))
+    assert (comparison["speed_up"], comparison["identical"], comparison["num_identical"]) == (1.0, None, None)
     run = Run(concurrency=1, wall_s=1.0, answers=[Answer(text="x", completion_tokens=1)], drafted_tokens=0)
     assert run.figures()["accept_length"] is None
 

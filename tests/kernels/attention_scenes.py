@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -182,7 +183,7 @@ class Scene:
         return [-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, self.case.N))]
 
     def slots(self, request: int) -> Tensor:
-        """Of the request's committed tokens and new nodes."""
+        """Returns the slots of the request's committed tokens and new nodes."""
         positions = torch.arange(int(self.lengths[request]) + self.case.N, device=self.pages.device)
         page = self.pages[self.rows[request], positions // self.case.page_size]
         return page * self.case.page_size + positions % self.case.page_size
@@ -214,11 +215,11 @@ class Scene:
 
     def run(self, kernel: Callable[..., tuple[Tensor, Tensor]], **options: object) -> tuple[Tensor, Tensor]:
         """Output (B, N, Q, D), and log-sum-exp (B, N, Q) without sinks, of the requests that do not pad."""
-        tensors = (self.q, self.keys, self.values, self.pages, self.rows, self.lengths, self.ancestors)
+        kernel = partial(kernel, self.q, self.keys, self.values, self.pages, self.rows, self.lengths, self.ancestors)
         options |= {"window": self.case.window, "prefix": self.case.prefix, "softcap": self.case.softcap}
-        out, lse = kernel(*tensors, self.case.mask, 0.3, return_lse=True, **options)
+        out, lse = kernel(self.case.mask, 0.3, return_lse=True, **options)
         if self.sinks is not None:
-            out = kernel(*tensors, self.case.mask, 0.3, sinks=self.sinks, **options)
+            out = kernel(self.case.mask, 0.3, sinks=self.sinks, **options)
         assert out.dtype == self.q.dtype
         assert lse.dtype == torch.float32
         return out[::2], lse[::2]

@@ -33,7 +33,7 @@ def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def rotation() -> Rotation:
-    """Of heads of 128 dims, 4 of keys."""
+    """A rotation of heads of 128 dims, 4 of keys."""
     angles = zeros(16, 128).float()
     indices = zeros(ROWS, dtype=torch.int64)
     cache = zeros(16, 4, 128)
@@ -46,8 +46,10 @@ def matrix_of_8_bits(outputs: int, inputs: int) -> FP8Matrix:
 
 def matrix_of_4_bits(outputs: int, inputs: int, has_zeros: bool) -> Int4Weight:
     words = zeros(outputs, int4_weight.num_words(inputs), dtype=torch.int32)
-    units = int4_weight.num_pairs(inputs, 128), outputs, 2
-    return Int4Weight(words, zeros(*units), zeros(*units, dtype=torch.int16) if has_zeros else None, 128, inputs)
+    num_pairs = int4_weight.num_pairs(inputs, 128)
+    scales = zeros(num_pairs, outputs, 2)
+    zero_points = zeros(num_pairs, outputs, 2, dtype=torch.int16) if has_zeros else None
+    return Int4Weight(words, scales, zero_points, 128, inputs)
 
 
 def linear_16_bits() -> None:
@@ -119,12 +121,12 @@ def main() -> None:
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    taken: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for product in PRODUCTS:
         product()
-        taken[product.__name__] = compiled[0].metadata.shared
+        sizes[product.__name__] = compiled[0].metadata.shared
         compiled.clear()
-    print(json.dumps(taken))
+    print(json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -82,34 +82,34 @@ def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], d
     for upstream in (towards, towards[:1, :1].expand(shape), towards.t().contiguous().t()):
         expected = gradient(silu_mul.reference, gate_up.double(), upstream.double())
         with poisoned():
-            found = gradient(kernel, gate_up, upstream)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+            grads = gradient(kernel, gate_up, upstream)
+        assert grads.dtype == dtype
+        torch.testing.assert_close(grads.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
-    found = gradient(silu_mul.triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
-    torch.testing.assert_close(found[:5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0], device=device))
-    torch.testing.assert_close(found[5:], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=device))
+    grads = gradient(silu_mul.triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
+    torch.testing.assert_close(grads[:5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0], device=device))
+    torch.testing.assert_close(grads[5:], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=device))
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
     upstream = random(6, 20, torch.float32, device).view(2, 3, 40)
     for part in (slice(None), slice(0, 0)):
-        found = gradient(silu_mul.triton, gate_up[part], upstream[part])
-        torch.testing.assert_close(found, gradient(silu_mul.reference, gate_up[part], upstream[part]))
+        grads = gradient(silu_mul.triton, gate_up[part], upstream[part])
+        torch.testing.assert_close(grads, gradient(silu_mul.reference, gate_up[part], upstream[part]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
     gate_up = random(3, 40, torch.bfloat16, device)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         frozen = silu_mul.triton(gate_up)
         assert not frozen.requires_grad
-        assert kept == []
+        assert saved == []
         learning = silu_mul.triton(gate_up.detach().requires_grad_())
-    assert [x.data_ptr() for x in kept] == [gate_up.data_ptr()]
+    assert [x.data_ptr() for x in saved] == [gate_up.data_ptr()]
     with torch.no_grad():
         assert torch.equal(silu_mul.triton(gate_up), frozen)
     assert torch.equal(learning, frozen)

@@ -16,17 +16,17 @@ def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run
     T, H, group, taps = shape
     generator = torch.Generator().manual_seed(H)
     x = torch.randn(T, H, generator=generator).to(dtype)
-    both = (torch.randn(T, 2, taps, H // group, generator=generator) / 4).to(dtype)
+    sides = (torch.randn(T, 2, taps, H // group, generator=generator) / 4).to(dtype)
     base = torch.randn(taps, H, generator=generator).to(dtype)
     expected = torch.zeros(T, H, dtype=torch.float64)
     for i in range(T):
         for t in range(min(taps, i % block + 1)):
-            kernel = base[t].double() + both[i, 1, t].double().repeat_interleave(group)
+            kernel = base[t].double() + sides[i, 1, t].double().repeat_interleave(group)
             expected[i] += kernel * x[i - t].double()
-    delta = both.to(device)[:, 1]  # one side of a projection
+    delta = sides.to(device)[:, 1]  # one side of a projection
     with poisoned(), torch.no_grad():
-        found = getattr(block_conv, run)(x.to(device), delta, base.to(device), block)
-    torch.testing.assert_close(found.double().cpu(), expected, atol=3 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
+        out = getattr(block_conv, run)(x.to(device), delta, base.to(device), block)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=3 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -39,16 +39,16 @@ def test_its_gradient(shape: tuple[int, ...], block: int, dtype: torch.dtype, de
     T -= T % block
     generator = torch.Generator().manual_seed(H)
     x, towards = torch.randn(2, T, H, generator=generator).to(device, dtype)
-    both = (torch.randn(T, 2, taps, H // group, generator=generator) / 4).to(device, dtype)
+    sides = (torch.randn(T, 2, taps, H // group, generator=generator) / 4).to(device, dtype)
     base = torch.randn(taps, H, generator=generator).to(device)
-    wanted = [one.double().requires_grad_() for one in (x, both, base)]
-    block_conv.reference(wanted[0], wanted[1][:, 1], wanted[2], block).backward(towards.double())
-    given = [one.clone().requires_grad_() for one in (x, both, base)]
+    exact_leaves = [x.double().requires_grad_() for x in (x, sides, base)]
+    block_conv.reference(exact_leaves[0], exact_leaves[1][:, 1], exact_leaves[2], block).backward(towards.double())
+    leaves = [x.clone().requires_grad_() for x in (x, sides, base)]
     with poisoned():
-        block_conv.triton(given[0], given[1][:, 1], given[2], block).backward(towards.t().contiguous().t())
-    for found, expected in zip(given, wanted, strict=True):
-        assert found.grad is not None
-        assert expected.grad is not None
-        assert found.grad.dtype == found.dtype
+        block_conv.triton(leaves[0], leaves[1][:, 1], leaves[2], block).backward(towards.t().contiguous().t())
+    for leaf, exact in zip(leaves, exact_leaves, strict=True):
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        assert leaf.grad.dtype == leaf.dtype
         tolerance = {"atol": 30 * TOLERANCES[torch.float32], "rtol": TOLERANCES[dtype]}
-        torch.testing.assert_close(found.grad.double(), expected.grad, **tolerance)
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, **tolerance)

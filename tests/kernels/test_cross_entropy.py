@@ -69,19 +69,19 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
     upstream = torch.linspace(0.5, 1.5, len(student), device=student.device)
     losses, gradient = with_gradient(lambda x: expected(x, teacher, weights, kind), student.double(), upstream)
     with poisoned():
-        found, found_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], student, upstream)
-    assert (found.dtype, found_gradient.dtype) == (torch.float32, student.dtype)
-    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=atol)
+        computed, computed_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], student, upstream)
+    assert (computed.dtype, computed_gradient.dtype) == (torch.float32, student.dtype)
+    torch.testing.assert_close(computed.double(), losses, rtol=1e-5, atol=atol)
     compared = torch.ones_like(losses, dtype=torch.bool)
     if kind in ("tv", "lk", "lk_lambda"):  # their gradient jumps where p = q, which rounding moves
         distance = (student.double().log_softmax(-1) - teacher.double().log_softmax(-1)).abs()
         compared = ((distance > 2e-5) | (distance == 0)).all(-1)
         assert compared.double().mean() > 0.6
-    found_gradient = found_gradient[compared].double()
+    computed_gradient = computed_gradient[compared].double()
     gradient = gradient[compared]
     precision = 1e-4 if student.dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(found_gradient, gradient, rtol=precision, atol=atol)
-    assert ((found_gradient - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + atol).all()
+    torch.testing.assert_close(computed_gradient, gradient, rtol=precision, atol=atol)
+    assert ((computed_gradient - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + atol).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,9 +135,9 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
     for logits in (student, student.masked_fill(teacher == -torch.inf, -torch.inf)):  # the student does so as well
         low = logits.clamp(min=-1e4).double()
         losses, gradient = with_gradient(lambda x: expected(x, floor, weights, kind), low, upstream)
-        found, found_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], logits, upstream)
-        torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=2e-6)
+        computed, computed_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], logits, upstream)
+        torch.testing.assert_close(computed.double(), losses, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(computed_gradient.double(), gradient, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,9 +145,9 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
 def test_limits_of_the_losses(run: Run, device: str) -> None:
     student = random((3, 200), torch.float32, device, 0)
     weights = torch.ones(3, device=device)
-    ones = torch.ones(3, device=device)
+    upstream = torch.ones(3, device=device)
     for kind in ("forward_kl", "reverse_kl", "tv", "lk"):  # a perfect draft: nothing lost, nothing to learn
-        losses, gradient = with_gradient(lambda x, kind=kind: run(x, student, weights, kind)[0], student, ones)
+        losses, gradient = with_gradient(lambda x, kind=kind: run(x, student, weights, kind)[0], student, upstream)
         torch.testing.assert_close(losses, torch.zeros_like(losses), atol=1e-6, rtol=0)
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)
     teacher = student.clone()
@@ -157,7 +157,7 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
     student[:, 100:] = -torch.inf
     teacher[:, :100] = -torch.inf
     teacher[:, 100:] = 1.0
-    losses, gradient = with_gradient(lambda x: run(x, teacher, weights, "lk")[0], student, ones)
+    losses, gradient = with_gradient(lambda x: run(x, teacher, weights, "lk")[0], student, upstream)
     torch.testing.assert_close(losses, torch.full_like(losses, 69.0776), rtol=1e-4, atol=0)
     assert (gradient == 0).all()
 
@@ -271,14 +271,14 @@ def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
     best = logits.float().argmax(dim=-1)
     before = logits.clone()
     with poisoned():
-        found, found_best = run(logits, labels, with_gradient=False)
-    assert (found.dtype, found_best.dtype) == (torch.float32, torch.int64)
-    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=2e-6)
-    assert torch.equal(found_best, best)
+        computed, computed_best = run(logits, labels, with_gradient=False)
+    assert (computed.dtype, computed_best.dtype) == (torch.float32, torch.int64)
+    torch.testing.assert_close(computed.double(), losses, rtol=1e-5, atol=2e-6)
+    assert torch.equal(computed_best, best)
     assert torch.equal(logits, before)
     with poisoned():
         again, best_again = run(logits, labels, with_gradient=True)
-    assert torch.equal(again, found)
+    assert torch.equal(again, computed)
     assert torch.equal(best_again, best)
     precision = PRECISIONS[logits.dtype]
     torch.testing.assert_close(logits.float(), gradient, rtol=precision, atol=2e-7)
@@ -379,13 +379,15 @@ def test_mixtures_are_the_sums_of_their_losses(run: Any, mix: Mix, dtype: torch.
     overlaps = torch.minimum(leaf.detach().softmax(-1), teacher.double().softmax(-1)).sum(-1)
     logits = student.clone()
     with poisoned():
-        found, found_entropies, found_overlaps, best = run(logits, teacher, labels, weights, mix, with_gradient=True)
+        computed, computed_entropies, computed_overlaps, best = run(
+            logits, teacher, labels, weights, mix, with_gradient=True
+        )
     assert torch.equal(best, student.argmax(-1))
-    for own, wanted in ((found, total), (found_entropies, entropies), (found_overlaps, overlaps)):
-        torch.testing.assert_close(own.double(), wanted.detach(), rtol=1e-5, atol=2e-6)
+    for actual, exact in ((computed, total), (computed_entropies, entropies), (computed_overlaps, overlaps)):
+        torch.testing.assert_close(actual.double(), exact.detach(), rtol=1e-5, atol=2e-6)
     precision = 1e-4 if dtype == torch.float32 else 2**-7
     assert ((logits.double() - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + 2e-6).all()
     assert not logits[2].any()
-    kept = student.clone()
-    assert torch.equal(run(kept, teacher, labels, weights, mix, with_gradient=False)[0], found)
-    assert torch.equal(kept, student)
+    untouched = student.clone()
+    assert torch.equal(run(untouched, teacher, labels, weights, mix, with_gradient=False)[0], computed)
+    assert torch.equal(untouched, student)

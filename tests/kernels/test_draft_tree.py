@@ -67,9 +67,9 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
     frontiers = []
     columns_of = {} if ids is None else {int(token): column for column, token in enumerate(ids)}
     for level in range(shape.depth):
-        found = [children_of(path, b, shape.topk, kind) for b, path in paths]
-        values = torch.tensor([values for values, _ in found])
-        columns = torch.tensor([[columns_of.get(token, token) for token in tokens] for _, tokens in found])
+        children = [children_of(path, b, shape.topk, kind) for b, path in paths]
+        values = torch.tensor([values for values, _ in children])
+        columns = torch.tensor([[columns_of.get(token, token) for token in tokens] for _, tokens in children])
         grow = getattr(draft_tree.grow, run)
         frontier = grow(candidates, frontier, values, columns, ids, place, level, level == shape.depth - 1)
         if frontier is not None:
@@ -117,19 +117,19 @@ def check_frontiers(
     numbers: dict[tuple[int, ...], int] = {}  # path -> frontier node
     assert len(frontiers) == shape.depth - 1
     for level, frontier in enumerate(frontiers):
-        own = slice(b * k, (b + 1) * k)
+        columns = slice(b * k, (b + 1) * k)
         assert frontier.nodes[b].tolist() == expected[level]
-        assert frontier.tokens[own].tolist() == [nodes[index].path[-1] for index in expected[level]]
+        assert frontier.tokens[columns].tolist() == [nodes[index].path[-1] for index in expected[level]]
         assert frontier.scores[b].tolist() == [nodes[index].score for index in expected[level]]
-        assert frontier.positions[own].tolist() == [length + level] * k
-        assert frontier.sampled_at[own].tolist() == [length + level + 2] * k
+        assert frontier.positions[columns].tolist() == [length + level] * k
+        assert frontier.sampled_at[columns].tolist() == [length + level + 2] * k
         for rank, index in enumerate(expected[level]):
             path = nodes[index].path
             number = level * k + rank
             numbers[path] = number
-            seen = {numbers[path[:end]] for end in range(1, len(path) + 1)}
+            ancestors = {numbers[path[:end]] for end in range(1, len(path) + 1)}
             bits = unpack(frontier.ancestors[b], 64)[rank]
-            assert set(bits.nonzero().flatten().tolist()) == seen
+            assert set(bits.nonzero().flatten().tolist()) == ancestors
             page = int(place.pages[place.rows[b], (length + number) // place.page_size])
             assert int(frontier.slots[b * k + rank]) == page * place.page_size + (length + number) % place.page_size
 
@@ -168,9 +168,9 @@ def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
     del place
     roots = torch.tensor([7, 8, 9])
     choose = getattr(draft_tree.choose, run)
-    whole = choose(candidates, roots, 40)
+    tree = choose(candidates, roots, 40)
     for count in (2, 3, 9, 17):
-        for cut, full in zip(choose(candidates, roots, count), whole, strict=True):
+        for cut, full in zip(choose(candidates, roots, count), tree, strict=True):
             assert torch.equal(cut, full[:, :count])
 
 
@@ -178,8 +178,8 @@ def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
 def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
     shape = TreeShape(4, 3)
     trees = []
-    for own in (shape, shape.within(width)):
-        _, candidates, _ = build(own, 3, "plain", 16, "reference", None)
+    for drafted_shape in (shape, shape.within(width)):
+        _, candidates, _ = build(drafted_shape, 3, "plain", 16, "reference", None)
         trees.append(draft_tree.choose.reference(candidates, torch.tensor([7, 8, 9]), width))
     for small, large in zip(trees[1], trees[0], strict=True):
         assert torch.equal(small, large)

@@ -106,27 +106,31 @@ def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device:
         return MXFP4Weight(*pack_words(blocks, exponents), inputs), value
     if kind.startswith("int4"):
         numbers = codes(experts, outputs, inputs, end=16)
-        given = scales(experts, outputs, -(-inputs // 32)) / 4
-        zeros = codes(*given.shape, end=16) if kind == "int4 zeros" else None
+        weight_scales = scales(experts, outputs, -(-inputs // 32)) / 4
+        zeros = codes(*weight_scales.shape, end=16) if kind == "int4 zeros" else None
         spread = torch.arange(inputs, device=device) // 32
         value = numbers.double() - (8 if zeros is None else zeros.double()[..., spread])
-        given = given.to(torch.bfloat16 if device == "cuda" else torch.float16)
+        weight_scales = weight_scales.to(torch.bfloat16 if device == "cuda" else torch.float16)
         words = torch.stack([int4_weight.pack_codes(number) for number in numbers])
         scales_of_units, zeros_of_units = (
-            None if own is None else torch.stack([int4_weight.pack_units(one, 32, inputs) for one in own])
-            for own in (given, None if zeros is None else zeros.to(torch.int16))
+            None if units is None else torch.stack([int4_weight.pack_units(matrix, 32, inputs) for matrix in units])
+            for units in (weight_scales, None if zeros is None else zeros.to(torch.int16))
         )
-        value = (value * given.double()[..., spread]).to(torch.bfloat16 if device == "cuda" else torch.float32).double()
+        value = (
+            (value * weight_scales.double()[..., spread])
+            .to(torch.bfloat16 if device == "cuda" else torch.float32)
+            .double()
+        )
         return int4_weight.Int4Weight(words, scales_of_units, zeros_of_units, 32, inputs), value
     weight = torch.randn(experts, outputs, inputs, generator=generator, device=device).to(fp8.E4M3)
     static = torch.tensor(0.02, device=device) if kind == "fp8 static" else None
     if kind == "fp8 blocks":
-        given = scales(experts, outputs // 128, -(-inputs // 128))
-        spread_scales = given.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :inputs]
+        weight_scales = scales(experts, outputs // 128, -(-inputs // 128))
+        spread_scales = weight_scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :inputs]
     else:
-        given = scales(experts, outputs)
-        spread_scales = given[..., None]
-    matrix = FP8Weight(weight, given, fp8.InputScales(static, kind == "fp8 blocks"))
+        weight_scales = scales(experts, outputs)
+        spread_scales = weight_scales[..., None]
+    matrix = FP8Weight(weight, weight_scales, fp8.InputScales(static, kind == "fp8 blocks"))
     return matrix, weight.double() * spread_scales.double()
 
 
@@ -137,9 +141,13 @@ def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) 
     down, wide_down = quantized_matrix(kind, size, intermediate, experts, device)
     if kind != "mxfp4":
         return ExpertWeights(gate_up, down), ExpertWeights(wide_gate_up, wide_down)
-    biases = torch.randn(experts, 2 * intermediate, device=device), torch.randn(experts, size, device=device)
-    rest = (*biases, Clamped(1.702, 1.5))
-    return ExpertWeights(gate_up, down, *rest), ExpertWeights(wide_gate_up, wide_down, *rest)
+    gate_up_bias = torch.randn(experts, 2 * intermediate, device=device)
+    down_bias = torch.randn(experts, size, device=device)
+    clamped = Clamped(1.702, 1.5)
+    return (
+        ExpertWeights(gate_up, down, gate_up_bias, down_bias, clamped),
+        ExpertWeights(wide_gate_up, wide_down, gate_up_bias, down_bias, clamped),
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,14 +159,14 @@ def test_tokens_go_to_their_best_experts(
     router, bias, _ = random_layer(shape[1:], dtype, device, is_gpt_oss=True)
     x = random_rows(rows, size, dtype, device)
     logits = x.double() @ router.double().t() + bias.double()
-    chosen = logits.topk(top_k)  # there are no ties
-    expected = logits.softmax(dim=-1).gather(1, chosen.indices)
+    best = logits.topk(top_k)  # there are no ties
+    expected = logits.softmax(dim=-1).gather(1, best.indices)
     expected = expected / expected.sum(dim=-1, keepdim=True) if normalise else expected
     for run in (route.reference, route_triton):
         with poisoned():
-            found = run(x, router, bias, top_k, normalise)
-        assert torch.equal(found.experts.long(), chosen.indices)
-        torch.testing.assert_close(found.weights.double(), expected, atol=1e-5, rtol=1e-4)
+            routing = run(x, router, bias, top_k, normalise)
+        assert torch.equal(routing.experts.long(), best.indices)
+        torch.testing.assert_close(routing.weights.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,18 +175,18 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
     router, _, _ = random_layer((32, 8, 6, 2), torch.float32, device)
     x = random_rows(40, 32, torch.float32, device)
     for _ in range(2):  # counts are zero again
-        found = route_triton(x, router, None, 2, True, block_rows=block_rows)
+        routing = route_triton(x, router, None, 2, True, block_rows=block_rows)
         assert not pair_counts(x.device).any()
-    assert found.blocks is not None
-    count = found.blocks.used.item()
-    pairs = found.blocks.pairs.flatten().tolist()
-    seen = []
-    for first, size in zip(found.blocks.first[:count].tolist(), found.blocks.sizes[:count].tolist(), strict=True):
+    assert routing.blocks is not None
+    count = routing.blocks.used.item()
+    pairs = routing.blocks.pairs.flatten().tolist()
+    listed = []
+    for first, size in zip(routing.blocks.first[:count].tolist(), routing.blocks.sizes[:count].tolist(), strict=True):
         assert 1 <= size <= block_rows
-        own = pairs[first : first + size]
-        assert {found.experts.flatten()[pair].item() for pair in own} == {first // 40}
-        seen += own
-    assert sorted(seen) == list(range(80))
+        block = pairs[first : first + size]
+        assert {routing.experts.flatten()[pair].item() for pair in block} == {first // 40}
+        listed += block
+    assert sorted(listed) == list(range(80))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,10 +197,10 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
     router = torch.zeros(7, 32, device=device)
     router[[2, 5]] = 1.0
     for run in (route.reference, route_triton):
-        found = run(x, router, None, 3, True).experts.tolist()
-        assert found[:2] == [[2, 5, 0], [0, 1, 2]]
-        assert len(set(found[2])) == 3
-        assert set(found[2]) <= set(range(7))
+        experts = run(x, router, None, 3, True).experts.tolist()
+        assert experts[:2] == [[2, 5, 0], [0, 1, 2]]
+        assert len(set(experts[2])) == 3
+        assert set(experts[2]) <= set(range(7))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,18 +213,20 @@ def test_outputs_are_those_of_a_loop_over_tokens(
     rows, size, _, experts, top_k = shape
     router, bias, weights = random_layer(shape[1:], dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
-    others = random_rows(rows, size + 1, dtype, device)
-    shared = Shared(others[:, :size].contiguous(), others[:, size:].contiguous()) if has_shared else None
+    shared_outputs = random_rows(rows, size + 1, dtype, device)
+    shared = (
+        Shared(shared_outputs[:, :size].contiguous(), shared_outputs[:, size:].contiguous()) if has_shared else None
+    )
     expected = loop(x, route.reference(x, router, bias, top_k, True), weights, shared)
     tolerance = {"atol": 4 * TOLERANCES[dtype], "rtol": 4 * TOLERANCES[dtype]}
-    found = mix_experts.reference(x, route.reference(x, router, bias, top_k, True), weights, shared)
-    torch.testing.assert_close(found.double(), expected, **tolerance)
+    mixed = mix_experts.reference(x, route.reference(x, router, bias, top_k, True), weights, shared)
+    torch.testing.assert_close(mixed.double(), expected, **tolerance)
     for block_rows in TINY if rows < 64 else (16, 32):
         routing = route_triton(x, router, bias, top_k, True, block_rows=block_rows)
         with poisoned():
-            found = mix_experts_triton(x, routing, weights, shared, TINY[block_rows])
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, **tolerance)
+            mixed = mix_experts_triton(x, routing, weights, shared, TINY[block_rows])
+        assert mixed.dtype == dtype
+        torch.testing.assert_close(mixed.double(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -230,14 +240,16 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: b
     dtype = torch.float16
     router, bias, weights = random_layer((size, 200, experts, top_k), dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
-    others = random_rows(rows, size + 1, dtype, device)
-    shared = Shared(others[:, :size].contiguous(), others[:, size:].contiguous()) if has_shared else None
+    shared_outputs = random_rows(rows, size + 1, dtype, device)
+    shared = (
+        Shared(shared_outputs[:, :size].contiguous(), shared_outputs[:, size:].contiguous()) if has_shared else None
+    )
     routing = route_triton(x, router, bias, top_k, True, block_rows=grouped.LARGE_ROWS)
     with poisoned():
-        found = mix_experts_triton(x, routing, weights, shared)
+        mixed = mix_experts_triton(x, routing, weights, shared)
     tolerance = 4 * TOLERANCES[dtype]
-    torch.testing.assert_close(found.double(), loop(x, routing, weights, shared), atol=tolerance, rtol=tolerance)
-    assert torch.equal(found, mix_experts_triton(x, routing, weights, shared, Tiling(64, 64, 2)))
+    torch.testing.assert_close(mixed.double(), loop(x, routing, weights, shared), atol=tolerance, rtol=tolerance)
+    assert torch.equal(mixed, mix_experts_triton(x, routing, weights, shared, Tiling(64, 64, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -249,9 +261,9 @@ def test_the_router_adds_parts_in_one_order(device: str, monkeypatch: pytest.Mon
     for low in (1 << 30, 0):
         monkeypatch.setattr("slipstream.kernels.gemm.router.PARALLEL_ROWS", 0)
         monkeypatch.setattr("slipstream.kernels.gemm.router.LOW_ROWS", low)
-        found = route_triton(x, router, bias, 2, True)
-        assert torch.equal(found.experts, expected.experts)
-        assert torch.equal(found.weights, expected.weights)
+        routing = route_triton(x, router, bias, 2, True)
+        assert torch.equal(routing.experts, expected.experts)
+        assert torch.equal(routing.weights, expected.weights)
 
 
 QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
@@ -268,7 +280,7 @@ QUANTIZED = [  # format, (T, H, I, E, k), rows of a block
 
 
 def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
-    """Of a product's inputs by a format."""
+    """Returns the function that rounds a product's inputs as a format does."""
     how = {"fp8": "row"}.get(kind, kind.removeprefix("fp8 ").rstrip("s"))
     static = torch.tensor(0.02, device=device)
 
@@ -289,18 +301,18 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
     routing = route_triton(x, router, None, top_k, True, block_rows=block_rows)
     expected = loop(x, routing, wide, None, rounding(kind, device))
     with poisoned():
-        found = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
+        mixed = mix_experts_triton(x, routing, weights, None, Tiling(64, 32, 1))
     if isinstance(weights.gate_up, FP8Weight):
-        given = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
-        assert torch.equal(mix_experts_triton(given, routing, weights, None, Tiling(64, 32, 1)), found)
+        codes = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
+        assert torch.equal(mix_experts_triton(codes, routing, weights, None, Tiling(64, 32, 1)), mixed)
     if device == "cuda" or (kind == "fp8 blocks" and rows <= FUSED_ROWS):
         # Inputs on the edge between two codes fall either way; and the interpreter rounds to e4m3 in its own way.
-        assert (found.double() - expected).norm() < 0.15 * expected.norm()
+        assert (mixed.double() - expected).norm() < 0.15 * expected.norm()
     else:
-        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mixed.double(), expected, atol=1e-4, rtol=1e-4)
     if device == "cpu":
-        found = mix_experts.reference(x, routing, weights)
-        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+        mixed = mix_experts.reference(x, routing, weights)
+        torch.testing.assert_close(mixed.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -322,14 +334,14 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
     assert isinstance(weights.gate_up, FP8Weight)
     assert isinstance(weights.down, FP8Weight)
     assert grouped_fp8.takes(routing.blocks, weights.down)
-    given = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
+    codes = fp8.quantize_rows(x, weights.gate_up.inputs)._replace(rows=x)
     with poisoned():
-        found = mix_experts_triton(x, routing, weights, shared)
-        assert torch.equal(mix_experts_triton(given, routing, weights, shared), found)
+        mixed = mix_experts_triton(x, routing, weights, shared)
+        assert torch.equal(mix_experts_triton(codes, routing, weights, shared), mixed)
     expected = loop(x, routing, wide, shared, rounding(kind, device))
-    assert (found.double() - expected).norm() < 0.05 * expected.norm()
+    assert (mixed.double() - expected).norm() < 0.05 * expected.norm()
     if device == "cuda" or kind != "fp8 blocks":  # the interpreter rounds to e4m3 in its own way
-        assert torch.equal(found, mix_experts_triton(x, routing, weights, shared, Tiling(64, 128, 2)))
+        assert torch.equal(mixed, mix_experts_triton(x, routing, weights, shared, Tiling(64, 128, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -339,14 +351,14 @@ def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pyte
     weights, wide = quantized_experts("mxfp4", (32, 544, 3, 2), device)
     router, _, _ = random_layer((32, 8, 3, 2), torch.float32, device)
     x = random_rows(34, 32, torch.float32, device)
-    found = []
+    results = []
     for rows, block_rows, depth in ((3, 1, 256), (3, 16, 128), (34, 16, 512)):
         routing = route_triton(x[:rows], router, None, 2, True, block_rows=block_rows)
         with poisoned():
-            found.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, depth, 1))[:3])
-    torch.testing.assert_close(found[0].double(), loop(x, routing, wide)[:3], atol=1e-4, rtol=1e-4)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+            results.append(mix_experts_triton(x[:rows], routing, weights, None, Tiling(64, depth, 1))[:3])
+    torch.testing.assert_close(results[0].double(), loop(x, routing, wide)[:3], atol=1e-4, rtol=1e-4)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_mxfp4_words_are_those_of_the_file() -> None:
@@ -390,8 +402,8 @@ def test_mxfp4_weights_are_exact(device: str, dtype: torch.dtype, rows: range) -
     out = torch.empty(16, 4, 16, 32, dtype=dtype, device=device)
     with np.errstate(over="ignore", invalid="ignore"):
         decode_kernel[(16,)](words.to(device), out, PACKED=dtype == torch.bfloat16)
-    found = out.cpu().float().permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
-    assert torch.equal(found[rows.start : rows.stop], expected[rows.start : rows.stop])
+    decoded = out.cpu().float().permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
+    assert torch.equal(decoded[rows.start : rows.stop], expected[rows.start : rows.stop])
 
 
 def test_no_rows() -> None:
@@ -417,10 +429,10 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
     weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
     x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
-    least = least_rows(format_of(weights.gate_up))
+    min_rows = least_rows(format_of(weights.gate_up))
 
     def run(start: int, end: int) -> Tensor:
-        routing = route_triton(x[start:end], router, bias, top_k, True, least)
+        routing = route_triton(x[start:end], router, bias, top_k, True, min_rows)
         return mix_experts_triton(x[start:end], routing, weights)
 
     expected = run(0, len(x))
@@ -449,22 +461,24 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
     def run(start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = x[start:end]
         routing = route_triton(rows, router, bias, top_k, name != "qwen2")
-        own = None if shared is None else Shared(*(part[start:end].contiguous() for part in shared))
-        return mix_experts_triton(rows, routing, weights, own), routing.experts, routing.weights
+        part_shared = None if shared is None else Shared(*(part[start:end].contiguous() for part in shared))
+        return mix_experts_triton(rows, routing, weights, part_shared), routing.experts, routing.weights
 
     expected = run(0, len(x))
     for rows in ROWS:
         for start in {0, (ROWS[-1] - rows) // 3, ROWS[-1] - rows}:
-            for found, whole in zip(run(start, start + rows), expected, strict=True):
-                assert torch.equal(found, whole[start : start + rows]), (rows, start)
+            for part, full in zip(run(start, start + rows), expected, strict=True):
+                assert torch.equal(part, full[start : start + rows]), (rows, start)
     for rows in (1, 8, 128, 600):
         assert torch.equal(replayed(lambda rows=rows: run(0, rows))[0], expected[0][:rows]), rows
     assert not pair_counts(x.device).any()
     few = x[:24].contiguous()
-    own = None if shared is None else Shared(*(part[:24].float() for part in shared))
+    part_shared = None if shared is None else Shared(*(part[:24].float() for part in shared))
     routing = Routing(*(part[:24] for part in expected[1:]))
     wide = ExpertWeights(*(w.float() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
-    torch.testing.assert_close(expected[0][:24].float(), loop(few, routing, wide, own).float(), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(
+        expected[0][:24].float(), loop(few, routing, wide, part_shared).float(), atol=0.05, rtol=0.05
+    )
     logits = F.linear(few.float(), router.float(), None if bias is None else bias.float()).topk(top_k).indices
     assert (expected[1][:24] == logits).float().mean() > 0.98  # near-ties may fall the other way
 

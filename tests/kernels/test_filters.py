@@ -98,14 +98,14 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
         if temperature[row] == 0:
             assert thresholds[row] == -torch.inf, "greedy rows need none"
             continue
-        kept = logits[row].float() >= thresholds[row]
-        wanted = scaled[row] >= expected[row]
-        if torch.equal(kept, wanted):
+        actual = logits[row].float() >= thresholds[row]
+        exact = scaled[row] >= expected[row]
+        if torch.equal(actual, exact):
             continue
         ordered = scaled[row].sort(descending=True).values
         probs = ordered[: int(filters.top_k[row]) or None].softmax(dim=0)
         before = torch.cat((probs.new_zeros(1), probs.cumsum(0)[:-1]))
-        differing = scaled[row][kept != wanted]
+        differing = scaled[row][actual != exact]
         for value in (differing.min(), differing.max()):
             assert abs(before[(ordered > value).sum()] - filters.top_p[row]) < 1e-6, f"row {row}"
 

@@ -67,8 +67,8 @@ def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
     x, weight, _ = random(512, *shape, torch.bfloat16, "cuda")
     assert has_equal_parts(weight)
     for rows, part in ((320, None), (512, None), (512, shape[1] // 4)):
-        found = linear_by_parts(x[:rows], weight, part=part)
-        assert torch.equal(found, linear_many_rows_triton(x[:rows], weight, part=part))
+        out = linear_by_parts(x[:rows], weight, part=part)
+        assert torch.equal(out, linear_many_rows_triton(x[:rows], weight, part=part))
 
 
 def test_usual_parts_are_those_of_few_rows() -> None:
@@ -119,8 +119,8 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype:
         expected = linear_many_rows_triton(x, weight, own_bias)
         for rows in ROWS:
             for start in {0, (ROWS[-1] - rows) // 3, ROWS[-1] - rows}:
-                found = order.linear(x[start : start + rows], weight, own_bias)
-                assert torch.equal(found, expected[start : start + rows]), (rows, start)
+                out = order.linear(x[start : start + rows], weight, own_bias)
+                assert torch.equal(out, expected[start : start + rows]), (rows, start)
         few = linear_few_rows_triton(x[5:25], weight, own_bias)
         assert torch.equal(few, expected[5:25])
     order.check(weight, None, (256, 300), gated=True)

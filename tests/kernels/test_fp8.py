@@ -70,9 +70,9 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
         own_bias = None if gated else bias
         expected = formula(x, weight, scales, own_bias, gated)
         for run in (fp8_linear.reference, fp8_linear.triton):
-            own = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
+            options = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
             with poisoned():
-                out = run(x, weight, scales, own_bias, gated, **own)
+                out = run(x, weight, scales, own_bias, gated, **options)
             allowed = (2e-3 if device == "cuda" else 1e-5) + 1e-3 * expected.abs()
             if device == "cuda" and not gated:  # tensor cores cut off what is below 2^-14 of what they add it to
                 allowed += 2**-14 * magnitude
@@ -93,11 +93,11 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
     x = torch.cat((codes.float() * scales[:, blocks], torch.full((5, 8), 1e9, device=device)), dim=1)[:, :272]
     for run in (quantize_rows.reference, quantize_rows.triton):
         with poisoned():
-            found = run(x, InputScales(by_block=by_block))
-        assert torch.equal(found.codes.float(), codes.float())
+            rows = run(x, InputScales(by_block=by_block))
+        assert torch.equal(rows.codes.float(), codes.float())
         largest = (codes.float() * scales[:, blocks]).abs()
         expected = torch.stack([largest[:, blocks == index].amax(1) / 448 for index in range(scales.shape[1])])
-        assert torch.equal(found.scales, (expected if by_block else expected[0]).clamp(min=1e-12))
+        assert torch.equal(rows.scales, (expected if by_block else expected[0]).clamp(min=1e-12))
         static = run(8 * codes.float(), InputScales(torch.tensor(4.0, device=device)))  # half of them are too large
         assert torch.equal(static.codes.float(), (2 * codes.float()).clamp(-448, 448))
         assert torch.equal(static.scales, torch.full((5,), 4.0, device=device))
@@ -108,8 +108,8 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
 def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0] * 16] * 2, device=device)
     for run in (quantize_rows.reference, quantize_rows.triton):
-        found = run(x, InputScales(torch.tensor(0.013, device=device))).codes.float()
-        assert found[1, :5].tolist() == [448.0, -448.0, 448.0, -448.0, 0.0]
+        codes = run(x, InputScales(torch.tensor(0.013, device=device))).codes.float()
+        assert codes[1, :5].tolist() == [448.0, -448.0, 448.0, -448.0, 0.0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,14 +130,14 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
     weight, scales = layer(*shape, blocks, "cuda")
     x = torch.randn(ROWS[-1], shape[1], device="cuda").bfloat16()
     for gated in (False, True):
-        whole = fp8_linear(quantize_rows(x, InputScales(by_block=blocks)), weight, scales, None, gated)
+        together = fp8_linear(quantize_rows(x, InputScales(by_block=blocks)), weight, scales, None, gated)
         expected = formula(quantize_rows(x[:40], InputScales(by_block=blocks)), weight, scales, None, gated)
-        torch.testing.assert_close(whole[:40].double(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(together[:40].double(), expected, atol=2e-2, rtol=2e-2)
         for count in ROWS:
             start = (ROWS[-1] - count) // 3
-            own = quantize_rows(x[start : start + count], InputScales(by_block=blocks))
-            found = fp8_linear(own, weight, scales, None, gated)
-            assert torch.equal(found, whole[start : start + count]), (gated, count)
+            inputs = quantize_rows(x[start : start + count], InputScales(by_block=blocks))
+            out = fp8_linear(inputs, weight, scales, None, gated)
+            assert torch.equal(out, together[start : start + count]), (gated, count)
 
 
 @pytest.mark.gpu
@@ -154,8 +154,8 @@ def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool)
         for bias in (None, torch.randn(shape[0], device="cuda").bfloat16()):
             ours = fp8_linear(x, weight, scales, bias)
             assert torch.equal(library_linear(x, weight, scales, bias, split), ours)
-    others = quantize_rows(torch.randn(130, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
-    assert has_library(others, weight, scales, split) != blocks  # whose scales do not lie 16 bytes at a time
+    unaligned = quantize_rows(torch.randn(130, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
+    assert has_library(unaligned, weight, scales, split) != blocks  # whose scales do not lie 16 bytes at a time
 
 
 @pytest.mark.gpu
@@ -177,9 +177,9 @@ def test_inputs_are_quantised_as_on_the_cpu() -> None:
     x = torch.randn(33, 4096).bfloat16()
     for static, by_block in ((None, False), (None, True), (torch.tensor(0.013), False)):
         expected = quantize_rows.reference(x, InputScales(static, by_block))
-        found = quantize_rows(x.cuda(), InputScales(None if static is None else static.cuda(), by_block))
-        assert torch.equal(found.codes.cpu().float(), expected.codes.float())
-        assert torch.equal(found.scales.cpu(), expected.scales)
+        rows = quantize_rows(x.cuda(), InputScales(None if static is None else static.cuda(), by_block))
+        assert torch.equal(rows.codes.cpu().float(), expected.codes.float())
+        assert torch.equal(rows.scales.cpu(), expected.scales)
 
 
 @pytest.mark.gpu
@@ -215,25 +215,27 @@ def test_gated_products_round_as_the_two_kernels() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [(None, False), (None, True), (0.03125, False)])
-def test_norms_quantise_their_output(given: tuple[float | None, bool], device: str) -> None:
+@pytest.mark.parametrize("input_format", [(None, False), (None, True), (0.03125, False)])
+def test_norms_quantise_their_output(input_format: tuple[float | None, bool], device: str) -> None:
     """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
     residual, delta = (torch.randn(6, 400, device=device)[:, :272] for _ in range(2))
     weight = 1 + torch.rand(272, device=device)
     out = torch.empty(6, 600, device=device)[:, :272]
-    scales = InputScales(None if given[0] is None else torch.tensor(given[0], device=device), given[1])
-    for own in (None, delta):
-        given_out = None if own is None else out
-        rows, summed = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, given_out, keeps_rows=True)
-        expected, total = quantized_rms_norm.reference(residual, own, weight, 1e-5, scales, keeps_rows=True)
-        alone = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, given_out)[0]
+    scales = InputScales(
+        None if input_format[0] is None else torch.tensor(input_format[0], device=device), input_format[1]
+    )
+    for addend in (None, delta):
+        given_out = None if addend is None else out
+        rows, summed = quantized_rms_norm.triton(residual, addend, weight, 1e-5, scales, given_out, keeps_rows=True)
+        expected, total = quantized_rms_norm.reference(residual, addend, weight, 1e-5, scales, keeps_rows=True)
+        alone = quantized_rms_norm.triton(residual, addend, weight, 1e-5, scales, given_out)[0]
         assert alone.rows is None
         assert torch.equal(alone.codes.view(torch.uint8), rows.codes.view(torch.uint8))
         torch.testing.assert_close(rows.rows, expected.rows)
         assert torch.equal(summed, total)
-        assert own is None or summed.data_ptr() == out.data_ptr()
+        assert addend is None or summed.data_ptr() == out.data_ptr()
         torch.testing.assert_close(rows.scales, expected.scales)
-        exact = quantize_rows.triton(add_or_not(residual, own, weight), scales)
+        exact = quantize_rows.triton(add_or_not(residual, addend, weight), scales)
         same = (rows.codes.float() == exact.codes.float()).float().mean()
         assert same > 0.99, "but for sums in another order"
 
@@ -243,13 +245,13 @@ def test_norms_quantise_their_output(given: tuple[float | None, bool], device: s
 def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
     gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
     for static in (None, torch.tensor(0.01, device=device)):
-        given = InputScales(static, by_block)
-        found = quantized_silu_mul.triton(gate_up, given)
-        apart = quantize_rows.triton(silu_mul.triton(gate_up), given)
-        assert torch.equal(found.codes.float(), apart.codes.float())
-        assert torch.equal(found.scales, apart.scales)
-        expected = quantized_silu_mul.reference(gate_up, given)
-        torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=2e-3)
+        scales = InputScales(static, by_block)
+        fused = quantized_silu_mul.triton(gate_up, scales)
+        apart = quantize_rows.triton(silu_mul.triton(gate_up), scales)
+        assert torch.equal(fused.codes.float(), apart.codes.float())
+        assert torch.equal(fused.scales, apart.scales)
+        expected = quantized_silu_mul.reference(gate_up, scales)
+        torch.testing.assert_close(fused.scales, expected.scales, atol=0, rtol=2e-3)
 
 
 def add_or_not(residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def test_keys_and_values_are_written_as_codes(kernel: Write, case: tuple[int, ..
     scales = random_scales(2, case[2], device=device)
     keys, values = (torch.zeros_like(x).to(E4M3) for x in (scene.keys, scene.values))
     kernel(*scene.arguments()[:7], keys, values, None, scales)
-    found = decode(keys, scales[0, :, None], torch.float64)[scene.slots].cpu()
-    torch.testing.assert_close(found, scene.turned(scene.k), atol=float(scales[0].max()) * 2**-9, rtol=NEXT)
+    decoded = decode(keys, scales[0, :, None], torch.float64)[scene.slots].cpu()
+    torch.testing.assert_close(decoded, scene.turned(scene.k), atol=float(scales[0].max()) * 2**-9, rtol=NEXT)
     assert torch.equal(values.view(torch.uint8)[scene.slots], encode(scene.v, scales[1, :, None]).view(torch.uint8))
 
 
@@ -91,8 +91,8 @@ def test_context_rows_are_written_as_codes(device: str) -> None:
     for store in (store_context.reference, store_context.triton):
         scene.cache = torch.zeros_like(scene.cache).to(E4M3)
         codes = scene.run(lambda *args, store=store: store(*args, scales))
-        found = decode(codes, scales[:, :, None, :, None], torch.float32)[:, :, scene.slots]
-        error = (found - plain[:, :, scene.slots]).abs() / (plain[:, :, scene.slots].abs() + 1e-3)
+        decoded = decode(codes, scales[:, :, None, :, None], torch.float32)[:, :, scene.slots]
+        error = (decoded - plain[:, :, scene.slots]).abs() / (plain[:, :, scene.slots].abs() + 1e-3)
         # The interpreter forgets to carry where rounding reaches the next power of two.
         assert error.median() < NEXT / 2
         assert (error > NEXT).float().mean() < (0.1 if store is store_context.triton and device == "cpu" else 1e-9)
@@ -151,10 +151,10 @@ def test_tree_attention_over_codes(name: str, device: str) -> None:
     outs = [scene.run(run, scales=scales) for run in (tree_attention.reference, tree_attention.triton)]
     scene.keys, scene.values = exact
     out, lse = scene.expected()
-    for found, found_lse in outs:
-        torch.testing.assert_close(found.double(), out, atol=1e-5, rtol=1e-5)
+    for actual, actual_lse in outs:
+        torch.testing.assert_close(actual.double(), out, atol=1e-5, rtol=1e-5)
         if scene.sinks is None:
-            torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(actual_lse.double(), lse, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,8 +167,8 @@ def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
     rows = [rows for _, rows in nodes]
 
     def answer(order: list[int]) -> list[Tensor]:
-        own = replace(case, nodes=tuple(nodes[s] for s in order))
-        scene = test_ragged_attention.Scene(own, dtype, device, seeds=order, shuffle=order[0])
+        part = replace(case, nodes=tuple(nodes[s] for s in order))
+        scene = test_ragged_attention.Scene(part, dtype, device, seeds=order, shuffle=order[0])
         paths = scene.paths()
         scales, _ = coded(scene)
         out = scene.run(lambda *x, **y: ragged_attention.triton(*x, **y, scales=scales), paths=paths)
@@ -176,9 +176,9 @@ def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
 
     together = answer(list(range(len(nodes))))
     backwards = answer(list(reversed(range(len(nodes)))))[::-1]
-    for s, own in enumerate(together):
-        assert torch.equal(own, backwards[s])
-        assert torch.equal(own, answer([s])[0])
+    for s, rows_together in enumerate(together):
+        assert torch.equal(rows_together, backwards[s])
+        assert torch.equal(rows_together, answer([s])[0])
 
 
 @pytest.mark.gpu

@@ -64,8 +64,8 @@ def exact_logits(head: DraftHead, hidden: Tensor) -> Tensor:
 
 def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
     """Gathered, copied rows, and all of the vocabulary."""
-    kept = ids[ids >= 0]
-    return [DraftHead(weight, ids, gathered=True), DraftHead(weight[kept], kept), DraftHead(weight)]
+    token_ids = ids[ids >= 0]
+    return [DraftHead(weight, ids, gathered=True), DraftHead(weight[token_ids], token_ids), DraftHead(weight)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,9 +75,9 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
     with poisoned():
         out = gathered_linear.triton(hidden, weight, ids, tiling)
-    for found in (out, gathered_linear.reference(hidden, weight, ids)):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    for logits in (out, gathered_linear.reference(hidden, weight, ids)):
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,9 +91,9 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
         expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids).log_softmax(dim=-1)
         best = expected.sort(dim=-1, descending=True).values
         with poisoned():
-            found = [head_topk.triton(head, hidden, k, positions, sampling, tiling) for k in (1, 5)]
+            results = [head_topk.triton(head, hidden, k, positions, sampling, tiling) for k in (1, 5)]
         close = {"atol": 2e-5, "rtol": 1e-5}
-        for k, (values, columns) in zip((1, 5), found, strict=True):
+        for k, (values, columns) in zip((1, 5), results, strict=True):
             assert columns.dtype == torch.int64
             torch.testing.assert_close(values.double(), best[:, :k], **close)
             torch.testing.assert_close(values.double(), expected.gather(1, columns), **close)
@@ -121,8 +121,8 @@ def test_unused_places_are_last(device: str) -> None:
     """Whole tiles of them, first and last; fewer used places in a tile than k."""
     hidden, weight, ids = random(3, torch.float32, device)
     ids[:] = -1
-    used = [40, 41, 63]
-    ids[used] = torch.tensor([5, 149, 0], device=device)
+    used_rows = [40, 41, 63]
+    ids[used_rows] = torch.tensor([5, 149, 0], device=device)
     head = DraftHead(weight, ids, gathered=True)
     positions = torch.arange(3, device=device)
     sampling = sampling_of(3, device)

@@ -18,6 +18,6 @@ def test_they_compile_and_fit(tmp_path: Path) -> None:
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    taken = json.loads(done.stdout)
-    assert len(taken) == 8
-    assert all(0 < size <= SHARED_MEMORY for size in taken.values()), taken
+    sizes = json.loads(done.stdout)
+    assert len(sizes) == 8
+    assert all(0 < size <= SHARED_MEMORY for size in sizes.values()), sizes

@@ -30,7 +30,7 @@ def layer(
     zeros = torch.randint(17, (outputs, groups), generator=generator, device=device)
     spread = torch.arange(inputs, device=device) // group
     exact = (codes - (8 if symmetric else zeros[:, spread])).double() * scales.double()[:, spread]
-    units = [pack_units(found, group, inputs) for found in (scales, zeros.to(torch.int16))]
+    units = [pack_units(values, group, inputs) for values in (scales, zeros.to(torch.int16))]
     return Int4Weight(pack_codes(codes), units[0], None if symmetric else units[1], group, inputs), exact.to(dtype)
 
 
@@ -44,8 +44,8 @@ def test_codes_lie_in_planes() -> None:
         plane, place = divmod(rest, 32)
         pair, half = divmod(place, 2)
         word = words[:, 32 * chunk + 2 * pair + plane // 4].long()
-        found = word >> 16 * half + 4 * (plane % 4) & 15
-        assert torch.equal(found, codes[:, column] if column < 328 else torch.full((3,), 8))
+        code = word >> 16 * half + 4 * (plane % 4) & 15
+        assert torch.equal(code, codes[:, column] if column < 328 else torch.full((3,), 8))
     assert torch.equal(unpack_words(words, 328).long(), codes)
 
 
@@ -138,8 +138,8 @@ def test_mxfp4_blocks() -> None:
     assert blocks[0, 0].tolist() == [(2 * place & 15) | (2 * place + 1 & 15) << 4 for place in range(16)]
     assert torch.equal(unpack_mxfp4(blocks).long(), codes)
     scales = torch.tensor([[127, 120, 130], [1, 200, 126]], dtype=torch.uint8)
-    found = dequantize_mxfp4(blocks, scales, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
+    values = dequantize_mxfp4(blocks, scales, torch.bfloat16)
+    assert values.dtype == torch.bfloat16
     for row in range(2):
         for column in range(96):
             code = int(codes[row, column])
@@ -147,7 +147,7 @@ def test_mxfp4_blocks() -> None:
             fraction = code & 1
             value = (1 + fraction / 2) * 2.0 ** (exponent - 1) if exponent else fraction / 2
             expected = (-value if code & 8 else value) * 2.0 ** (int(scales[row, column // 32]) - 127)
-            assert float(found[row, column]) == expected
+            assert float(values[row, column]) == expected
 
 
 @pytest.mark.gpu

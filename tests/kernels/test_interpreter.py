@@ -34,10 +34,10 @@ def test_tiles_of_any_size_give_equal_bits(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(64, 32, generator=generator).to(dtype)
     right = torch.randn(32, 64, generator=generator).to(dtype)
-    whole = product(left, right, 64, 64)
-    torch.testing.assert_close(whole.double(), left.double() @ right.double(), atol=1e-5, rtol=1e-5)
+    expected = product(left, right, 64, 64)
+    torch.testing.assert_close(expected.double(), left.double() @ right.double(), atol=1e-5, rtol=1e-5)
     for rows, columns in ((1, 64), (64, 1), (16, 32), (32, 16)):
-        assert torch.equal(product(left, right, rows, columns), whole)
+        assert torch.equal(product(left, right, rows, columns), expected)
 
 
 def test_terms_are_added_from_first_to_last() -> None:

@@ -109,5 +109,5 @@ def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int
     assert positions.tolist() == [position for _, position in expected]
     table = pages.tolist()
     assert slots.tolist() == [table[row][p // page_size] * page_size + p % page_size for row, p in expected]
-    for found in (chain_slots, chain_slots.reference):
-        assert all(map(torch.equal, found(pages, page_size, rows, starts, count), (positions, slots)))
+    for run in (chain_slots, chain_slots.reference):
+        assert all(map(torch.equal, run(pages, page_size, rows, starts, count), (positions, slots)))

@@ -60,17 +60,17 @@ def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run:
     expected = torch.zeros(B, K, k, k, dtype=torch.float64)
     for b, s, i, j in product(*map(range, expected.shape)):
         before = int(roots[b]) if s == 0 else int(tokens[b, s - 1, i])
-        own = predecessors[before].double()
+        factor = predecessors[before].double()
         if slots is not None:
-            factor = slots[b, s].double()
-            own = own * (factor if gates is None else torch.sigmoid(factor + gates[before].double()))
-        expected[b, s, i, j] = unary[b, s, j] + own @ successors[columns[b, s, j]].double()
-    where = [x if x is None else x.to(device) for x in (unary, columns, tokens, roots, slots)]
+            slot_factor = slots[b, s].double()
+            factor = factor * (slot_factor if gates is None else torch.sigmoid(slot_factor + gates[before].double()))
+        expected[b, s, i, j] = unary[b, s, j] + factor @ successors[columns[b, s, j]].double()
+    inputs = [x if x is None else x.to(device) for x in (unary, columns, tokens, roots, slots)]
     factors = Factors(*(x if x is None else x.to(device) for x in (predecessors, successors, gates)))
     with poisoned():
-        found = getattr(transition_scores, run)(*where[:4], factors, where[4])
+        scores = getattr(transition_scores, run)(*inputs[:4], factors, inputs[4])
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(found.double().cpu(), expected, atol=20 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(scores.double().cpu(), expected, atol=20 * tolerance, rtol=tolerance)
 
 
 def confidence_of(kind: str, B: int, K: int, device: str) -> Confidence | None:
@@ -86,8 +86,10 @@ def confidence_of(kind: str, B: int, K: int, device: str) -> Confidence | None:
 
 def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> float:
     """By the formula, after the token `before`."""
-    own = 0.0 if confidence.by_token is None else float(confidence.by_token[before])
-    return -math.log1p(math.exp(-(float(confidence.slots[request, slot]) + own) / float(confidence.temperatures[slot])))
+    logit = 0.0 if confidence.by_token is None else float(confidence.by_token[before])
+    return -math.log1p(
+        math.exp(-(float(confidence.slots[request, slot]) + logit) / float(confidence.temperatures[slot]))
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,9 +111,9 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
         assert chain[b, 0] == token
         assert reached[b, 0] == 0
         for s in range(K):
-            own = scores[b, s, row].double().cpu()
-            row = own.tolist().index(max(own.tolist()))
-            step = own.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
+            row_scores = scores[b, s, row].double().cpu()
+            row = row_scores.tolist().index(max(row_scores.tolist()))
+            step = row_scores.log_softmax(0)[row] + values[b, s].double().logsumexp(0).cpu()
             if sure is not None:
                 step = log_sure(sure, b, s, token)
             token = int(tokens[b, s, row])
@@ -134,7 +136,7 @@ def test_the_tree_is_the_best_of_all_paths(
     B, K, k = shape
     sure = confidence_of(confidence, B, K, device)
     with poisoned():
-        chosen, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count, sure)
+        tree, parents, reached = getattr(grow_lattice, run)(scores, tokens, roots, values, topk, count, sure)
     steps = scores.double().cpu().log_softmax(-1)
     mass = values.double().cpu().logsumexp(-1)
     for b in range(B):
@@ -143,39 +145,39 @@ def test_the_tree_is_the_best_of_all_paths(
             for path in product(range(k), repeat=length):
                 if path[:-1] in totals:
                     slot = length - 1
-                    own = steps[b, slot, path[-2] if slot else 0]
-                    best = sorted(range(k), key=lambda one: (-float(own[one]), one))[:topk]
-                    if path[-1] in best and own[path[-1]] > -torch.inf:
-                        step = float(own[path[-1]] + mass[b, slot])
+                    row_scores = steps[b, slot, path[-2] if slot else 0]
+                    best = sorted(range(k), key=lambda column: (-float(row_scores[column]), column))[:topk]
+                    if path[-1] in best and row_scores[path[-1]] > -torch.inf:
+                        step = float(row_scores[path[-1]] + mass[b, slot])
                         if sure is not None and path[-1] == best[0]:
                             step = log_sure(sure, b, slot, int(tokens[b, slot - 1, path[-2]] if slot else roots[b]))
                         totals[path] = totals[path[:-1]] + step
         expected = sorted(totals.values(), reverse=True)[:count]
-        used = [node for node in range(count) if reached[b, node] > -torch.inf]
-        assert used == list(range(len(expected)))
-        torch.testing.assert_close(reached[b, used].double().cpu(), torch.tensor(expected).double(), atol=1e-4, rtol=0)
+        nodes = [node for node in range(count) if reached[b, node] > -torch.inf]
+        assert nodes == list(range(len(expected)))
+        torch.testing.assert_close(reached[b, nodes].double().cpu(), torch.tensor(expected).double(), atol=1e-4, rtol=0)
         paths = [()]
-        assert (int(chosen[b, 0]), int(parents[b, 0])) == (int(roots[b]), -1)
+        assert (int(tree[b, 0]), int(parents[b, 0])) == (int(roots[b]), -1)
         for node in range(1, count):
             parent = int(parents[b, node])
             assert 0 <= parent < node
-            if node not in used:
-                assert (int(chosen[b, node]), parent) == (-1, 0)
+            if node not in nodes:
+                assert (int(tree[b, node]), parent) == (-1, 0)
                 continue
             slot = len(paths[parent])
-            paths.append((*paths[parent], tokens[b, slot].tolist().index(int(chosen[b, node]))))
+            paths.append((*paths[parent], tokens[b, slot].tolist().index(int(tree[b, node]))))
             assert totals[paths[-1]] == pytest.approx(float(reached[b, node]), abs=1e-4)
         assert len(set(paths)) == len(paths), "nodes are distinct"
 
 
 def test_kernel_and_reference_agree_on_ties() -> None:
     scores, tokens, roots, values = lattice_of(3, 4, 6, "ties", "cpu")
-    for found, expected in zip(
+    for actual, expected in zip(
         grow_lattice.triton(scores, tokens, roots, values, 3, 20),
         grow_lattice(scores, tokens, roots, values, 3, 20),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -186,10 +188,10 @@ def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
     positions = torch.arange(4, device=device) * 7
     temperature = torch.tensor([0.0, 0.7], device=device)
     keys = keys_of(range(2), device)
-    found = getattr(add_noise, run)(scores, tokens, positions, Sampling(keys, temperature, None).repeat(2))
+    noisy = getattr(add_noise, run)(scores, tokens, positions, Sampling(keys, temperature, None).repeat(2))
     for row in range(4):
-        own = gumbel(keys[row // 2 : row // 2 + 1], positions[row : row + 1], tokens[row])[0]
-        torch.testing.assert_close(found[row], scores[row] + temperature[row // 2] * own, atol=1e-5, rtol=1e-5)
+        noise = gumbel(keys[row // 2 : row // 2 + 1], positions[row : row + 1], tokens[row])[0]
+        torch.testing.assert_close(noisy[row], scores[row] + temperature[row // 2] * noise, atol=1e-5, rtol=1e-5)
     greedy = Sampling(keys, None, None).repeat(2)
     assert torch.equal(getattr(add_noise, run)(scores, tokens, positions, greedy), scores)
 
@@ -199,6 +201,6 @@ def test_replays_equal_the_references() -> None:
     scores, tokens, roots, values = lattice_of(32, 7, 16, "plain", "cuda")
     sure = confidence_of("tokens", 32, 7, "cuda")
     for op, rest in ((walk_lattice, (sure,)), (grow_lattice, (4, 32)), (grow_lattice, (4, 32, sure))):
-        found = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, values, *rest))
-        for own, right in zip(found, op.reference(scores, tokens, roots, values, *rest), strict=True):
-            torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)
+        results = replayed(lambda op=op, rest=rest: op.triton(scores, tokens, roots, values, *rest))
+        for actual, right in zip(results, op.reference(scores, tokens, roots, values, *rest), strict=True):
+            torch.testing.assert_close(actual, right, atol=1e-4, rtol=1e-4)

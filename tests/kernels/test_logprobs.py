@@ -103,11 +103,11 @@ def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:
 def test_a_replay_gives_the_same(vocab: int) -> None:
     logits = logits_of(vocab, "cuda", torch.bfloat16)
     emitted = emitted_of(vocab, "cuda")
-    wanted = torch.tensor(WANTED, dtype=torch.int32, device="cuda")
+    counts = torch.tensor(WANTED, dtype=torch.int32, device="cuda")
 
     def run() -> Tensor:
         out = torch.full((COLUMNS, len(SLOTS), 4), UNWRITTEN, dtype=torch.int32, device="cuda")
-        emitted_logprobs.triton(logits, emitted, wanted, None, out)
+        emitted_logprobs.triton(logits, emitted, counts, None, out)
         return out
 
     check(replayed(run), logits, emitted)

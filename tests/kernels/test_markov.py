@@ -43,10 +43,10 @@ def test_the_walk(
         token = int(roots[b])
         total = 0.0
         for s in range(K):
-            own = factors.predecessors[token].double()
+            factor = factors.predecessors[token].double()
             if factors.gates is not None and slots is not None:
-                own = own * torch.sigmoid(slots[b, s].double() + factors.gates[token].double())
-            scores = logits[b, s].double() + factors.successors.double() @ own
+                factor = factor * torch.sigmoid(slots[b, s].double() + factors.gates[token].double())
+            scores = logits[b, s].double() + factors.successors.double() @ factor
             if sampling.temperature is not None:
                 noise = gumbel(sampling.keys[b : b + 1], positions[b, s : s + 1], places)[0]
                 scores = scores + float(temperature[b]) * noise.double()
@@ -77,6 +77,6 @@ def test_replays_equal_the_reference(B: int) -> None:
     roots = torch.arange(B, device="cuda")
     positions = torch.arange(B * K, device="cuda").view(B, K)
     sampling = Sampling(keys_of(range(B), "cuda"), torch.full((B,), 0.5, device="cuda"), None)
-    found = replayed(lambda: markov_walk.triton(logits, roots, factors, None, positions, sampling))
+    walk = replayed(lambda: markov_walk.triton(logits, roots, factors, None, positions, sampling))
     expected = markov_walk.reference(logits, roots, factors, None, positions, sampling)
-    assert (found.tokens == expected.tokens).float().mean() > 0.95, "of near ties either"
+    assert (walk.tokens == expected.tokens).float().mean() > 0.95, "of near ties either"

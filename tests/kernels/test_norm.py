@@ -177,10 +177,10 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
     leaves = [x, y, *weights, *heads]
     for actual, exact in zip(results, expected, strict=True):
         check(actual, exact, torch.bfloat16)
-    found = torch.autograd.grad(sum(result.float().sum() for result in results), leaves)
+    gradients = torch.autograd.grad(sum(result.float().sum() for result in results), leaves)
     exact_gradients = torch.autograd.grad(sum(exact.sum() for exact in expected), leaves)
-    assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 2 + [torch.float32] * 4
-    for gradient, exact in zip(found, exact_gradients, strict=True):
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2 + [torch.float32] * 4
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
         assert (gradient.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
 
 

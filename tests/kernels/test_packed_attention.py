@@ -53,7 +53,7 @@ class Scene:
         return (q * self.by_head(keys)).sum(-1) * q.shape[-1] ** -0.5
 
     def before(self) -> tuple[Tensor, Tensor]:
-        """What attention over the other keys alone gives: output (N, Q, D) and lse (N, Q), fp64."""
+        """Attends to the other keys alone: output (N, Q, D) and lse (N, Q), fp64."""
         scores = self.scores(self.q.double(), self.others.unsqueeze(1)) + self.shift
         values = self.by_head(self.other_values).unsqueeze(1)
         return (scores.softmax(0).unsqueeze(-1) * values).sum(0), scores.logsumexp(0)
@@ -62,23 +62,23 @@ class Scene:
         """Output, lse and the gradients of q, own keys and own values through one softmax over all keys. q's is that
         through the own keys: the others' keys do not move it here."""
         q, keys, values = (x.double().requires_grad_() for x in (self.q, self.keys, self.values))
-        others = self.scores(self.q.double(), self.others.unsqueeze(1)) + self.shift
-        scores = torch.cat((others, self.scores(q, keys)))
+        other_scores = self.scores(self.q.double(), self.others.unsqueeze(1)) + self.shift
+        scores = torch.cat((other_scores, self.scores(q, keys)))
         everything = torch.cat((self.by_head(self.other_values).unsqueeze(1).expand(-1, len(q), -1, -1),
                                 self.by_head(values)))  # fmt: skip
         output = (scores.softmax(0).unsqueeze(-1) * everything).sum(0)
         gradients = torch.autograd.grad(output, [q, keys, values], self.upstream.double())
         return [output, scores.logsumexp(0).t(), *gradients]
 
-    def found(self, extend: Extend, gradients: Gradients) -> list[Tensor]:
+    def computed(self, extend: Extend, gradients: Gradients) -> list[Tensor]:
         output, lse = self.before()
         output = output.to(self.q.dtype)
         lse = lse.t().float().contiguous()
-        whole, total = extend(self.q, output, lse, self.keys, self.values)
-        assert (whole.dtype, total.dtype) == (self.q.dtype, torch.float32)
-        found = gradients(self.upstream, self.q, whole, total, self.keys, self.values)
-        assert {x.dtype for x in found} == {self.q.dtype}
-        return [whole, total, *found]
+        extended, total = extend(self.q, output, lse, self.keys, self.values)
+        assert (extended.dtype, total.dtype) == (self.q.dtype, torch.float32)
+        leaf_gradients = gradients(self.upstream, self.q, extended, total, self.keys, self.values)
+        assert {x.dtype for x in leaf_gradients} == {self.q.dtype}
+        return [extended, total, *leaf_gradients]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,7 +90,7 @@ def test_equals_one_softmax(
     """Far apart, too, where one side has all the weight."""
     scene = Scene(case, dtype, device, shift)
     with poisoned():
-        found = scene.found(*run)
-    for one, other in zip(found, scene.expected(), strict=True):
+        actual = scene.computed(*run)
+    for value, exact in zip(actual, scene.expected(), strict=True):
         tolerance = 4 * TOLERANCES[dtype]
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)

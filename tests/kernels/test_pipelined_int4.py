@@ -15,7 +15,7 @@ from slipstream.kernels.gemm.streamed_linear import own_parts
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_int4
-from slipstream.tests.kernels.test_streamed_linear import Both, check_heads, empty_weight, heads
+from slipstream.tests.kernels.test_streamed_linear import ProductPair, check_heads, empty_weight, heads
 from slipstream.tests.kernels.triton_runs import replayed
 
 ROWS = [1, 2, 5, 8]
@@ -89,7 +89,7 @@ def test_heads_are_rotated_and_stored(
     weight, _ = test_int4.layer(outputs, inputs, group, symmetric, "cuda", dtype)
     x, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((MOST_ROWS, inputs), (outputs,)))
     runs = (lambda x, rotation, run=run: run(x, weight, bias, False, rotation) for run in (pipelined, usual))
-    check_heads(Both(*runs, MOST_ROWS, dtype), shape, x)
+    check_heads(ProductPair(*runs, MOST_ROWS, dtype), shape, x)
 
 
 def chain(run: Callable[..., Tensor], gate_up: Int4Weight, down: Int4Weight, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_graph_replays_a_chain() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the GPU believes to have an H200."""
+    """Code that asks which GPU it runs on sees an H200."""
     monkeypatch.setattr(streamed, "use_triton", lambda _: True)
     monkeypatch.setattr(streamed, "is_hopper", lambda _: True)
     monkeypatch.setattr(streamed, "programs_of", lambda _: 132)
@@ -157,4 +157,4 @@ def test_rings_fill_the_same_memory() -> None:
     shapes = [shape for *shape, gated in PRODUCTS if not gated]
     parts = [own_parts(MOST_ROWS, inputs, int4.choose_int4_tiling(outputs, inputs)) for outputs, inputs in shapes]
     assert parts == [1, 1, 4, 2, 1]
-    assert [choose_pipeline(False, own).slots * own for own in (2, 4)] == [8, 8]
+    assert [choose_pipeline(False, num_parts).slots * num_parts for num_parts in (2, 4)] == [8, 8]

@@ -27,8 +27,8 @@ PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1]}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for, and its texts."""
+class Request:
+    """A request's parameters and texts."""
 
     prompt: list[int]
     answer: list[int]
@@ -42,12 +42,12 @@ class Asked:
         return ((self.repetition, self.frequency, self.presence) != (1, 0, 0)) + 2 * bool(self.bias)
 
 
-ASKED = [
-    Asked([1, 2, 2, 7], [3, 3, 9]),  # nothing
-    Asked([1, 2, 2, 7], [3, 3, 9], repetition=1.3),
-    Asked([4], [4, 5, 5, 5, 6], frequency=0.7, presence=-0.4),
-    Asked([0, 9], [], bias=((0, -100.0), (8, 4.5), (29, 100.0))),
-    Asked([8, 8, 1], [8, 2], repetition=0.8, frequency=-1.5, presence=2.0, bias=((8, -3.0), (2, 1.0))),
+ENTRIES = [
+    Request([1, 2, 2, 7], [3, 3, 9]),  # nothing
+    Request([1, 2, 2, 7], [3, 3, 9], repetition=1.3),
+    Request([4], [4, 5, 5, 5, 6], frequency=0.7, presence=-0.4),
+    Request([0, 9], [], bias=((0, -100.0), (8, 4.5), (29, 100.0))),
+    Request([8, 8, 1], [8, 2], repetition=0.8, frequency=-1.5, presence=2.0, bias=((8, -3.0), (2, 1.0))),
 ]
 REQUESTS = [4, 0, 2, 1, 3, 4]  # entries of the pass
 COUNTS = [5, 2, 4, 1, 3, 2]  # nodes of each in a pass of trees or chains; rows of prompts, entries 2 and 1, follow
@@ -64,34 +64,36 @@ def rows_of(shape: str | None) -> list[tuple[int, int]]:
 def processors_of(vocab: int, device: str, shape: str | None, masked: bool) -> Processors:
     """Entries that lack a processor hold garbage where its parameters would be."""
     generator = torch.Generator().manual_seed(vocab)
-    counts = torch.randint(-(2**31), 2**31 - 1, (len(ASKED), vocab), dtype=torch.int32, generator=generator)
-    bias = torch.full((len(ASKED), vocab), torch.nan)
-    for entry, asked in enumerate(ASKED):
-        if asked.flags & 1:
-            counts[entry] = torch.tensor([2 * asked.answer.count(t) + (t in asked.prompt) for t in range(vocab)])
-        if asked.flags & 2:
-            bias[entry] = torch.tensor([dict(asked.bias).get(t, 0.0) for t in range(vocab)])
+    counts = torch.randint(-(2**31), 2**31 - 1, (len(ENTRIES), vocab), dtype=torch.int32, generator=generator)
+    bias = torch.full((len(ENTRIES), vocab), torch.nan)
+    for entry, request in enumerate(ENTRIES):
+        if request.flags & 1:
+            counts[entry] = torch.tensor([2 * request.answer.count(t) + (t in request.prompt) for t in range(vocab)])
+        if request.flags & 2:
+            bias[entry] = torch.tensor([dict(request.bias).get(t, 0.0) for t in range(vocab)])
     pairs = rows_of(shape)
     nodes = torch.randint(10, (len(pairs) + 2,), generator=generator)  # a pass may have more rows than have logits
     parents = torch.tensor([PARENTS.get(shape or "chain")], dtype=torch.int32)
     paths = ancestor_masks(parents)[0][[node for _, node in pairs] + [0, 0]]
     masks = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), dtype=torch.int32, generator=generator)
-    chosen = torch.randint(-1, 3, (len(pairs),), dtype=torch.int32, generator=generator)
+    mask_rows = torch.randint(-1, 3, (len(pairs),), dtype=torch.int32, generator=generator)
     tensors = Processors(
-        torch.tensor([asked.flags for asked in ASKED], dtype=torch.int32),
-        *torch.tensor([(asked.repetition, asked.frequency, asked.presence) for asked in ASKED]).T.contiguous(),
+        torch.tensor([request.flags for request in ENTRIES], dtype=torch.int32),
+        *torch.tensor(
+            [(request.repetition, request.frequency, request.presence) for request in ENTRIES]
+        ).T.contiguous(),
         counts,
         bias,
         None if shape is None else torch.tensor([node for _, node in pairs], dtype=torch.int32),
         None if shape is None else nodes,
         paths if shape == "tree" else None,
         masks if masked else None,
-        chosen if masked else None,
+        mask_rows if masked else None,
     )
     return Processors(*(None if x is None else x.to(device) for x in tensors))
 
 
-def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, list[int]]]:
+def texts_of(processors: Processors, shape: str | None) -> list[tuple[Request, list[int]]]:
     """By row: the request, and its answer with the row's path."""
     texts = []
     for row, (entry, node) in enumerate(rows_of(shape)):
@@ -101,21 +103,21 @@ def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, lis
             assert processors.nodes is not None
             path.append(int(processors.nodes[root + node]))
             node = PARENTS[shape or "chain"][node]
-        texts.append((ASKED[entry], ASKED[entry].answer + path))
+        texts.append((ENTRIES[entry], ENTRIES[entry].answer + path))
     return texts
 
 
 def oracle(logits: Tensor, processors: Processors, shape: str | None) -> Tensor:
     rows = []
-    for row, (asked, answer) in enumerate(texts_of(processors, shape)):
+    for row, (request, answer) in enumerate(texts_of(processors, shape)):
         x = logits[row : row + 1].float().cpu()
-        text = torch.tensor([asked.prompt + answer])
-        if asked.bias:
-            x = SequenceBiasLogitsProcessor({(token,): bias for token, bias in asked.bias})(text, x)
-        if asked.repetition != 1:
-            x = RepetitionPenaltyLogitsProcessor(asked.repetition)(text, x)
+        text = torch.tensor([request.prompt + answer])
+        if request.bias:
+            x = SequenceBiasLogitsProcessor({(token,): bias for token, bias in request.bias})(text, x)
+        if request.repetition != 1:
+            x = RepetitionPenaltyLogitsProcessor(request.repetition)(text, x)
         times = np.bincount(answer, minlength=x.shape[1]).astype(np.float32)
-        x = x.numpy()[0] - np.float32(asked.frequency) * times - np.float32(asked.presence) * (times > 0)
+        x = x.numpy()[0] - np.float32(request.frequency) * times - np.float32(request.presence) * (times > 0)
         if processors.mask_rows is not None and processors.mask_rows[row] >= 0:
             words = processors.masks[processors.mask_rows[row]].cpu().numpy()
             x[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(x)] == 0] = -np.inf
@@ -130,13 +132,14 @@ def logits_of(processors: Processors, vocab: int, device: str, dtype: torch.dtyp
 
 
 def sampling_of(processors: Processors, device: str, temperature: float, filters: bool) -> Sampling:
-    E = len(ASKED)
-    settings = ((5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.0), (0, 1.0, 0.0))
-    columns = [torch.tensor(column, device=device) for column in zip(*settings, strict=True)]
+    E = len(ENTRIES)
+    top_k = torch.tensor([5, 0, 0, 12, 0], device=device)
+    top_p = torch.tensor([1.0, 0.8, 1.0, 0.9, 1.0], device=device)
+    min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0], device=device)
     return Sampling(
         keys_of(range(E)).to(device),
         torch.full((E,), temperature, device=device),
-        Filters(*columns) if filters else None,
+        Filters(top_k, top_p, min_p) if filters else None,
         torch.tensor([entry for entry, _ in rows_of(None if processors.nodes is None else "tree")], device=device),
         processors=processors,
     )
@@ -163,17 +166,24 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
         processors = processors_of(vocab, device, shape, masked)
         logits = logits_of(processors, vocab, device, dtype)
         sampling = sampling_of(processors, device, 1.0, filters=False)
-        found = torch.full(logits.shape, torch.nan, device=device)
+        stored = torch.full(logits.shape, torch.nan, device=device)
         store_processed[(len(logits),)](
-            logits, sampling.rows, sampling.repeats, processors.for_kernels(), found, logits.stride(0), vocab, BLOCK=128
-        )  # fmt: skip
+            logits,
+            sampling.rows,
+            sampling.repeats,
+            processors.for_kernels(),
+            stored,
+            logits.stride(0),
+            vocab,
+            BLOCK=128,
+        )
         expected = oracle(logits, processors, shape)
         reference = process_logits(logits, processors, sampling.entries())
         torch.testing.assert_close(reference.cpu(), expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(stored.cpu(), expected, rtol=1e-6, atol=1e-6)
         untouched = sampling.entries().cpu() == 0
         if not masked:
-            assert torch.equal(found.cpu()[untouched], logits.float().cpu()[untouched])
+            assert torch.equal(stored.cpu()[untouched], logits.float().cpu()[untouched])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -194,9 +204,9 @@ def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, v
         expected = sample.reference(processed, positions, bare)
         assert torch.equal(sample.reference(logits, positions, sampling), expected)
         with poisoned():
-            found = sample.triton(logits, positions, sampling)
+            tokens = sample.triton(logits, positions, sampling)
         scores = perturbed(processed, positions, bare)
-        assert (scores.gather(1, expected[:, None]) - scores.gather(1, found[:, None]) < 2e-5).all()
+        assert (scores.gather(1, expected[:, None]) - scores.gather(1, tokens[:, None]) < 2e-5).all()
     with poisoned():
         values, _ = perturbed_topk.triton(logits, 3, positions, sampling)
     torch.testing.assert_close(values, perturbed_topk(processed, 3, positions, bare)[0], atol=1e-4, rtol=0)
@@ -214,11 +224,11 @@ def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> No
     assert sampling.filters is not None
     assert sampling.temperature is not None
     with poisoned():
-        found = filter_thresholds_triton(
+        thresholds = filter_thresholds_triton(
             logits, sampling.temperature, sampling.filters, sampling.rows, sampling.repeats, processors
         )
     expected = filter_thresholds_reference(processed / 0.5, sampling.filters.select(entries))
-    assert torch.equal(processed >= found[:, None], processed / 0.5 >= expected[:, None])
+    assert torch.equal(processed >= thresholds[:, None], processed / 0.5 >= expected[:, None])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -165,17 +165,17 @@ class Scene:
         ancestors = torch.full((T,), -1)
         self.parents: list[list[int]] = []
         for s, (length, rows) in enumerate(segments):
-            own = torch.Generator().manual_seed(self.seeds[s])
+            generator = torch.Generator().manual_seed(self.seeds[s])
             token = torch.arange(length + rows)
-            kv = torch.randn(length + rows, 2, case.G, case.D, generator=own).transpose(0, 1)
-            behind = 0 if case.window is None else max(0, length + 1 - case.window)
-            kv[:, :behind] = torch.nan
+            kv = torch.randn(length + rows, 2, case.G, case.D, generator=generator).transpose(0, 1)
+            unseen = 0 if case.window is None else max(0, length + 1 - case.window)
+            kv[:, :unseen] = torch.nan
             pages[slots[s], : needed[s]] = ids[s]
             at = pages[slots[s], token // page] * page + token % page
             cache[:, at.to(device)] = kv.to(device, dtype)
-            pages[slots[s], : behind // page] = 0
-            own = torch.Generator().manual_seed(1000 + self.seeds[s])
-            queries = torch.randn(length + rows, case.Q, case.D, generator=own)[length:]
+            pages[slots[s], : unseen // page] = 0
+            generator = torch.Generator().manual_seed(1000 + self.seeds[s])
+            queries = torch.randn(length + rows, case.Q, case.D, generator=generator)[length:]
             self.q[starts[s] : starts[s + 1]] = queries.to(device, dtype)
             rng = random.Random(self.seeds[s])
             self.parents.append([-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, rows))])
@@ -205,20 +205,20 @@ class Scene:
         return sorted(path)
 
     def seen(self, s: int, row: int) -> list[int]:
-        """The places that a row sees."""
+        """Returns the places that a row sees."""
         length = self.case.segments[s][0]
-        own = list(range(row + 1))
+        path = list(range(row + 1))
         if self.case.mask == "tree" and s < len(self.case.nodes):
-            own = self.path(s, row)
-        first = 0 if self.case.window is None else max(0, length + len(own) - self.case.window)
-        kept = own if self.case.window is None else own[-self.case.window :]
-        return [*range(first, length), *(length + node for node in kept)]
+            path = self.path(s, row)
+        first = 0 if self.case.window is None else max(0, length + len(path) - self.case.window)
+        visible = path if self.case.window is None else path[-self.case.window :]
+        return [*range(first, length), *(length + node for node in visible)]
 
     def plan(self, **options: object) -> Work:
         case = self.case
-        window = self.case.window
-        sizes = (len(self.q), case.Q, case.G, case.D, self.q.dtype)
-        return plan_work_triton(self.segments, *sizes, window=window, **options)  # type: ignore[arg-type]
+        return plan_work_triton(
+            self.segments, len(self.q), case.Q, case.G, case.D, self.q.dtype, window=case.window, **options
+        )  # type: ignore[arg-type]
 
     def paths(self, trace: object = trace_paths_triton) -> Paths:
         starts = self.segments.starts
@@ -234,10 +234,11 @@ class Scene:
         self, kernel: object = ragged_attention_triton, work: Work | None = None, paths: Paths | None = None
     ) -> Tensor:
         """The rows in use."""
-        tensors = (self.q, self.keys, self.values, self.pages, self.segments, self.ancestors)
         options = {"window": self.case.window, "softcap": self.case.softcap, "sinks": self.sinks}
         options |= {"paths": paths, "work": work}
-        out = kernel(*tensors, self.case.mask, SCALE, **options)  # type: ignore[operator]
+        out = kernel(  # type: ignore[operator]
+            self.q, self.keys, self.values, self.pages, self.segments, self.ancestors, self.case.mask, SCALE, **options
+        )
         assert out.dtype == self.q.dtype
         assert out.shape == self.q.shape
         return out[: self.used]
@@ -252,14 +253,14 @@ class Scene:
             keys, values = (x.flatten(0, 1)[at].double() for x in (self.keys, self.values))
             for row in range(rows):
                 q = self.q[starts[s] + row].double().view(case.G, -1, case.D)
-                seen = self.seen(s, row)
-                scores = torch.einsum("grd,sgd->grs", q, keys[seen]) * SCALE
+                tokens = self.seen(s, row)
+                scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * SCALE
                 if case.softcap is not None:
                     scores = case.softcap * torch.tanh(scores / case.softcap)
                 if self.sinks is not None:  # a score more, without a value
                     scores = torch.cat((scores, self.sinks.double().view(case.G, -1, 1)), dim=-1)
-                weights = scores.softmax(dim=-1)[..., : len(seen)]
-                right = torch.einsum("grs,sgd->grd", weights, values[seen]).flatten(0, 1)
+                weights = scores.softmax(dim=-1)[..., : len(tokens)]
+                right = torch.einsum("grs,sgd->grd", weights, values[tokens]).flatten(0, 1)
                 error = (out[starts[s] + row].double() - right).norm() / right.norm()
                 assert error < TOLERANCES[out.dtype], (s, row)
 
@@ -312,8 +313,8 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
     def length() -> int:
         return rng.choice((0, 1, 127, 128, rng.randrange(600), rng.randrange(9000), rng.randrange(70000)))
 
-    most = rng.choice((1, 4, 16, 64))
-    nodes = [(length(), rng.choice((0, 1, rng.randint(1, most)))) for _ in range(rng.choice((0, 1, 5, 40)))]
+    max_nodes = rng.choice((1, 4, 16, 64))
+    nodes = [(length(), rng.choice((0, 1, rng.randint(1, max_nodes)))) for _ in range(rng.choice((0, 1, 5, 40)))]
     chunks = [(length(), rng.choice((0, 1, 33, rng.randint(1, 900)))) for _ in range(rng.choice((0, 1, 5)))]
     rows = [rows for _, rows in (*nodes, *chunks)]
     S = len(rows)
@@ -322,18 +323,18 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
         torch.randperm(S, device=device),
         torch.tensor([length for length, _ in (*nodes, *chunks)], dtype=torch.int64, device=device),
         len(nodes),
-        most,
+        max_nodes,
         by_path=bool(seed % 2),
     )
     Q, G, D = rng.choice(((32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 1, 256)))
     window = rng.choice((None, 1, 100, 128, 4096))
     dtype = rng.choice((torch.bfloat16, torch.float32))
-    sizes = (sum(rows) + rng.choice((0, 7)), Q, G, D, dtype)
-    if not S or not sizes[0]:
+    num_rows = sum(rows) + rng.choice((0, 7))
+    if not S or not num_rows:
         return
     for actual, right in zip(
-        plan_work_triton(segments, *sizes, window=window),
-        plan_work.reference(segments, *sizes, window=window),
+        plan_work_triton(segments, num_rows, Q, G, D, dtype, window=window),
+        plan_work.reference(segments, num_rows, Q, G, D, dtype, window=window),
         strict=True,
     ):
         same(actual, right)
@@ -344,21 +345,20 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
 def test_each_tile_has_a_program_where_that_fills_the_device(
     longest: int, idle: int, is_own: bool, device: str
 ) -> None:
-    """Of 16 requests with 8 KV heads; not if many have no nodes, nor if one is far longer than the others."""
+    """16 requests with 8 KV heads; not if many have no nodes, nor if one is far longer than the others."""
     lengths = [*range(540, 600, 4), longest]
     rows = [0] * idle + [1 + index % 4 for index in range(16 - idle)]
     starts = torch.tensor([0, *rows], device=device).cumsum(0).int()
     slots = torch.arange(16, device=device)
     lengths_ = torch.tensor(lengths, device=device)
     segments = Segments(starts, slots, lengths_, 16, 4)
-    sizes = (sum(rows), 32, 8, 128, torch.bfloat16)
-    actual = plan_work_triton(segments, *sizes)
-    right = plan_work.reference(segments, *sizes)
+    actual = plan_work_triton(segments, sum(rows), 32, 8, 128, torch.bfloat16)
+    right = plan_work.reference(segments, sum(rows), 32, 8, 128, torch.bfloat16)
     same(actual.nodes, right.nodes)
     assert right.nodes is not None
     records = right.nodes.records[: 16 - idle]
-    own = [index * 6 for index in range(16 - idle)]
-    assert (records[:, START.value].tolist() == own) == is_own
+    whole_starts = [index * 6 for index in range(16 - idle)]
+    assert (records[:, START.value].tolist() == whole_starts) == is_own
     assert not (is_own and records[:, SHARED.value].any())
 
 
@@ -393,9 +393,9 @@ def test_bits_do_not_depend_on_how_work_is_shared_out(programs: int, device: str
 
 def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
     """The rows of a segment in a pass of its own."""
-    own = (case.segments[s],)
+    segment = (case.segments[s],)
     is_node = s < len(case.nodes)
-    case = replace(case, nodes=own if is_node else (), chunks=() if is_node else own, unused=0)
+    case = replace(case, nodes=segment if is_node else (), chunks=() if is_node else segment, unused=0)
     return Scene(case, dtype, device, seeds=[s], shuffle=5).run()
 
 
@@ -431,9 +431,9 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
     starts = scene.segments.starts.tolist()
     for s, (length, rows) in enumerate(scene.case.nodes):
         slot = scene.segments.slots[s : s + 1]
-        own = scene.pages[slot[0]]
+        pages = scene.pages[slot[0]]
         places = torch.arange(length, length + rows, device=device)
-        at = own[places // scene.case.page_size] * scene.case.page_size + places % scene.case.page_size
+        at = pages[places // scene.case.page_size] * scene.case.page_size + places % scene.case.page_size
         for leaf in set(range(rows)) - set(scene.parents[s]):
             path = torch.tensor(scene.path(s, leaf), device=device)
             keys = scene.keys.clone()
@@ -445,7 +445,13 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
             chain = Segments(count, slot, scene.segments.lengths[s : s + 1], 1, scene.segments.most_nodes)
             right = ragged_attention_triton(
                 q,
-                *(keys, values, scene.pages, chain, None, "causal", SCALE),
+                keys,
+                values,
+                scene.pages,
+                chain,
+                None,
+                "causal",
+                SCALE,
                 window=scene.case.window,
                 softcap=scene.case.softcap,
                 sinks=scene.sinks,
@@ -462,12 +468,12 @@ def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
     actual = scene.paths()
     starts = scene.segments.starts.tolist()
     for s, (_, rows) in enumerate(scene.case.nodes):
-        own = slice(starts[s], starts[s + 1])
-        assert actual.of_row[own].tolist() == right.of_row[own].tolist()
+        segment = slice(starts[s], starts[s + 1])
+        assert actual.of_row[segment].tolist() == right.of_row[segment].tolist()
         for path, leaf in enumerate(sorted(set(range(rows)) - set(scene.parents[s]))):
             nodes = scene.path(s, leaf)
-            for found in (right, actual):
-                assert found.nodes[starts[s] + path, : len(nodes)].tolist() == nodes
+            for paths in (right, actual):
+                assert paths.nodes[starts[s] + path, : len(nodes)].tolist() == nodes
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -507,17 +513,17 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dty
     last = 3110
     device = "cuda"
     case = replace(REAL, nodes=(), chunks=((first, last - first),))
-    whole = Scene(case, dtype, device, seeds=[9])
-    expected = whole.run()
+    scene = Scene(case, dtype, device, seeds=[9])
+    expected = scene.run()
     edges = [0, *cuts, last - first]
     for begin, end in zip(edges, edges[1:], strict=False):
-        segments = whole.segments._replace(
+        segments = scene.segments._replace(
             starts=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
             lengths=torch.tensor([first + begin], device=device),
         )
-        q = whole.q[begin:end].contiguous()
-        kv = (whole.keys, whole.values, whole.pages)
-        assert torch.equal(ragged_attention_triton(q, *kv, segments, None, "causal", SCALE), expected[begin:end])
+        q = scene.q[begin:end].contiguous()
+        out = ragged_attention_triton(q, scene.keys, scene.values, scene.pages, segments, None, "causal", SCALE)
+        assert torch.equal(out, expected[begin:end])
 
 
 @pytest.mark.gpu
@@ -580,8 +586,8 @@ def test_a_graph_follows_the_segments_on_the_device() -> None:
         scene.segments.starts.copy_((starts * share).int())
         captured.fill_(torch.nan)
         graph.replay()
-        used = int(scene.segments.starts[-1])
-        assert torch.equal(captured[:used], scene.run()[:used])
+        num_rows = int(scene.segments.starts[-1])
+        assert torch.equal(captured[:num_rows], scene.run()[:num_rows])
 
 
 @pytest.mark.gpu
@@ -592,9 +598,9 @@ def test_a_cache_with_more_cells_than_32_bits_count() -> None:
     cells = scene.keys[0].numel()
     ahead = 2**31 // cells + 1  # pages that nothing reads
     for name in ("keys", "values"):
-        used = getattr(scene, name)
-        cache = torch.empty(ahead + len(used), *used.shape[1:], dtype=used.dtype, device="cuda")
-        cache[ahead:] = used
+        tensor = getattr(scene, name)
+        cache = torch.empty(ahead + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device="cuda")
+        cache[ahead:] = tensor
         setattr(scene, name, cache)
     scene.pages += ahead
     assert torch.equal(scene.run(), expected)

@@ -29,12 +29,12 @@ PAGES = 8  # of a request
 UNUSED = {"tokens": -1, "parents": -1, "survivals": 0, "cells": -1}
 
 
-def equal(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
-    for name, one, other in zip(type(expected)._fields, found, expected, strict=True):
-        assert (one is None) == (other is None), name
-        if one is not None and other is not None:
-            assert one.dtype == other.dtype, name
-            assert torch.equal(one, other), name
+def equal(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+    for name, value, exact in zip(type(expected)._fields, actual, expected, strict=True):
+        assert (value is None) == (exact is None), name
+        if value is not None and exact is not None:
+            assert value.dtype == exact.dtype, name
+            assert torch.equal(value, exact), name
 
 
 def on(device: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -65,8 +65,17 @@ class Scene:
     def lay_out_args(self, device: str) -> tuple:
         stored = on(device, self.stored)
         chunks = on(device, self.chunks)
-        given = stored, self.counts.to(device), self.requests.to(device), chunks, self.pages.to(device)
-        return *given, self.page_size, self.num_rows, self.branches, self.padding
+        return (
+            stored,
+            self.counts.to(device),
+            self.requests.to(device),
+            chunks,
+            self.pages.to(device),
+            self.page_size,
+            self.num_rows,
+            self.branches,
+            self.padding,
+        )
 
     def new_results(self, device: str) -> Tensor:
         width = 2 + (3 if self.branches else 2) * self.stored.tokens.shape[1]
@@ -79,10 +88,10 @@ def random_stored(rng: random.Random, slots: int, width: int, branches: bool) ->
     survivals = []
     cells = []
     for tokens, _ in trees:
-        used = sum(token >= 0 for token in tokens)
-        falling = sorted((rng.choice((rng.random(), 0.25)) for _ in range(used - 1)), reverse=True)
-        survivals.append([1.0, *falling] + [0.0] * (width - used))
-        cells.append(padded([-1, *(rng.randrange(CELLS) for _ in range(used - 1))], width))
+        num_used = sum(token >= 0 for token in tokens)
+        falling = sorted((rng.choice((rng.random(), 0.25)) for _ in range(num_used - 1)), reverse=True)
+        survivals.append([1.0, *falling] + [0.0] * (width - num_used))
+        cells.append(padded([-1, *(rng.randrange(CELLS) for _ in range(num_used - 1))], width))
     none = [-1] * width
     return Stored(
         torch.tensor([*(tokens for tokens, _ in trees), none], dtype=torch.int32),
@@ -112,8 +121,8 @@ def random_scene(seed: int, decoding: int, chunks: int, width: int, branches: bo
     free = list(range(slots - 1))
     rng.shuffle(free)
     requests = [slots - 1 if rng.random() < 0.2 else free.pop() for _ in range(decoding)]
-    used = (stored.tokens >= 0).sum(dim=1).tolist()
-    counts = [0 if slot == slots - 1 else rng.randint(1, used[slot]) for slot in requests]
+    num_used = (stored.tokens >= 0).sum(dim=1).tolist()
+    counts = [0 if slot == slots - 1 else rng.randint(1, num_used[slot]) for slot in requests]
     prompts = random_chunks(rng, [free.pop() for _ in range(chunks)], slots - 1, longest)
     page_size = rng.choice((1, 3, 16))
     total = sum(counts) + int(prompts.counts.sum())
@@ -200,7 +209,7 @@ def expected_heads(scene: Scene) -> Heads:
 
 
 def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
-    """What verify_rows returns, and leaves in the slots and in the results."""
+    """Returns the results of verify_rows, and what it leaves in the slots and in the results on the host."""
     W = scene.stored.tokens.shape[1]
     B = len(scene.counts)
     T = scene.num_rows
@@ -282,9 +291,9 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
     equal(select_heads.reference(layout, B, scene.num_heads, scene.padding), expected_heads(scene))
     stored = on("cpu", scene.stored)
     results = scene.new_results("cpu")
-    found = verify_rows.reference(layout, scene.sampled, stored, scene.chunks, B, results, scene.padding)
+    actual = verify_rows.reference(layout, scene.sampled, stored, scene.chunks, B, results, scene.padding)
     verified, after, expected = expected_end(scene)
-    equal(found, verified)
+    equal(actual, verified)
     equal(stored, after)
     assert torch.equal(results, expected)
 
@@ -294,12 +303,12 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
 def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -> None:
     scene = random_scene(*args)
     B = len(scene.counts)
-    wanted = lay_out.reference(*scene.lay_out_args(device))
+    expected = lay_out.reference(*scene.lay_out_args(device))
     with poisoned():
         layout = lay_out.triton(*scene.lay_out_args(device))
         heads = select_heads.triton(layout, B, scene.num_heads, scene.padding)
-    equal(layout, wanted)
-    equal(heads, select_heads.reference(wanted, B, scene.num_heads, scene.padding))
+    equal(layout, expected)
+    equal(heads, select_heads.reference(expected, B, scene.num_heads, scene.padding))
     ends = []
     for run in (verify_rows.triton, verify_rows.reference):
         stored = on(device, scene.stored)
@@ -307,7 +316,7 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
         chunks = on(device, scene.chunks)
         sampled = scene.sampled.to(device)
         with poisoned():
-            verified = run(wanted, sampled, stored, chunks, B, results, scene.padding)
+            verified = run(expected, sampled, stored, chunks, B, results, scene.padding)
         ends.append((verified, stored, results))
     equal(ends[0][0], ends[1][0])
     equal(ends[0][1], ends[1][1])
@@ -330,15 +339,15 @@ def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
         for number in range(1, 6):
             stored = on(device, scene.stored)
             run_admit(stored.survivals, scene.requests.to(device), budget, 8, passes=passes)
-            given = layout, scene.sampled.to(device), stored, on(device, scene.chunks), B
-            run_verify(*given, turns, scene.padding, passes)
-            run_verify(
-                *given[:2], on(device, scene.stored), *given[3:], one := scene.new_results(device), scene.padding
-            )
+            sampled = scene.sampled.to(device)
+            chunks = on(device, scene.chunks)
+            run_verify(layout, sampled, stored, chunks, B, turns, scene.padding, passes)
+            results = scene.new_results(device)
+            run_verify(layout, sampled, on(device, scene.stored), chunks, B, results, scene.padding)
             if device == "cuda":
                 torch.cuda.synchronize()
             assert passes.tolist() == [number]
-            assert torch.equal(turns[number % 3], one.cpu())
+            assert torch.equal(turns[number % 3], results.cpu())
             turns[number % 3] = -number
             assert [turn.unique().tolist() for turn in turns] == [[-last_of(number, turn)] for turn in range(3)]
 
@@ -349,13 +358,13 @@ def last_of(number: int, turn: int) -> int:
     return last if last > 0 else 7
 
 
-def likeliest(survivals: list[list[float]], budget: int, most: int) -> list[int]:
+def likeliest(survivals: list[list[float]], budget: int, max_nodes: int) -> list[int]:
     """Roots, and the best of all other nodes, one by one."""
     counts = [int(row[0] > 0) for row in survivals]
     drafted = [
         (-math.ceil(survival * 255), request, node)
         for request, row in enumerate(survivals)
-        for node, survival in enumerate(row[:most])
+        for node, survival in enumerate(row[:max_nodes])
         if node > 0 and survival > 0
     ]
     for _, request, node in sorted(drafted)[: max(budget - sum(counts), 0)]:
@@ -372,20 +381,20 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
     rng = random.Random(requests * width)
     stored = random_stored(rng, requests + 1, width, branches=False)
     slots = [requests if rng.random() < 0.1 else slot for slot in rng.sample(range(requests), requests)]
-    known = [stored.survivals[slot].tolist() for slot in slots]
+    rows_of_survivals = [stored.survivals[slot].tolist() for slot in slots]
     survivals = stored.survivals.to(device)
     rows = torch.tensor(slots, device=device)
     total = int((stored.survivals[rows.cpu()] > 0).sum())
     budgets = {0, 1, requests, (requests + total) // 2, total - 1, total, total + 1, 10 * total + 7}
     for budget in budgets:
-        for most in {1, max(width // 2, 1), width, width + 3}:
-            given = torch.tensor([budget], dtype=torch.int32, device=device)
+        for max_nodes in {1, max(width // 2, 1), width, width + 3}:
+            limit = torch.tensor([budget], dtype=torch.int32, device=device)
             with poisoned():
-                found = admit.triton(survivals, rows, given, most)
-            expected = admit.reference(survivals, rows, given, most)
-            assert found.dtype == expected.dtype == torch.int32
-            assert torch.equal(found, expected)
-            assert expected.tolist() == likeliest(known, budget, most)
+                counts = admit.triton(survivals, rows, limit, max_nodes)
+            expected = admit.reference(survivals, rows, limit, max_nodes)
+            assert counts.dtype == expected.dtype == torch.int32
+            assert torch.equal(counts, expected)
+            assert expected.tolist() == likeliest(rows_of_survivals, budget, max_nodes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -396,12 +405,12 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
     survivals = torch.ones(len(lengths), 8, device=device)
     rows = torch.arange(len(lengths), device=device)
     budget = torch.tensor([1000], device=device)
-    given = torch.tensor(lengths, dtype=torch.int32, device=device)
+    contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
     for run in (admit.reference, admit.triton):
-        assert run(survivals, rows, budget, 8, given).tolist() == room
+        assert run(survivals, rows, budget, 8, contexts).tolist() == room
     spare = sum(room) - 3
-    found = admit.triton(survivals, rows, torch.tensor([spare], device=device), 8, given)
-    assert found.sum() == spare, "others get what these may not take"
+    counts = admit.triton(survivals, rows, torch.tensor([spare], device=device), 8, contexts)
+    assert counts.sum() == spare, "others get what these may not take"
     for length in lengths:
         parts = {_part(place, None) for place in range(length, int(places_of_parts(torch.tensor(length))))}
         assert len(parts) == 1
@@ -419,10 +428,10 @@ def test_among_equals_the_first_requests_win(run, device: str) -> None:
     )
     rows = torch.tensor([3, 0, 3, 1, 2], device=device)
     expected = {3: [1, 1, 1], 4: [1, 1, 2], 5: [2, 1, 2], 6: [3, 1, 2], 7: [3, 2, 2], 8: [3, 3, 2], 10: [3, 3, 4]}
-    for budget, counts in (expected | {11: [4, 3, 4], 99: [4, 3, 4], 0: [1, 1, 1]}).items():
-        found = run(survivals, rows, torch.tensor([budget], dtype=torch.int32, device=device), 4).tolist()
-        assert [found[index] for index in (1, 3, 4)] == counts
-        assert found[0] == found[2] == 0
+    for budget, expected_counts in (expected | {11: [4, 3, 4], 99: [4, 3, 4], 0: [1, 1, 1]}).items():
+        counts = run(survivals, rows, torch.tensor([budget], dtype=torch.int32, device=device), 4).tolist()
+        assert [counts[index] for index in (1, 3, 4)] == expected_counts
+        assert counts[0] == counts[2] == 0
 
 
 def expected_store(before: Stored, slots, tokens, parents, scores, table, padding: int) -> Stored:
@@ -470,8 +479,8 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
     scores[3, nodes // 2 + 1 :] = -torch.inf
     scores[:, 0] = 0
     table = torch.rand(2 * CELLS, generator=generator)
-    given = [x.tolist() for x in (tokens, parents, scores, table)]
-    expected = expected_store(before, slots, *given, padding)
+    columns = [x.tolist() for x in (tokens, parents, scores, table)]
+    expected = expected_store(before, slots, *columns, padding)
     for run in (store.reference, store.triton):
         stored = on(device, before)
         run(
@@ -485,23 +494,23 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
-    """Of the scores around each boundary kernel and reference think alike; a NaN is no node."""
+    """Kernel and reference put scores around each boundary into the same bucket; a NaN is no node."""
     edges = torch.tensor([math.log(k / 16) for k in range(1, 17)])
     scores = torch.stack((edges, edges.nextafter(torch.tensor(-9.0)), edges.nextafter(torch.tensor(9.0)))).to(device)
     scores[2, 15] = torch.nan
     scores = torch.cat((torch.zeros(3, 1, device=device), scores), dim=1)
     tokens = torch.ones(3, 17, dtype=torch.int32, device=device)
     slots = torch.arange(3, device=device)
-    found = []
+    results = []
     for run in (store.reference, store.triton):
         stored = on(device, random_stored(random.Random(0), 4, 17, branches=False))
         run(stored, slots, tokens, tokens, scores, torch.ones(CELLS, device=device), 3)
-        found.append(stored)
-    equal(found[0], found[1])
-    buckets = found[0].cells[:, 1:].cpu() % 16
+        results.append(stored)
+    equal(results[0], results[1])
+    buckets = results[0].cells[:, 1:].cpu() % 16
     assert buckets[0].tolist() == [*range(1, 16), 15]
     assert buckets[1].tolist() == [*range(15), 15]
-    assert found[0].tokens[2].tolist() == [1] * 16 + [-1]
+    assert results[0].tokens[2].tolist() == [1] * 16 + [-1]
 
 
 @pytest.mark.gpu

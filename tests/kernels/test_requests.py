@@ -1,4 +1,4 @@
-"""What the host changes of request slots, against assignments one by one."""
+"""Changes that the host makes to request slots, against assignments one by one."""
 
 import random
 
@@ -59,6 +59,6 @@ def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: s
         write_changes.triton(again, pages, changes)
         again.lengths[0] += 1
         assert not changes[:2].any()
-        for found, column in zip(again, columns, strict=True):
-            assert torch.equal(found, column)
+        for actual, column in zip(again, columns, strict=True):
+            assert torch.equal(actual, column)
         assert pages.flatten().tolist() == expected_pages

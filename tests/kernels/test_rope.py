@@ -68,7 +68,7 @@ class Scene:
         return torch.cat((result.real, result.imag, x[..., self.rotary_dim :]), dim=-1)
 
     def check_cache(self, k: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
-        """Of k, before it was turned."""
+        """Checks the cache against k, which has not been rotated yet."""
         check(self.keys[self.slots], self.turned(k), tolerances)
         assert torch.equal(self.values[self.slots], self.v)
         untouched = torch.ones(len(self.keys), dtype=torch.bool, device=self.slots.device)
@@ -233,8 +233,17 @@ def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
     rows = scene.kv.view(case.T, case.L, 2, case.G, case.D)
     for layer, (keys, values) in enumerate(expected):
         k = rms_norm.triton(rows[:, layer, 0], scene.k_norm[layer], EPS)
-        where = (scene.cos, scene.sin, scene.positions, scene.slots)
-        rotate_and_store.triton(k[:, :0], k, rows[:, layer, 1], *where, keys, values)
+        rotate_and_store.triton(
+            k[:, :0],
+            k,
+            rows[:, layer, 1],
+            scene.cos,
+            scene.sin,
+            scene.positions,
+            scene.slots,
+            keys,
+            values,
+        )
     torch.testing.assert_close(scene.run(store_context), expected, atol=2**-5, rtol=2**-7, equal_nan=True)
 
 
@@ -251,10 +260,10 @@ def project(format: str, x: Tensor, num_outputs: int, bias: Tensor | None, tilin
         quantised = Int4Weight(pack_codes(codes), pack_units(scales, 128, inputs), None, 128, inputs)
         return lambda rotation: int4.int4_linear_triton(x, quantised, bias, tiling=tiling, rotation=rotation)
     codes, scales = fp8.quantize_weight(weight)
-    given = fp8.InputScales(None, format == "fp8 blocks")
-    if given.by_block:
+    input_scales = fp8.InputScales(None, format == "fp8 blocks")
+    if input_scales.by_block:
         scales = torch.rand(-(-num_outputs // 128), -(-inputs // 128), generator=generator).to(x.device) * 0.01
-    rows = fp8.quantize_rows(x, given)
+    rows = fp8.quantize_rows(x, input_scales)
     return lambda rotation: fp8.fp8_linear_triton(rows, codes, scales, bias, tiling=tiling, rotation=rotation)
 
 
@@ -264,25 +273,32 @@ def check_projection(
     """The bits of the product and then of the kernel that rotates."""
     scene = Scene(case, dtype, device)
     T, Q, G, D = case
-    caches = (scene.keys, scene.values)
+    keys = scene.keys
+    values = scene.values
     scales = None
     if codes:
         scales = torch.linspace(0.01, 0.02, 2 * G, device=device).view(2, G)
-        caches = tuple(torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=device) for x in caches)
+        keys, values = (torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=device) for x in (keys, values))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, 256, generator=generator).to(device, dtype)
     bias = torch.randn((Q + 2 * G) * D, generator=generator).to(device, dtype)
     run = project(format, x, (Q + 2 * G) * D, bias, tiling)
-    where = scene.cos, scene.sin, scene.positions, scene.slots
-    separate = [cache.clone() for cache in caches]
+    expected_keys = keys.clone()
+    expected_values = values.clone()
+    cos = scene.cos
+    sin = scene.sin
+    positions = scene.positions
+    slots = scene.slots
     q, k, v = run(None).unflatten(1, (-1, D)).split([Q, G, G], dim=1)
-    expected = rotate_and_store.triton(q, k, v, *where, *separate, None, scales)
+    expected = rotate_and_store.triton(
+        q, k, v, cos, sin, positions, slots, expected_keys, expected_values, None, scales
+    )
     with poisoned():
-        found = run(Rotation(*where, *caches, scales))
-    assert found.shape == (T, Q * D)
-    assert torch.equal(found.view(T, Q, D), expected)
-    for one, other in zip(caches, separate, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        out = run(Rotation(cos, sin, positions, slots, keys, values, scales))
+    assert out.shape == (T, Q * D)
+    assert torch.equal(out.view(T, Q, D), expected)
+    assert torch.equal(keys.view(torch.uint8), expected_keys.view(torch.uint8))
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)

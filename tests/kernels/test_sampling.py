@@ -83,17 +83,17 @@ def test_samples_follow_softmax(temperature: float, varied: str) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     keys = keys_of(range(num_rows)) if varied == "seed" else torch.full((num_rows,), noise_key(5, 2))
     positions = torch.arange(num_rows) if varied == "position" else torch.full((num_rows,), 17)
-    drawn = sample(logits.expand(num_rows, -1), positions, Sampling(keys, torch.full((num_rows,), temperature), None))
+    tokens = sample(logits.expand(num_rows, -1), positions, Sampling(keys, torch.full((num_rows,), temperature), None))
     expected = (logits.double() / temperature).softmax(-1) * num_rows
-    assert_chi_square(torch.bincount(drawn, minlength=vocab), expected)
+    assert_chi_square(torch.bincount(tokens, minlength=vocab), expected)
 
 
 def test_successive_samples_of_one_request_are_independent() -> None:
     num_rows = 20_000
-    drawn = sample(
+    tokens = sample(
         torch.zeros(num_rows, 8), torch.arange(num_rows), Sampling(keys_of(range(1)), torch.ones(num_rows), None)
     )
-    assert_independent(drawn[:-1] / 8, drawn[1:] / 8, bins=8)
+    assert_independent(tokens[:-1] / 8, tokens[1:] / 8, bins=8)
 
 
 def test_keys_tell_seeds_and_choices_apart() -> None:
@@ -126,9 +126,9 @@ def test_filtered_samples_follow_the_renormalised_softmax() -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
     filters = Filters(torch.full((num_rows,), 4), torch.ones(num_rows), torch.zeros(num_rows))
     sampling = Sampling(torch.full((num_rows,), noise_key(1, 0)), torch.full((num_rows,), 0.8), filters)
-    drawn = sample(logits.expand(num_rows, -1), torch.arange(num_rows), sampling)
-    assert int(drawn.max()) == 3
-    assert_chi_square(torch.bincount(drawn, minlength=4), (logits[:4].double() / 0.8).softmax(-1) * num_rows)
+    tokens = sample(logits.expand(num_rows, -1), torch.arange(num_rows), sampling)
+    assert int(tokens.max()) == 3
+    assert_chi_square(torch.bincount(tokens, minlength=4), (logits[:4].double() / 0.8).softmax(-1) * num_rows)
 
 
 def test_filters_that_are_off_change_nothing_in_any_vocabulary() -> None:
@@ -136,9 +136,9 @@ def test_filters_that_are_off_change_nothing_in_any_vocabulary() -> None:
     fp32 sums of 150,000 probabilities pass 1."""
     logits = torch.randn(12, 150_000, generator=torch.Generator().manual_seed(2))
     filters = Filters(off(12).top_k, torch.where(torch.arange(12) == 0, 0.5, 1.0), off(12).min_p)
-    kept = filter_logits(logits, filters)
-    assert torch.isinf(kept[0]).any()
-    torch.testing.assert_close(kept[1:], logits[1:], rtol=0, atol=0)
+    filtered_logits = filter_logits(logits, filters)
+    assert torch.isinf(filtered_logits[0]).any()
+    torch.testing.assert_close(filtered_logits[1:], logits[1:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -150,11 +150,11 @@ def test_rows_do_not_depend_on_their_batch(filtered: bool) -> None:
     filters = Filters(torch.tensor([0, 5, 0, 3, 0, 0]), torch.tensor([1, 1, 0.5, 0.5, 1, 1]), torch.zeros(6))
     together = sample(logits, positions, Sampling(keys, temperature, filters if filtered else None))
     for row in range(6):
-        one = slice(row, row + 1)
-        own = Filters(filters.top_k[one], filters.top_p[one], filters.min_p[one])
-        unfiltered = not filtered or (own.top_k[0] == 0 and own.top_p[0] == 1)
-        alone = Sampling(keys[one], temperature[one], None if unfiltered else own)
-        assert sample(logits[one], positions[one], alone) == together[row]
+        index = slice(row, row + 1)
+        row_filters = Filters(filters.top_k[index], filters.top_p[index], filters.min_p[index])
+        unfiltered = not filtered or (row_filters.top_k[0] == 0 and row_filters.top_p[0] == 1)
+        alone = Sampling(keys[index], temperature[index], None if unfiltered else row_filters)
+        assert sample(logits[index], positions[index], alone) == together[row]
     greedy = temperature == 0
     assert torch.equal(together[greedy], logits[greedy].argmax(-1))
 
@@ -191,8 +191,8 @@ def test_shared_noise_accepts_at_least_what_the_theorem_says(error: float) -> No
         draft = target + error * torch.randn(100, generator=generator)
         sampling = Sampling(torch.full((num_rows,), noise_key(pair, 0)), torch.ones(num_rows), None)
         positions = torch.arange(num_rows)
-        drawn = [sample(logits.expand(num_rows, -1), positions, sampling) for logits in (target, draft)]
-        accepted = float((drawn[0] == drawn[1]).double().mean())
+        samples = [sample(logits.expand(num_rows, -1), positions, sampling) for logits in (target, draft)]
+        accepted = float((samples[0] == samples[1]).double().mean())
         distance = float((target.softmax(-1) - draft.softmax(-1)).abs().sum() / 2)
         bound = (1 - distance) / (1 + distance)
         assert accepted > bound - 4 * math.sqrt(bound * (1 - bound) / num_rows)
@@ -204,12 +204,12 @@ def test_rows_and_repeats_choose_the_parameters() -> None:
     filters = Filters(torch.tensor([1, 2, 3]), torch.tensor([0.5, 1.0, 0.9]), torch.tensor([0.0, 0.1, 0.2]))
     keys = torch.tensor([10, 20, 30])
     temperature = torch.tensor([0.5, 1.5, 2.5])
-    chosen = Sampling(keys, temperature, filters, rows=torch.tensor([2, 0])).repeat(3).by_row()
-    assert chosen.temperature is not None
-    assert chosen.filters is not None
-    assert chosen.keys.tolist() == [30, 30, 30, 10, 10, 10]
-    assert chosen.temperature.tolist() == [2.5] * 3 + [0.5] * 3
-    assert chosen.filters.top_k.tolist() == [3, 3, 3, 1, 1, 1]
+    rows = Sampling(keys, temperature, filters, rows=torch.tensor([2, 0])).repeat(3).by_row()
+    assert rows.temperature is not None
+    assert rows.filters is not None
+    assert rows.keys.tolist() == [30, 30, 30, 10, 10, 10]
+    assert rows.temperature.tolist() == [2.5] * 3 + [0.5] * 3
+    assert rows.filters.top_k.tolist() == [3, 3, 3, 1, 1, 1]
     every = Sampling(keys, temperature, None).repeat(2).by_row()
     assert every.keys.tolist() == [10, 10, 20, 20, 30, 30]
     assert every.filters is None

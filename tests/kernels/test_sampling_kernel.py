@@ -64,13 +64,13 @@ def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, id
     if not len(differ):
         return
     entries = sampling.by_row()
-    found = tokens[differ, None]
-    wanted = expected[differ, None]
+    actual = tokens[differ, None]
+    exact = expected[differ, None]
     assert entries.temperature is not None, "greedy tokens are exact"
     columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
     noise = gumbel(entries.keys[differ], positions[differ], columns)
     scores = logits[differ].float() + entries.temperature[differ, None] * noise
-    assert (scores.gather(1, wanted) - scores.gather(1, found) < 2e-5).all()
+    assert (scores.gather(1, exact) - scores.gather(1, actual) < 2e-5).all()
 
 
 BIG = [(1, 128_256), (4, 151_936), (128, 128_256), (33, 262_144), (4096, 32_000)]
@@ -146,8 +146,8 @@ def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
     positions = torch.arange(5, device=device) * 31
     together = sample.triton(logits, positions, Sampling(keys, temperature, filters))
     for row in range(5):
-        one = torch.tensor([row], device=device)
-        alone = sample.triton(logits[one], positions[one], Sampling(keys, temperature, filters, rows=one))
+        index = torch.tensor([row], device=device)
+        alone = sample.triton(logits[index], positions[index], Sampling(keys, temperature, filters, rows=index))
         assert alone == together[row]
 
 

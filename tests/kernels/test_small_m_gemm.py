@@ -81,10 +81,10 @@ def test_gated_rounds_as_the_two_kernels(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiling", [TILINGS[1], *(pytest.param(tiling, marks=SLOW) for tiling in TILINGS[::2])])
 def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
-    most = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
-    x, weight, bias = random(most, 40, 72, torch.float16, device)
+    max_rows = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
+    x, weight, bias = random(max_rows, 40, 72, torch.float16, device)
     out = small_m.linear_few_rows_triton(x, weight, bias, tiling)
-    for rows in (1, 2, 5, 8, most):
+    for rows in (1, 2, 5, 8, max_rows):
         assert torch.equal(small_m.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
 
 

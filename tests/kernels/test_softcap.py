@@ -18,11 +18,11 @@ SHAPES = [(1, 16), (3, 1000), (2, 5000), pytest.param((64, 262208), marks=pytest
 def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     logits = (40 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(device, dtype)
     expected = 30 * torch.tanh(logits.double() / 30)
-    found = kernel(logits.clone(), 30.0)
-    assert (found.dtype, found.shape) == (dtype, shape)
-    torch.testing.assert_close(found.double(), expected, atol=30 * TOLERANCES[dtype] / 2, rtol=0)
+    capped = kernel(logits.clone(), 30.0)
+    assert (capped.dtype, capped.shape) == (dtype, shape)
+    torch.testing.assert_close(capped.double(), expected, atol=30 * TOLERANCES[dtype] / 2, rtol=0)
     alone = kernel(logits[-1:].clone(), 30.0)
-    assert torch.equal(alone, found[-1:]), "a row does not depend on the others"
+    assert torch.equal(alone, capped[-1:]), "a row does not depend on the others"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -34,9 +34,9 @@ def test_an_mlp_in_fp8_has_the_bits_of_its_parts(shape: tuple[int, int]) -> None
         hidden = fp8.fp8_linear(fp8.quantize_rows(x), *gate_up, None, True)
         return fp8.fp8_linear(fp8.quantize_rows(hidden), *down)
 
-    def chain(one: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def chain(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         for _ in range(6):
-            x = F.rms_norm(x + one(x), (size,))
+            x = F.rms_norm(x + layer(x), (size,))
         return x
 
     x = torch.randn(ROWS[-1], size, device="cuda").bfloat16()

@@ -32,8 +32,8 @@ HEADS = [
 Product = Callable[[Tensor, Rotation | None], Tensor]
 
 
-class Both(NamedTuple):
-    """A product as callers get it, by the kernel here, and by the usual one."""
+class ProductPair(NamedTuple):
+    """A product by the streamed kernel, as callers get it, and by the usual one."""
 
     streamed: Product
     usual: Product
@@ -41,7 +41,7 @@ class Both(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Both:
+def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> ProductPair:
     weight = torch.randn(shape, device="cuda").to(dtype)
     own_bias = None if bias is None else bias.to(dtype)
 
@@ -52,10 +52,10 @@ def of_16_bits(shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype =
     def usual(x: Tensor, rotation: Rotation | None) -> Tensor:
         return small_m.linear_few_rows_triton(x, weight, own_bias, choose_tiling(*shape, num_rows=len(x)), rotation)
 
-    return Both(streamed, usual, MOST_ROWS[dtype], dtype)
+    return ProductPair(streamed, usual, MOST_ROWS[dtype], dtype)
 
 
-def of_fp8(shape: tuple[int, int], bias: Tensor | None) -> Both:
+def of_fp8(shape: tuple[int, int], bias: Tensor | None) -> ProductPair:
     weight, scales = test_fp8.layer(*shape, False, "cuda")
 
     def streamed(x: Tensor, rotation: Rotation | None) -> Tensor:
@@ -67,10 +67,10 @@ def of_fp8(shape: tuple[int, int], bias: Tensor | None) -> Both:
         tiling = fp8.choose_fp8_tiling(*shape, False, len(x))
         return fp8.fp8_linear_triton(fp8.quantize_rows(x), weight, scales, bias, tiling=tiling, rotation=rotation)
 
-    return Both(streamed, usual, MOST_ROWS[fp8.E4M3])
+    return ProductPair(streamed, usual, MOST_ROWS[fp8.E4M3])
 
 
-def of_4_bits(shape: tuple[int, int], bias: Tensor | None, group: int = 128, symmetric: bool = True) -> Both:
+def of_4_bits(shape: tuple[int, int], bias: Tensor | None, group: int = 128, symmetric: bool = True) -> ProductPair:
     weight, _ = test_int4.layer(*shape, group, symmetric, "cuda", torch.bfloat16)
 
     def streamed(x: Tensor, _: Rotation | None) -> Tensor:
@@ -80,11 +80,11 @@ def of_4_bits(shape: tuple[int, int], bias: Tensor | None, group: int = 128, sym
     def usual(x: Tensor, _: Rotation | None) -> Tensor:
         return int4.int4_linear_triton(x, weight, bias, tiling=int4.choose_int4_tiling(*shape, num_rows=len(x)))
 
-    return Both(streamed, usual, streamed_int4.MOST_ROWS)
+    return ProductPair(streamed, usual, streamed_int4.MOST_ROWS)
 
 
 WITH_HEADS = {"bf16": of_16_bits, "fp16": partial(of_16_bits, dtype=torch.float16), "FP8": of_fp8}
-FORMATS: dict[str, Callable[..., Both]] = {
+FORMATS: dict[str, Callable[..., ProductPair]] = {
     **WITH_HEADS,
     "4 bits": of_4_bits,
     "4 bits, groups of 32, zeros": partial(of_4_bits, group=32, symmetric=False),
@@ -100,12 +100,12 @@ PRODUCTS = [(shape, name) for shape in PLAIN for name in FORMATS if "4 bits" not
 @torch.inference_mode()
 def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str) -> None:
     for bias in (None, torch.randn(shape[0], device="cuda").bfloat16()):
-        both = FORMATS[name](shape, bias)
-        x = torch.randn(both.most_rows, shape[1], device="cuda").to(both.dtype)
-        for rows in (rows for rows in ROWS if rows <= both.most_rows):
-            expected = both.usual(x[:rows], None)
+        pair = FORMATS[name](shape, bias)
+        x = torch.randn(pair.most_rows, shape[1], device="cuda").to(pair.dtype)
+        for rows in (rows for rows in ROWS if rows <= pair.most_rows):
+            expected = pair.usual(x[:rows], None)
             for _ in range(2):
-                assert torch.equal(both.streamed(x[:rows], None), expected), rows
+                assert torch.equal(pair.streamed(x[:rows], None), expected), rows
     assert not done_counters(x.device).any()
 
 
@@ -114,25 +114,27 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
 @pytest.mark.parametrize("shape", HEADS)
 @torch.inference_mode()
 def test_heads_are_rotated_and_stored(shape: tuple[int, int, int, int], name: str) -> None:
-    both = FORMATS[name](shape[:2], torch.randn(shape[0], device="cuda").bfloat16())
-    check_heads(both, shape, torch.randn(both.most_rows, shape[1], device="cuda").to(both.dtype))
+    pair = FORMATS[name](shape[:2], torch.randn(shape[0], device="cuda").bfloat16())
+    check_heads(pair, shape, torch.randn(pair.most_rows, shape[1], device="cuda").to(pair.dtype))
 
 
-def check_heads(both: Both, shape: tuple[int, int, int, int], x: Tensor) -> None:
-    """Of rows x (most_rows, I): queries, keys and values are those of the usual product."""
+def check_heads(pair: ProductPair, shape: tuple[int, int, int, int], x: Tensor) -> None:
+    """For rows x (most_rows, I), queries, keys and values are those of the usual product."""
     outputs, _, heads, dim = shape
     kv_heads = (outputs // dim - heads) // 2
     angles = torch.rand(500, dim // 2, device=x.device).repeat(1, 2) * 6
-    positions, slots = (torch.randperm(size, device=x.device)[: both.most_rows] for size in (500, 90))
-    for rows in (rows for rows in ROWS if rows <= both.most_rows):
-        found = []
-        for run in (both.usual, both.streamed, both.streamed):
+    positions, slots = (torch.randperm(size, device=x.device)[: pair.most_rows] for size in (500, 90))
+    for rows in (rows for rows in ROWS if rows <= pair.most_rows):
+        results = []
+        for run in (pair.usual, pair.streamed, pair.streamed):
             keys, values = (torch.zeros(90, kv_heads, dim, device=x.device, dtype=x.dtype) for _ in range(2))
-            where = positions[:rows].contiguous(), slots[:rows].contiguous(), keys, values
-            found.append((run(x[:rows], Rotation(angles.cos(), angles.sin(), *where)), keys, values))
-        for other in found[1:]:
-            for one, two in zip(found[0], other, strict=True):
-                assert torch.equal(one, two), rows
+            rotation = Rotation(
+                angles.cos(), angles.sin(), positions[:rows].contiguous(), slots[:rows].contiguous(), keys, values
+            )
+            results.append((run(x[:rows], rotation), keys, values))
+        for other in results[1:]:
+            for value, expected in zip(results[0], other, strict=True):
+                assert torch.equal(value, expected), rows
 
 
 @pytest.mark.gpu
@@ -140,25 +142,25 @@ def check_heads(both: Both, shape: tuple[int, int, int, int], x: Tensor) -> None
 @torch.inference_mode()
 def test_a_graph_replays_a_chain(name: str) -> None:
     """Each kernel's weights are read while the one before it runs, and its rows once that has written them."""
-    both = FORMATS[name]((4096, 4096), None)
+    pair = FORMATS[name]((4096, 4096), None)
 
-    def chain(one: Product, x: Tensor) -> Tensor:
+    def chain(product: Product, x: Tensor) -> Tensor:
         for _ in range(8):
-            x = torch.nn.functional.rms_norm(x + one(x, None), (4096,))
+            x = torch.nn.functional.rms_norm(x + product(x, None), (4096,))
         return x
 
-    for rows in (1, both.most_rows):
-        x = torch.randn(rows, 4096, device="cuda").to(both.dtype)
-        expected = chain(both.usual, x)
+    for rows in (1, pair.most_rows):
+        x = torch.randn(rows, 4096, device="cuda").to(pair.dtype)
+        expected = chain(pair.usual, x)
         assert expected.isfinite().all()
-        assert torch.equal(replayed(partial(chain, both.streamed, x)), expected)
+        assert torch.equal(replayed(partial(chain, pair.streamed, x)), expected)
     torch.cuda.synchronize()
     assert not done_counters(x.device).any()
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the GPU believes to have an H200."""
+    """Code that asks which GPU it runs on sees an H200."""
     monkeypatch.setattr(streamed, "use_triton", lambda _: True)
     monkeypatch.setattr(streamed, "is_hopper", lambda _: True)
     for module in (streamed, streamed_int4):
@@ -176,12 +178,12 @@ def heads(dim: int, scales: Tensor | None = None) -> Rotation:
     return Rotation(table, table, index, index, cache, cache, scales)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8), (torch.float16, 8), (fp8.E4M3, 32)])
+@pytest.mark.parametrize(("dtype", "max_rows"), [(torch.bfloat16, 8), (torch.float16, 8), (fp8.E4M3, 32)])
 @pytest.mark.usefixtures("hopper")
-def test_which_products_are_taken(dtype: torch.dtype, most: int) -> None:
+def test_which_products_are_taken(dtype: torch.dtype, max_rows: int) -> None:
     weight = torch.zeros(256, 4096, dtype=dtype)
-    x = torch.zeros(most + 1, 4096, dtype=dtype)
-    for rows in (1, most):
+    x = torch.zeros(max_rows + 1, 4096, dtype=dtype)
+    for rows in (1, max_rows):
         assert takes(x[:rows], weight)
         assert takes(x[:rows], weight, heads(128))
     assert not takes(x, weight)
@@ -209,7 +211,7 @@ def empty_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16)
 
 @pytest.mark.usefixtures("hopper")
 def test_which_products_of_4_bits_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an 8B Llama the output projection."""
+    """The output projection of an 8B Llama is taken."""
     monkeypatch.setattr(streamed_int4, "is_packed", lambda _: True)
 
     def takes(weight: Int4Weight, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -228,7 +230,7 @@ def test_which_products_of_4_bits_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tiling_is_one_of_the_usual_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of callers that give none the kernel here takes what it can."""
+    """Where callers give none, the streamed kernel takes all products that it supports."""
     x = torch.randn(2, 256).half()
     weight = torch.randn(64, 256).half() / 16
     rows = fp8.quantize_rows(x)

@@ -12,8 +12,8 @@ RUNS = [perturbed_topk.reference, perturbed_topk.triton]
 
 
 def sampling_of(rows: int, device: str, temperature: list[float] | None = None) -> Sampling:
-    chosen = [(0.0, 1.0, 0.6)[row % 3] for row in range(rows)] if temperature is None else temperature
-    return Sampling(keys_of(range(rows), device), torch.tensor(chosen, device=device), None)
+    temperatures = [(0.0, 1.0, 0.6)[row % 3] for row in range(rows)] if temperature is None else temperature
+    return Sampling(keys_of(range(rows), device), torch.tensor(temperatures, device=device), None)
 
 
 def check(values: Tensor, columns: Tensor, scores: Tensor, k: int) -> None:
@@ -86,8 +86,8 @@ def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
     sampling = sampling_of(1, device, [1.0])
     positions = torch.tensor([5], device=device)
     with poisoned():
-        found = run(logits, k, positions, sampling)
-    check(*found, exact_scores(logits, positions, sampling), k)
+        top = run(logits, k, positions, sampling)
+    check(*top, exact_scores(logits, positions, sampling), k)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,10 +120,10 @@ def test_filters(run, device: str) -> None:
     filters = Filters(*(torch.full((3,), value, device=device) for value in (6, 1.0, 0.0)))
     with poisoned():
         values, columns = run(logits, 10, positions, Sampling(plain.keys, plain.temperature, filters))
-    for row, kept in enumerate((500, 6, 6)):
-        cut = logits[row] < logits[row].sort(descending=True).values[kept - 1]
+    for row, num_left in enumerate((500, 6, 6)):
+        cut = logits[row] < logits[row].sort(descending=True).values[num_left - 1]
         scores = exact_scores(logits, positions, plain)[row].masked_fill(cut, -torch.inf)
-        count = min(kept, 10)
+        count = min(num_left, 10)
         check(values[row : row + 1, :count], columns[row : row + 1, :count], scores[None], count)
         assert values[row, count:].eq(-torch.inf).all()
         assert columns[row, count:].tolist() == cut.nonzero().flatten()[: 10 - count].tolist()
@@ -148,10 +148,12 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     positions = torch.arange(5, device=device) * 31
     together = perturbed_topk.triton(logits, 6, positions, sampling)
     for row in range(5):
-        one = torch.tensor([row], device=device)
-        alone = Sampling(sampling.keys, sampling.temperature, None, rows=one)
-        for found, wanted in zip(perturbed_topk.triton(logits[one], 6, positions[one], alone), together, strict=True):
-            assert torch.equal(found[0], wanted[row])
+        index = torch.tensor([row], device=device)
+        alone = Sampling(sampling.keys, sampling.temperature, None, rows=index)
+        for actual, expected in zip(
+            perturbed_topk.triton(logits[index], 6, positions[index], alone), together, strict=True
+        ):
+            assert torch.equal(actual[0], expected[row])
 
 
 def test_no_rows_and_the_cpu() -> None:
@@ -170,5 +172,5 @@ def test_a_graph_replays_it(rows: int) -> None:
     sampling = sampling_of(rows, "cuda")
     positions = torch.arange(rows, device="cuda")
     expected = perturbed_topk.triton(logits, 8, positions, sampling)
-    found = replayed(lambda: perturbed_topk.triton(logits, 8, positions, sampling))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    actual = replayed(lambda: perturbed_topk.triton(logits, 8, positions, sampling))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))

@@ -63,9 +63,9 @@ def unwritten_shows() -> Iterator[None]:
         yield
 
 
-def gate(names: Iterable[str], *kept: str) -> list[Any]:
-    """`kept` in the gate; the interpreter runs the others nightly."""
-    return [name if name in kept else pytest.param(name, marks=SLOW) for name in names]
+def gate(names: Iterable[str], *gate_names: str) -> list[Any]:
+    """`gate_names` run in the gate; the interpreter runs the others nightly."""
+    return [name if name in gate_names else pytest.param(name, marks=SLOW) for name in names]
 
 
 def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -138,10 +138,10 @@ def test_parts_shrink_as_the_batch_grows() -> None:
     [(128, 128, 0, 0), (64, 256, 0, 0), (64, 128, 0, 0), (64, 128, 9, 0), (128, 128, 0, 1), (64, 256, 0, 1)],
 )
 def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int, has_codes: int) -> None:
-    """Of sm_86, 89 and 120; the compiler says what a program takes."""
-    chosen = choose_blocks(1, num_rows, head_dim, 2)
-    assert fit_blocks(chosen, head_dim, 2, 227 << 10) == chosen, "an H100 has room"
-    blocks = fit_blocks(chosen, head_dim, 2, 99 << 10)
+    """sm_86, 89 and 120 have 99 KB; the compiler says how much a program takes."""
+    blocks = choose_blocks(1, num_rows, head_dim, 2)
+    assert fit_blocks(blocks, head_dim, 2, 227 << 10) == blocks, "an H100 has room"
+    blocks = fit_blocks(blocks, head_dim, 2, 99 << 10)
     blocks = blocks._replace(stages=blocks.stages + has_codes)
     assert compiled_for(89, blocks, head_dim, window, has_codes)[0] <= 99 << 10
 
@@ -165,11 +165,11 @@ def compiled_for(capability: int, blocks: Blocks, head_dim: int, window: int, ha
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_shares_cover_the_rows(rows: int) -> None:
-    for most in range(1, 33):
-        share = choose_shares(Blocks(rows, 64, 4, 3), Parts(most), 128)["SHARE"]
-        assert most * share >= rows, "each program merges one share"
+    for num_parts in range(1, 33):
+        share = choose_shares(Blocks(rows, 64, 4, 3), Parts(num_parts), 128)["SHARE"]
+        assert num_parts * share >= rows, "each program merges one share"
         assert rows % share == 0
-        assert most == 1 or share < rows, "a share as large as the tile says that there is nothing to merge"
+        assert num_parts == 1 or share < rows, "a share as large as the tile says that there is nothing to merge"
 
 
 def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
@@ -198,9 +198,9 @@ def test_a_cache_with_more_cells_than_32_bits_count() -> None:
     cells = scene.keys[0].numel()
     ahead = 2**31 // cells + 1  # pages that nothing reads
     for name in ("keys", "values"):
-        used = getattr(scene, name)
-        cache = torch.empty(ahead + len(used), *used.shape[1:], dtype=used.dtype, device="cuda")
-        cache[ahead:] = used
+        tensor = getattr(scene, name)
+        cache = torch.empty(ahead + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device="cuda")
+        cache[ahead:] = tensor
         setattr(scene, name, cache)
     scene.pages += ahead
     assert all(map(torch.equal, scene.run(tree_attention), expected))
@@ -222,7 +222,7 @@ def test_repeats_are_bit_identical(name: str) -> None:
 @pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
 @torch.inference_mode()
 def test_the_last_program_merges_what_all_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of programs that may have to run one after another."""
+    """Programs may have to run one after another."""
     scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
     expected = scene.run(tree_attention)
     monkeypatch.setattr(module, "all_resident", lambda *_: False)
@@ -280,7 +280,7 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("name", LAST)
 def test_last_nodes_of_the_reference(name: str) -> None:
-    """Those before are in the cache: what attention of all nodes gives for the last."""
+    """The earlier nodes are in the cache: the result equals the last rows of attention over all nodes."""
     for first_node in LAST[name]:
         last_of(CASES[name], first_node, tree_attention.reference, torch.float32, "cpu")
 

@@ -14,9 +14,9 @@ def random_tree(rng: random.Random, width: int, chain: bool) -> tuple[list[int],
     """Tokens and parents of a tree whose siblings are distinct; some end in unused nodes, -1."""
     tokens = [rng.randrange(VOCAB)]
     parents = [-1]
-    used = rng.randint(1, width)
+    num_used = rng.randint(1, width)
     children: dict[int, set[int]] = {}
-    while len(tokens) < used:
+    while len(tokens) < num_used:
         parent = len(tokens) - 1 if chain else rng.randrange(len(tokens))
         free = sorted(set(range(VOCAB)) - children.get(parent, set()))
         if not free:

@@ -92,14 +92,14 @@ def test_a_graph_replays_a_chain() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the GPU believes to have an H200."""
+    """Code that asks which GPU it runs on sees an H200."""
     monkeypatch.setattr(wide_int4, "use_triton", lambda _: True)
     monkeypatch.setattr(wide_int4, "is_hopper", lambda _: True)
     monkeypatch.setattr(wide_int4, "is_packed", lambda _: True)
     monkeypatch.setattr(wide_int4, "programs_of", lambda _: 132)
 
 
-def found(rows: int, weight: Int4Weight, gated: bool = False, fixed: bool = True) -> Wide | None:
+def wide_for(rows: int, weight: Int4Weight, gated: bool = False, fixed: bool = True) -> Wide | None:
     return find_wide(rows, weight, int4.choose_int4_tiling(*shape_of(weight), gated), gated, fixed)
 
 
@@ -108,31 +108,31 @@ def test_which_products_are_taken() -> None:
     gate_up = empty_weight(28672, 4096)
     down = empty_weight(4096, 14336)
     projection = empty_weight(4096, 4096)
-    assert [found(rows, gate_up, gated=True) for rows in (1, 32, 33, 65, MOST_ROWS + 1)] == [
+    assert [wide_for(rows, gate_up, gated=True) for rows in (1, 32, 33, 65, MOST_ROWS + 1)] == [
         None, None, Wide(64, 2), Wide(128, 2), None
     ]  # fmt: skip
-    assert [found(rows, down) for rows in (16, 17, 64, 1024)] == [None, Wide(32, 2), Wide(64, 2), Wide(128, 2)]
-    assert [found(rows, projection) for rows in (17, 100)] == [Wide(32, 1), Wide(128, 1)]
-    assert [found(rows, down, fixed=False) is None for rows in (256, 257)] == [False, True]
-    assert found(1024, gate_up, gated=True, fixed=False) == Wide(128, 2)
-    assert found(64, empty_weight(4096, 4096 + 128)) is None, "half a chunk"
-    assert found(64, empty_weight(4096 + 128, 4096)) is None, "half a tile"
-    assert found(64, empty_weight(2048, 8448)) is None, "an empty part"
+    assert [wide_for(rows, down) for rows in (16, 17, 64, 1024)] == [None, Wide(32, 2), Wide(64, 2), Wide(128, 2)]
+    assert [wide_for(rows, projection) for rows in (17, 100)] == [Wide(32, 1), Wide(128, 1)]
+    assert [wide_for(rows, down, fixed=False) is None for rows in (256, 257)] == [False, True]
+    assert wide_for(1024, gate_up, gated=True, fixed=False) == Wide(128, 2)
+    assert wide_for(64, empty_weight(4096, 4096 + 128)) is None, "half a chunk"
+    assert wide_for(64, empty_weight(4096 + 128, 4096)) is None, "half a tile"
+    assert wide_for(64, empty_weight(2048, 8448)) is None, "an empty part"
     assert [int4.dequantizes(gate_up, rows, True) for rows in (128, 129, 1024, 1025)] == [False, False, False, True]
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_would_leave_multiprocessors_idle_is_not_taken() -> None:
-    assert found(64, empty_weight(16384, 2048), gated=True) is None, "64 programs"
-    assert found(256, empty_weight(16384, 2048), gated=True) == Wide(128, 2)
-    assert found(64, empty_weight(34816, 5120), gated=True) is None, "136 programs"
+    assert wide_for(64, empty_weight(16384, 2048), gated=True) is None, "64 programs"
+    assert wide_for(256, empty_weight(16384, 2048), gated=True) == Wide(128, 2)
+    assert wide_for(64, empty_weight(34816, 5120), gated=True) is None, "136 programs"
     assert choose_wide(64, 6144, 4, False, 132) == Wide(64, 2)
     assert choose_wide(256, 6144, 4, False, 132) == Wide(128, 1), "three times 128 rather than 96 after 132 programs"
 
 
 def test_elsewhere_many_rows_are_multiplied_by_dequantised_weights() -> None:
     weight, _ = test_int4.layer(256, 256, 128, True, "cpu", torch.float16)
-    assert found(64, weight) is None
+    assert wide_for(64, weight) is None
     assert [int4.dequantizes(weight, rows) for rows in (128, 129)] == [False, True]
 
 

@@ -27,10 +27,10 @@ def cover(*axes: Iterable[Any]) -> list[Any]:
     gate = [tuple(axis[index % len(axis)] for axis in on_cpu) for index in range(max(map(len, on_cpu)))]
     return [
         pytest.param(
-            *(x.values[0] if hasattr(x, "marks") else x for x in chosen),
-            marks=[*(mark for x in chosen for mark in getattr(x, "marks", ())), *([] if chosen in gate else [SLOW])],
+            *(x.values[0] if hasattr(x, "marks") else x for x in point),
+            marks=[*(mark for x in point for mark in getattr(x, "marks", ())), *([] if point in gate else [SLOW])],
         )
-        for chosen in product(*values)
+        for point in product(*values)
     ]
 
 
@@ -49,7 +49,7 @@ def exact_scores(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Ten
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated inside is full of NaN, or of the largest integer."""
+    """Fills memory that is allocated inside with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
