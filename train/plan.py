@@ -107,7 +107,9 @@ def memory_lines(memory: Memory) -> Iterator[str]:
 
 
 def share_lines(train: PackedRows) -> Iterator[str]:
-    """One line for each folder, if there are several or its weight is not 1."""
+    """A line for each folder, if there are several or its weight is not 1, and one about long documents, if any."""
+    if train.long_sentence:
+        yield f"data      {train.long_sentence}"
     if train.is_mixed:
         for share in train.shares:
             yield f"data      {share.sentence}; weight {share.passes:g}: {share.epoch_rows:,} rows an epoch"

@@ -1,6 +1,5 @@
 """Documents longer than a row, against a naive walk through each: what windows hold, and that nothing is lost."""
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -108,9 +107,13 @@ def test_a_run_splits_long_documents_and_says_so(
         "optim__steps": "null",
         "optim__epochs": 1,
     }
+    sentence = (
+        "2 documents longer than data.max_length 40 are split into 8 windows, 160 supervised tokens beyond the first"
+    )
+    main([*arguments(tmp_path / "split", **changes), "--dry-run"])
+    assert f"data      {sentence}" in capsys.readouterr().out
     main(arguments(tmp_path / "split", **changes))
-    printed = capsys.readouterr().out
-    assert re.search(r"train: 2 documents longer than data.max_length 40 are split into 8 windows, 160 superv", printed)
+    assert f"train: {sentence}" in capsys.readouterr().out
     tokens = read_json(next((tmp_path / "split").glob("step-*")) / "run.json")["tokens"]
     assert tokens == sum(sum(mask) for _, mask in documents) + 6  # each later window supervises its root again
     cut = changes | {"data__long_documents": "cut"}
