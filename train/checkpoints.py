@@ -42,6 +42,7 @@ WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # 
 FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
+    "evaluation.patience",
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
@@ -62,6 +63,7 @@ class Progress:
     skipped_steps: int = 0  # of these, skipped because the gradient was not finite
     best_step: int = 0
     best_accept_length: float = 0.0
+    evaluations_since_best: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
     fitted: dict[str, list[float]] = field(default_factory=dict)  # fields of the draft's config, by that evaluation
     first_length: int = 0  # steps or epochs that the run was to have when it began: its warm-up is a share of these
@@ -233,6 +235,7 @@ class Checkpoints:
                 values = asdict(progress)
                 del values["fitted"]  # config.json has it
                 del values["first_length"]
+                del values["evaluations_since_best"]
                 self.write_draft(tensors, shared[0], {**self.run, **values})
             folder = broadcast_object_list(shared)[0]
             if with_state:

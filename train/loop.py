@@ -96,8 +96,8 @@ def fit(
     run: Mapping[str, Any],
     lock: FolderLock | None,
 ) -> Progress:
-    """Trains to the last step; at SIGINT, SIGTERM, SIGHUP or its launcher's end saves after the step at hand and exits
-    with status 130.
+    """Trains to the last step, or until evaluations no longer improve; at SIGINT, SIGTERM, SIGHUP or its launcher's end
+    saves after the step at hand and exits with status 130.
 
     `identity`: hashes of what the options name, compared when a run continues. `run`: provenance for every run.json.
     `lock` of the output: the first process's.
@@ -126,25 +126,29 @@ def fit(
             stack.callback(trackers.close)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(bar)
-        while progress.step < loop.num_steps and not stopped:
+        while not loop.is_done and not stopped:
             record, stopped = loop.train_step(interrupt.received)
-            is_last = progress.step == loop.num_steps
             written = []
-            if is_last or progress.step % options.evaluation.every == 0:
+            if loop.is_done or progress.step % options.evaluation.every == 0:
                 record |= loop.evaluate()
                 if progress.best_step == progress.step:
                     written.append(checkpoints.save_best(progress))
             if trackers is not None:
                 trackers.log(progress.step, record, training.take_samples())
-            if is_last or stopped or progress.step % options.checkpoint.every == 0:
+            if loop.is_done or stopped or progress.step % options.checkpoint.every == 0:
                 written.append(checkpoints.save_step(progress))
             if trackers is not None:
                 trackers.checkpoints(written, progress.step, progress.metrics)
             show(bar, record, progress)
     mute_lost_streams()
-    if progress.step < loop.num_steps:
+    if not loop.is_done:
         accelerator.print(f"stopped; step {progress.step} of {loop.num_steps} is saved, the same command continues")
         raise SystemExit(130)
+    if progress.step < loop.num_steps:
+        accelerator.print(
+            f"no new best in {progress.evaluations_since_best} evaluations (evaluation.patience "
+            f"{options.evaluation.patience}): the run ends at step {progress.step} of {loop.num_steps}"
+        )
     return progress
 
 
@@ -169,6 +173,13 @@ class Loop:
         rows = self.progress.rows, self.schedule.last_row
         batches = training_batches(self.train, self.options.data.batch_size, self.options.seed, *rows, *share)
         self.batches = read_ahead(batches, self.train)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run is at its last step, or out of patience."""
+        patience = self.options.evaluation.patience
+        is_stuck = patience is not None and self.progress.evaluations_since_best >= patience
+        return is_stuck or self.progress.step >= self.num_steps
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
         """Metrics of the step, without non-finite values, and whether any process was interrupted."""
@@ -276,6 +287,9 @@ class Loop:
         if metrics["accept_length"] > self.progress.best_accept_length:
             self.progress.best_step = self.progress.step
             self.progress.best_accept_length = metrics["accept_length"]
+            self.progress.evaluations_since_best = 0
+        else:
+            self.progress.evaluations_since_best += 1
         return {f"eval_{name}": value for name, value in metrics.items()}
 
 

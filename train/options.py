@@ -12,7 +12,8 @@ from slipstream.models.files.names import check_folder
 
 AT_LEAST_ONE = (
     *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
-    *("evaluation.depth", "evaluation.documents", "checkpoint.every", "checkpoint.keep"),
+    *("evaluation.depth", "evaluation.documents", "evaluation.patience", "checkpoint.every"),
+    "checkpoint.keep",
 )
 
 
@@ -105,6 +106,8 @@ class EvaluationOptions:
     """held-out documents used"""
     samples: int = 4
     """held-out answers to log, with accepted draft tokens highlighted"""
+    patience: int | None = None
+    """evaluations in a row without a new best that end the run; default: it goes to its last step"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,10 +85,9 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     assert_same_run(tmp_path, finished)
 
 
-def test_best_follows_accept_length_and_survives_resume(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = iter([2.0, 5.0, 3.0, 4.0])
+def play(monkeypatch: pytest.MonkeyPatch, accept_lengths: Sequence[float]) -> None:
+    """Lets evaluations find these accept lengths, one after the other."""
+    lengths = iter(accept_lengths)
     script = {"value": 0.0}
 
     def evaluate(_training: Eagle3Training, _batch: object) -> dict[str, Tensor]:
@@ -102,11 +102,37 @@ def test_best_follows_accept_length_and_survives_resume(
     monkeypatch.setattr(Eagle3Training, "evaluate", evaluate)
     monkeypatch.setattr(Loop, "evaluate", next_length)
     monkeypatch.setattr(PackedRows, "__len__", lambda rows: min(2, len(rows.rows)))  # one held-out batch
+
+
+def test_best_follows_accept_length_and_survives_resume(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch, [2.0, 5.0, 3.0, 4.0])
     main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))
     assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
     shutil.rmtree(tmp_path / "step-6")
     main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))  # its length of 4 is below the best of 5
     assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
+
+
+def test_a_run_ends_where_it_no_longer_improves(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The count of evaluations survives a stop; with more patience the run goes on."""
+    play(monkeypatch, [2.0, 3.0, 3.0, 2.5, 2.9, 4.0, 3.5])
+    flags = {"optim__steps": 7, "evaluation__every": 1, "checkpoint__every": 7}
+    run_interrupted(arguments(tmp_path, **flags, evaluation__patience=3), signal.SIGTERM)
+    assert "stopped; step 4 of 7 is saved" in capsys.readouterr().out
+    for _ in range(2):  # the second finds it finished
+        main(arguments(tmp_path, **flags, evaluation__patience=3))
+        printed = capsys.readouterr().out
+        assert "no new best in 3 evaluations (evaluation.patience 3): the run ends at step 5 of 7\n" in printed
+        assert "best accept length 3.000 at step 2: " in printed
+    assert [line["step"] for line in records(tmp_path)] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-5"]
+    main(arguments(tmp_path, **flags))
+    assert [line["step"] for line in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert "best accept length 4.000 at step 6: " in capsys.readouterr().out
 
 
 def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
     data.max_length data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
-    evaluation.every evaluation.samples init_from optim.accumulation optim.betas optim.clip optim.decay_ratio
-    optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay
-    output precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity
-    tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
+    evaluation.every evaluation.patience evaluation.samples init_from optim.accumulation optim.betas optim.clip
+    optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio
+    optim.weight_decay output precision resume revision seed target target_compile target_sharding tracker.artifacts
+    tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
@@ -102,6 +102,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0, -1.0]"], "draft.step_weights is [1.0, -1.0]; give"),
     ("eagle3", ["--draft.ttt_steps=1", "--draft.step_weights=[0.0]"], "draft.step_weights is [0.0]; give 1, one for"),
     ("eagle3", ["--evaluation.depth=0"], "evaluation.depth is 0; give at least 1"),
+    ("eagle3", ["--evaluation.patience=0"], "evaluation.patience is 0; give at least 1"),
     ("eagle3", ["--tracker.artifacts=best"], "tracker.artifacts is best, but tracker.wandb is off; turn it on"),
     ("eagle3", ["--draft.step=3"], "did you mean --draft.ttt-steps"),
     ("eagle3", ["--optim.larning_rate=3"], "the options are --optim.accumulation, --optim.betas"),
