@@ -33,12 +33,14 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         generations = self.llm.generate(encoded, params, progress=True)
         triples = zip(encoded, generations, conversations, strict=True)
-        kept = usable([Answered(prompt, generation.tokens, own) for prompt, generation, own in triples])
-        if not kept:
+        answers = usable(
+            [Answered(prompt, generation.tokens, conversation) for prompt, generation, conversation in triples]
+        )
+        if not answers:
             raise ValueError("the target's answers have fewer than two tokens each; give other conversations")
         rounds = sum(generation.stats.rounds for generation in generations)
         emitted = sum(len(generation.tokens) - 1 for generation in generations)
-        return kept, None if self.refusal or not rounds else emitted / rounds
+        return answers, None if self.refusal or not rounds else emitted / rounds
 
     def text(self, answered: Answered) -> str:
         return str(self.llm.tokenizer.decode(answered.answer, skip_special_tokens=True))

@@ -18,11 +18,11 @@ import torch
 from slipstream.config import run
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.doctor.answers import open_engine
-from slipstream.doctor.diagnosis import KINDS, SOUND_LENGTH, Diagnosis, Finding, diagnose
+from slipstream.doctor.diagnosis import SOUND_LENGTH, Diagnosis, Finding, diagnose
 from slipstream.doctor.endpoint import Endpoint, ask_endpoint, check_endpoint
+from slipstream.doctor.examination import Examination
 from slipstream.doctor.options import QUESTIONS, DoctorConfig
-from slipstream.doctor.readings import STAGES
-from slipstream.doctor.replay import FAMILIES, Replay, Score, Subject
+from slipstream.doctor.replay import FAMILIES, Replay, Subject
 from slipstream.doctor.report import check_report, print_report, write_report
 from slipstream.doctor.text_causes import (
     endpoint_findings,
@@ -49,32 +49,6 @@ from slipstream.serve.options import EngineConfig, find_target
 
 VARIANT_QUESTIONS = 24  # of each other way to render prompts
 LONGEST = 1 << 20  # tokens of a text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """All that the report shows."""
-
-    draft: str
-    target: str
-    family: str
-    diagnosis: Diagnosis
-    answered: tuple[Answered, ...]
-    served: float | None = None  # accept length of the engine here; None where the draft could not be served
-    variants: tuple[tuple[str, float], ...] = ()  # other ways to render prompts, and their accept lengths
-    given: Score | None = None  # on the conversations' own answers
-    notes: tuple[Finding, ...] = ()
-    endpoint: Endpoint | None = None
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """Causes, risks and notes, each in the order of the stages."""
-        found = (*self.diagnosis.findings, *self.notes)
-        return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), STAGES.index(one.stage))))
-
-    @property
-    def is_wrong(self) -> bool:
-        return any(finding.kind == "cause" for finding in self.findings)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -130,13 +104,13 @@ def examine(config: DoctorConfig) -> Examination:
         notes=tuple(notes),
         endpoint=texts.endpoint,
     )
-    given = usable([one for one in map(renderer.given, conversations) if one is not None])
-    return compare_texts(examination, texts.variants, given, replay)
+    data_answers = usable([answer for answer in map(renderer.given, conversations) if answer is not None])
+    return compare_texts(examination, texts.variants, data_answers, replay)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """What the target says, by the engine here and by the endpoint."""
+    """The target's answers, by the engine here and by the endpoint."""
 
     answered: tuple[Answered, ...]
     served: float | None
@@ -150,47 +124,55 @@ def read_texts(
 ) -> Texts:
     options: dict[str, Any] = {"device": config.device} if config.device else {}
     options["trust_remote_code"] = config.trust_remote_code
-    arguments = Path(config.target), path, family, Choices.of(config), config.depth, config.max_tokens
-    with open_engine(*arguments, **options) as engine:
-        answered, served = engine.answer([renderer.prompt(one) for one in conversations], conversations)
+    with open_engine(
+        target=Path(config.target),
+        draft=path,
+        family=family,
+        choices=Choices.of(config),
+        depth=config.depth,
+        max_tokens=config.max_tokens,
+        **options,
+    ) as engine:
+        answered, served = engine.answer(list(map(renderer.prompt, conversations)), conversations)
         few = conversations[:VARIANT_QUESTIONS]
         variants = {}
         for variant in renderer.variants(few[0]):
-            variants[variant.name] = engine.answer([renderer.prompt(one, variant) for one in few], few)[0]
+            prompts = [renderer.prompt(conversation, variant) for conversation in few]
+            variants[variant.name] = engine.answer(prompts, few)[0]
         endpoint = None
         if config.endpoint is not None:
-            own = [engine.text(one) for one in answered]
-            endpoint = ask_endpoint(config.endpoint, answered, own, config.max_tokens, config.api_key)
+            texts = [engine.text(answer) for answer in answered]
+            endpoint = ask_endpoint(config.endpoint, answered, texts, config.max_tokens, config.api_key)
     return Texts(answered=tuple(answered), served=served, refusal=engine.refusal, variants=variants, endpoint=endpoint)
 
 
 def compare_texts(
     examination: Examination,
     variants: Mapping[str, Sequence[Answered]],
-    given: Sequence[Answered],
+    data_answers: Sequence[Answered],
     replay: Callable[[Sequence[Answered]], Replay],
 ) -> Examination:
-    """Adds what other prompts and the data's own answers explain."""
+    """Adds the findings of other prompts and of the data's own answers."""
     score = examination.diagnosis.mended
     subject = examination.diagnosis.subject
     answered = examination.answered
     if score is None or subject is None:
         return examination
-    on_given = None
+    data_score = None
     notes = list(examination.notes)
-    scores = {name: replay(own).score(subject) for name, own in variants.items()}
+    scores = {name: replay(answers).score(subject) for name, answers in variants.items()}
     pairs = {
         name: pair
-        for name, own in variants.items()
-        if not loops(own) and (pair := paired(answered, score, own, scores[name])) is not None
+        for name, answers in variants.items()
+        if not loops(answers) and (pair := paired(answered, score, answers, scores[name])) is not None
     }
-    if given:
-        on_given = replay(given).score(subject)
-        pair = paired(answered, score, given, on_given)
-        notes += off_policy(*pair) if pair is not None and not loops(answered) and not loops(given) else ()
+    if data_answers:
+        data_score = replay(data_answers).score(subject)
+        pair = paired(answered, score, data_answers, data_score)
+        notes += off_policy(*pair) if pair is not None and not loops(answered) and not loops(data_answers) else ()
     notes += other_prompts(pairs) if not loops(answered) else ()
-    lengths = tuple((name, own.accept_length) for name, own in scores.items())
-    return replace(examination, notes=tuple(notes), given=on_given, variants=lengths)
+    lengths = tuple((name, variant_score.accept_length) for name, variant_score in scores.items())
+    return replace(examination, notes=tuple(notes), data_score=data_score, variants=lengths)
 
 
 def depth_of(config: DoctorConfig, family: str) -> int:
@@ -199,7 +181,7 @@ def depth_of(config: DoctorConfig, family: str) -> int:
 
 
 def family_of(draft: str, path: Path) -> str:
-    """By config.json; where that names none that is known, by the tensors."""
+    """Returns the draft's family by config.json or, where that names none that is known, by the tensors."""
     try:
         name = drafter_name(draft)
     except ValueError:
@@ -222,32 +204,34 @@ def load(config: DoctorConfig, folder: Path) -> Target:
 def provenance(subject: Subject, folder: Path, tokenizer: TargetTokenizer) -> list[Finding]:
     """Whether the draft was trained for this target, where its config says."""
     values = subject.files.values
-    found = []
-    said = values.get("target_fingerprint")
-    own = weights_fingerprint(folder)
-    if said and said != own:
-        found.append(
+    findings = []
+    trained_for = values.get("target_fingerprint")
+    fingerprint = weights_fingerprint(folder)
+    if trained_for and trained_for != fingerprint:
+        findings.append(
             Finding(
                 kind="note",
                 stage="files",
                 name="other weights of the target",
-                cause=f"the draft was trained for other weights (fingerprint {said[:12]}, the target's is {own[:12]})",
+                cause=f"the draft was trained for other weights (fingerprint {trained_for[:12]}, the target's is "
+                f"{fingerprint[:12]})",
                 remedy="serve the target that it was trained for, or train it on for this one (--init-from)",
             )
         )
-    said = values.get("tokenizer_hash")
-    own = tokenizer_hash(tokenizer.tokenizer)
-    if said and said != own:
-        found.append(
+    trained_with = values.get("tokenizer_hash")
+    target_hash = tokenizer_hash(tokenizer.tokenizer)
+    if trained_with and trained_with != target_hash:
+        findings.append(
             Finding(
                 kind="cause",
                 stage="prompt text",
                 name="another tokenizer",
-                cause=f"the draft was trained with another tokenizer (hash {said[:12]}, the target's is {own[:12]})",
+                cause=f"the draft was trained with another tokenizer (hash {trained_with[:12]}, the target's is "
+                f"{target_hash[:12]})",
                 remedy="serve the target whose tokenizer it was trained with",
             )
         )
-    return found
+    return findings
 
 
 def little_training(path: Path, diagnosis: Diagnosis) -> list[Finding]:

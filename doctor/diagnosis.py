@@ -1,6 +1,6 @@
 """Finds the first stage at which a draft's files do not mean what they are read as, and what that costs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,17 +77,17 @@ def diagnose(subject: Subject, replay: Replay, path: Path) -> Diagnosis:
         tried += [(stage, name + suffix, length) for stage, name, length in readings_tried]
         if best is None:
             break
-        reading, found = best
+        reading, best_score = best
         before = None if score is None else score.accept_length
-        causes.append(_finding("cause", reading, before, found.accept_length))
+        causes.append(_finding("cause", reading, before, best_score.accept_length))
         subject = reading.subject
-        score = found
+        score = best_score
     if score is None:
         causes.append(_refused(refusal))
         return Diagnosis(findings=tuple(causes), tried=tuple(tried), refusal=refusal, subject=subject)
-    others = [*inherited(subject, score), *find_risks(subject, score, replay)]
+    risks = [*inherited(subject, score), *find_risks(subject, score, replay)]
     return Diagnosis(
-        findings=(*causes, *others),
+        findings=(*causes, *risks),
         tried=tuple(tried),
         refusal=refusal,
         as_read=as_read,
@@ -111,12 +111,12 @@ def best_reading(
 ) -> tuple[Reading, Score] | None:
     """The reading that is accepted better than `score`, or at all; None if there is none."""
     target = replay.target.model
-    others: Iterable[Reading] = repairs(subject, target, path, score is None)
+    candidates = list(repairs(subject, target, path, score is None))
     if score is not None:
-        others = (*others, *readings(Case(subject, replay.build(subject), target)))
+        candidates += readings(Case(subject, replay.build(subject), target))
     quick = None if score is None else replay.score(subject, FEW)
-    found: list[tuple[float, Reading]] = []
-    for reading in tqdm(tuple(others), desc="other readings", unit="reading", leave=False):
+    better: list[tuple[float, Reading]] = []
+    for reading in tqdm(candidates, desc="other readings", unit="reading", leave=False):
         try:
             other = replay.score(reading.subject, FEW)
         except (ValueError, RuntimeError, KeyError, IndexError):  # the files cannot mean this
@@ -124,15 +124,15 @@ def best_reading(
         tried.append((reading.stage, reading.name, other.accept_length))
         gain, low = (other.accept_length, 1.0) if quick is None else other.ratio(quick)
         if quick is None or (gain >= LEAST_GAIN and low > 1):
-            found.append((gain, reading))
-    while found:
-        most = max(gain for gain, _ in found)
-        near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in found if gain >= ALIKE * most]
-        first = min(near, key=lambda one: one[:2])[2]
-        whole = replay.score(first.subject)
-        if score is None or (is_better(whole, score) and is_better_early(first, subject, replay)):
-            return first, whole
-        found = [one for one in found if one[1] is not first]
+            better.append((gain, reading))
+    while better:
+        best_gain = max(gain for gain, _ in better)
+        near = [(STAGES.index(reading.stage), -gain, reading) for gain, reading in better if gain >= ALIKE * best_gain]
+        first = min(near, key=lambda candidate: candidate[:2])[2]
+        full_score = replay.score(first.subject)
+        if score is None or (is_better(full_score, score) and is_better_early(first, subject, replay)):
+            return first, full_score
+        better = [candidate for candidate in better if candidate[1] is not first]
     return None
 
 
@@ -166,7 +166,7 @@ def inherited(subject: Subject, score: Score) -> Iterator[Finding]:
 
 
 def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Finding]:
-    """What other servers may read otherwise, and the accept length that they then have."""
+    """Finds the readings that other servers may choose, and the accept lengths that they then have."""
     for reading in careless(subject, replay):
         try:
             other = replay.score(reading.subject).accept_length
@@ -177,7 +177,7 @@ def find_risks(subject: Subject, score: Score, replay: Replay) -> Iterator[Findi
 
 
 def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
-    """How servers are known to read what these files leave out or say in another place."""
+    """Readings of servers that are known to misread what these files leave out or say in another place."""
     values = subject.files.values
     target = replay.target.model.config
     config: Any = replay.build(subject).config
@@ -222,17 +222,17 @@ def _careless_flags(subject: Subject) -> Iterator[Reading]:
         has_tensor = tensor is not None and subject.tensor(tensor) is not None
         if outer or not (inner or has_tensor):
             continue
-        where = "stands in eagle_config alone" if inner else f"is missing, though the files have {tensor}"
-        kept = {
+        place = "stands in eagle_config alone" if inner else f"is missing, though the files have {tensor}"
+        dropped_tensors = {
             name: None
             for name in subject.files.tensors
             if tensor is not None and ".".join(tensor.split(".")[:1]) in name.split(".")
         }
-        dropped = without_flag(subject, flag).with_tensors(**kept)
+        dropped = without_flag(subject, flag).with_tensors(**dropped_tensors)
         yield Reading(
             "fc and norms",
             f"without {flag}",
-            f"{flag} {where}: servers that read the top level of config.json leave it out",
+            f"{flag} {place}: servers that read the top level of config.json leave it out",
             f"write {flag} true at the top level of config.json",
             dropped,
         )

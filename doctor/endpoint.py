@@ -16,7 +16,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What a server made of the conversations, `asked` in number."""
+    """A server's answers to the conversations, `asked` in number."""
 
     url: str
     server: Kind
@@ -28,7 +28,7 @@ class Endpoint:
 
     @property
     def is_tested(self) -> bool:
-        """Whether what its kind tells was compared with a real server."""
+        """Whether the figures of its kind were compared with a real server."""
         return self.server == "slipstream"
 
 
@@ -46,7 +46,7 @@ def ask_endpoint(
             fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
             if kind_of(before) == "sglang":
                 fields["return_meta_info"] = True
-            tasks = [(list(one.conversation.messages), fields) for one in answered]
+            tasks = [(list(answer.conversation.messages), fields) for answer in answered]
             result = await send_all(client, tasks, AT_ONCE, progress="endpoint")
             return result, before, await client.read("/metrics") or ""
 
@@ -65,8 +65,8 @@ def ask_endpoint(
         asked=len(pairs),
         accept_length=decoded / rounds if rounds else None,
         depth=drafted / rounds if drafted else places or None,
-        other_prompts=sum(there.prompt_tokens not in (0, len(here.prompt)) for here, there, _ in pairs),
-        other_answers=sum((there.reasoning + there.text).strip() != text.strip() for _, there, text in pairs),
+        other_prompts=sum(remote.prompt_tokens not in (0, len(local.prompt)) for local, remote, _ in pairs),
+        other_answers=sum((remote.reasoning + remote.text).strip() != text.strip() for _, remote, text in pairs),
     )
 
 
@@ -88,7 +88,7 @@ def _client(url: str, api_key: str | None) -> Client:
 
 
 def _counted(before: str, after: str) -> RoundCounts:
-    """What a server counted between two texts of its /metrics; others' requests of that time are among it."""
+    """Returns a server's counts between two texts of its /metrics, other clients' requests of that time included."""
     then = read_counts(before) or RoundCounts()
     now = read_counts(after)
     return RoundCounts() if now is None else now.since(then)

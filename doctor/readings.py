@@ -1,4 +1,4 @@
-"""Other ways to mean a draft's files: what trainers and servers are known to get wrong.
+"""Other readings of a draft's files: the mistakes that trainers and servers are known to make.
 
 A reading changes the files in memory, in one way. Where the draft is accepted better then, that way was meant, and the
 reading names the cause and the remedy. They are listed in the order in which a draft's input passes through it, so that
@@ -70,24 +70,24 @@ def taps(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
     if case.subject.family == "eagle" or not getattr(config, "has_fc", True):
         return
-    own = tuple(config.aux_layers)
+    named_layers = tuple(config.aux_layers)
     last = case.target.config.num_layers
-    found = {
-        "one layer earlier": tuple(layer - 1 for layer in own),
-        "one layer later": tuple(layer + 1 for layer in own),
-        "the default ones": default_aux_layers(last) if len(own) == 3 else own,
-        "the last one before the final norm": tuple(last - 1 if layer == last else layer for layer in own),
-        "the last one after the final norm": tuple(last if layer == last - 1 else layer for layer in own),
-        "in the opposite order": own[::-1],
+    alternatives = {
+        "one layer earlier": tuple(layer - 1 for layer in named_layers),
+        "one layer later": tuple(layer + 1 for layer in named_layers),
+        "the default ones": default_aux_layers(last) if len(named_layers) == 3 else named_layers,
+        "the last one before the final norm": tuple(last - 1 if layer == last else layer for layer in named_layers),
+        "the last one after the final norm": tuple(last if layer == last - 1 else layer for layer in named_layers),
+        "in the opposite order": named_layers[::-1],
     }
-    for name, layers in found.items():
-        if layers == own or not are_layers(layers, last):
+    for name, layers in alternatives.items():
+        if layers == named_layers or not are_layers(layers, last):
             continue
         why = ", as where one side counts layers' inputs and the other their outputs" if "one layer" in name else ""
         yield Reading(
             "target's states",
             f"states {name}: {list(layers)}",
-            f"config.json names the target's states {list(own)} (layer outputs), but the draft was trained on "
+            f"config.json names the target's states {list(named_layers)} (layer outputs), but the draft was trained on "
             f"{list(layers)}{why}",
             f"write {list(layers)} as layer outputs: {layers_field(case.subject, layers)}",
             with_layers(case.subject, layers),
@@ -157,22 +157,22 @@ def mask_tokens(case: Case) -> Iterator[Reading]:
         yield from other_masks(case.subject, case.target, config.mask_token_id)
 
 
-def other_masks(subject: Subject, target: Target, own: int | None) -> Iterator[Reading]:
-    """Tokens that may stand for slots to fill, but for `own`, which config.json names; None: it names none."""
+def other_masks(subject: Subject, target: Target, mask_token: int | None) -> Iterator[Reading]:
+    """Tokens that may stand for slots to fill, but for `mask_token`, which config.json names; None: it names none."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         return
     tokens = {name: getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "unk", "bos")}
     tokens["first unused"] = max(tokenizer.get_vocab().values()) + 1
-    said = "names no mask token" if own is None else f"names token {own} as the mask token"
+    statement = "names no mask token" if mask_token is None else f"names token {mask_token} as the mask token"
     for name, token in tokens.items():
-        if token is None or token == own or token >= target.config.vocab_size:
+        if token is None or token == mask_token or token >= target.config.vocab_size:
             continue
         inner = {**(subject.files.values.get("dflash_config") or {}), "mask_token_id": token}
         yield Reading(
             "mask token",
             f"the {name} token as the mask token",
-            f"config.json {said}, but the draft was trained with {token}, the tokenizer's {name} token",
+            f"config.json {statement}, but the draft was trained with {token}, the tokenizer's {name} token",
             f"write dflash_config.mask_token_id {token} in config.json",
             subject.with_values(dflash_config=inner, mask_token_id=None),
         )
@@ -190,26 +190,26 @@ def convention(subject: Subject, *, from_anchor: bool) -> Reading:
     """The files in this convention, whatever their fields and the options say of it."""
     value = str(from_anchor).lower()
     fields = anchor_fields(subject)
-    chosen = subject.choices.sample_from_anchor
-    said = "config.json does not say whether it drafts"
+    option_value = subject.choices.sample_from_anchor
+    statement = "config.json does not say whether it drafts"
     option = f" (serve: --drafter.sample-from-anchor {value})"
     if fields:  # the option must not contradict them
-        said = f"config.json has {', '.join(fields)}"
+        statement = f"config.json has {', '.join(fields)}"
         option = ""
-    elif chosen is not None:
-        said = f"the option sample_from_anchor is {str(chosen).lower()}"
-    others = [field for field in fields if not field.startswith("sample_from_anchor")]
-    instead = f" instead of {', '.join(others)}" if others else ""
-    meant = "the next token" if from_anchor else "nothing"
+    elif option_value is not None:
+        statement = f"the option sample_from_anchor is {str(option_value).lower()}"
+    other_fields = [field for field in fields if not field.startswith("sample_from_anchor")]
+    instead = f" instead of {', '.join(other_fields)}" if other_fields else ""
+    meaning = "the next token" if from_anchor else "nothing"
     inner = subject.files.values.get("dflash_config") or {}
-    kept = {name: x for name, x in inner.items() if name not in ANCHOR_FIELDS}
+    inner_values = {name: x for name, x in inner.items() if name not in ANCHOR_FIELDS}
     changed = {**dict.fromkeys(ANCHOR_FIELDS), "sample_from_anchor": from_anchor}
     return Reading(
         "block convention",
         f"sample_from_anchor {value}",
-        f"the draft was trained so that the anchor's slot drafts {meant}; {said}",
+        f"the draft was trained so that the anchor's slot drafts {meaning}; {statement}",
         f"write sample_from_anchor {value}{instead} in config.json{option}",
-        subject.with_values(**changed, dflash_config=kept).with_choices(sample_from_anchor=None),
+        subject.with_values(**changed, dflash_config=inner_values).with_choices(sample_from_anchor=None),
     )
 
 
@@ -217,8 +217,8 @@ def anchor_fields(subject: Subject) -> list[str]:
     """The fields by which config.json says whether the anchor's slot drafts, with their values."""
     values = subject.files.values
     levels = values, values.get("dflash_config") or {}
-    found = {name: fields[name] for fields in levels for name in ANCHOR_FIELDS if fields.get(name) is not None}
-    return [f"{name} {str(bool(value)).lower()}" for name, value in found.items()]
+    settings = {name: fields[name] for fields in levels for name in ANCHOR_FIELDS if fields.get(name) is not None}
+    return [f"{name} {str(bool(value)).lower()}" for name, value in settings.items()]
 
 
 def ropes(case: Case) -> Iterator[Reading]:
@@ -265,7 +265,7 @@ def windows(case: Case) -> Iterator[Reading]:
     config: Any = case.network.config
     subject = case.subject
     values = case.subject.files.values
-    asked = values.get("sliding_window")
+    window = values.get("sliding_window")
     layers = values.get("num_hidden_layers") or 1
     if config.sliding_window is not None:
         yield Reading(
@@ -278,12 +278,12 @@ def windows(case: Case) -> Iterator[Reading]:
         )
         if subject.family == "dflash":
             yield other_window_mask(subject, causal=config.sliding_window_non_causal)
-    elif asked:
+    elif window:
         yield Reading(
             "windows",
-            f"a window of {asked}",
-            f"config.json has sliding_window {asked}, but layer_types or use_sliding_window turn it off; the draft was "
-            "trained with it",
+            f"a window of {window}",
+            f"config.json has sliding_window {window}, but layer_types or use_sliding_window turn it off; the draft "
+            "was trained with it",
             "write layer_types with sliding_attention and use_sliding_window true in config.json",
             subject.with_values(layer_types=["sliding_attention"] * layers, use_sliding_window=True),
         )
@@ -292,7 +292,7 @@ def windows(case: Case) -> Iterator[Reading]:
 def other_window_mask(subject: Subject, *, causal: bool) -> Reading:
     """The files with windows whose slots see later slots of their block, or with `causal` do not."""
     inner = subject.files.values.get("dflash_config") or {}
-    kept = {name: x for name, x in inner.items() if name not in (*CAUSAL_FIELDS, "sliding_window_non_causal")}
+    inner_values = {name: x for name, x in inner.items() if name not in (*CAUSAL_FIELDS, "sliding_window_non_causal")}
     value = str(not causal).lower()
     return Reading(
         "windows",
@@ -300,7 +300,9 @@ def other_window_mask(subject: Subject, *, causal: bool) -> Reading:
         f"in layers with a window the draft is read as if slots {'saw' if causal else 'did not see'} later slots of "
         f"their block, but it was trained the other way round",
         f"write sliding_window_non_causal {value} and is_causal {str(causal).lower()} in config.json",
-        subject.with_values(dflash_config=kept, **dict.fromkeys(CAUSAL_FIELDS), sliding_window_non_causal=not causal),
+        subject.with_values(
+            dflash_config=inner_values, **dict.fromkeys(CAUSAL_FIELDS), sliding_window_non_causal=not causal
+        ),
     )
 
 
@@ -310,30 +312,30 @@ def vocabularies(case: Case) -> Iterator[Reading]:
         yield from other_maps(case.subject, case.target, case.network.target_ids.cpu())
 
 
-def other_maps(subject: Subject, target: Target, own: Tensor | None) -> Iterator[Reading]:
-    """d2t otherwise than as the ids `own` (Vd,); None: it could not be read."""
+def other_maps(subject: Subject, target: Target, target_ids: Tensor | None) -> Iterator[Reading]:
+    """Other maps d2t than as `target_ids` (Vd,); None: it could not be read."""
     tensors = subject.files.tensors
     size = target.config.vocab_size
     d2t, t2d, head = (subject.tensor(name) for name in ("d2t", "t2d", HEAD))
-    found: dict[str, Tensor | None] = {}
+    maps: dict[str, Tensor | None] = {}
     if d2t is not None:
-        found["target ids, not differences, in d2t"] = d2t.long()
+        maps["target ids, not differences, in d2t"] = d2t.long()
     num_rows = len(d2t) if d2t is not None else len(head) if head is not None else 0
     if t2d is not None and t2d.dtype == torch.bool and int(t2d.sum()) == num_rows:
-        found["the ids that t2d lists"] = t2d.nonzero().flatten()
+        maps["the ids that t2d lists"] = t2d.nonzero().flatten()
     if head is not None and len(head) == num_rows and num_rows < size:
-        found["the ids whose rows of the target's head are most alike"] = most_alike(head, target.shared[HEAD])
+        maps["the ids whose rows of the target's head are most alike"] = most_alike(head, target.shared[HEAD])
     name = next((key for key in tensors if key.rpartition(".")[2] == "d2t"), "d2t")
-    for meaning, ids in found.items():
+    for meaning, ids in maps.items():
         if ids is None or len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= size:
             continue
-        if own is not None and torch.equal(ids, own):
+        if target_ids is not None and torch.equal(ids, target_ids):
             continue
-        what = "is not the one it was trained with" if d2t is not None else "is missing from its files"
+        fault = "is not the one it was trained with" if d2t is not None else "is missing from its files"
         yield Reading(
             "draft vocabulary",
             meaning,
-            f"the map d2t from the draft's ids to the target's {what}; the right one has {meaning}",
+            f"the map d2t from the draft's ids to the target's {fault}; the right one has {meaning}",
             "take d2t and t2d from the checkpoint of the training (a map that was made again differs silently), or "
             f"write d2t from {meaning}",
             subject.with_values(draft_vocab_size=num_rows).with_tensors(
@@ -358,9 +360,9 @@ def most_alike(head: Tensor, target_head: Tensor) -> Tensor | None:
 def heads(case: Case) -> Iterator[Reading]:
     subject = case.subject
     shared = case.target.shared
-    own = case.network.target_ids
+    target_ids = case.network.target_ids
     if subject.family == "eagle3" and subject.names(HEAD):
-        rows = shared[HEAD] if own is None else shared[HEAD][own.to(shared[HEAD].device)]
+        rows = shared[HEAD] if target_ids is None else shared[HEAD][target_ids.to(shared[HEAD].device)]
         yield Reading(
             "head and embedding",
             "the target's head",
@@ -406,14 +408,15 @@ def flags_of_tensors(subject: Subject) -> Iterator[Reading]:
     """Flags that contradict the norms in the files."""
     values = subject.files.values
     for flag, tensor in FLAG_TENSORS.items():
-        said = [fields[flag] for fields in (values, values.get("eagle_config") or {}) if fields.get(flag) is not None]
+        levels = values, values.get("eagle_config") or {}
+        settings = [fields[flag] for fields in levels if fields.get(flag) is not None]
         has = subject.tensor(tensor) is not None
-        if not said or all(bool(one) == has for one in said):
+        if not settings or all(bool(setting) == has for setting in settings):
             continue
         yield Reading(
             "fc and norms",
             f"{flag} {str(has).lower()}",
-            f"config.json says {flag} {str(any(said)).lower()}, but the files have "
+            f"config.json says {flag} {str(any(settings)).lower()}, but the files have "
             f"{f'{tensor}, which servers then leave unused' if has else f'no {tensor}'}",
             f"write {flag} true at the top level of config.json"
             if has
@@ -428,24 +431,24 @@ def other_heads(subject: Subject, target: Target) -> Iterator[Reading]:
     d2t = subject.tensor("d2t")
     if subject.family == "eagle3" and head is None:
         rows = target.shared[HEAD]
-        own = rows if d2t is None else rows[ids_of(d2t.long()).clamp(0, len(rows) - 1).to(rows.device)]
+        rows_of_draft = rows if d2t is None else rows[ids_of(d2t.long()).clamp(0, len(rows) - 1).to(rows.device)]
         yield Reading(
             "head and embedding",
             "the target's head",
             "the files have no lm_head.weight, so that servers guess whose head is meant; it is the target's"
             + ("" if d2t is None else ", of which d2t names the rows"),
             "write the target's rows of the draft vocabulary as lm_head.weight",
-            subject.with_tensors(**{HEAD: own}),
+            subject.with_tensors(**{HEAD: rows_of_draft}),
         )
     for name in (HEAD, EMBEDDING):
-        found = subject.names(name)
-        if found and subject.family != "eagle3":
+        tensors = subject.names(name)
+        if tensors and subject.family != "eagle3":
             yield Reading(
                 "head and embedding",
                 f"without {name}",
                 f"the files have a {name} that is not the target's, but the draft was trained with the target's",
                 f"delete {name} from the draft's files",
-                subject.with_tensors(**dict.fromkeys(found)),
+                subject.with_tensors(**dict.fromkeys(tensors)),
             )
 
 
@@ -518,12 +521,12 @@ def other_families(subject: Subject) -> Iterator[Reading]:
 
 
 def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
-    """What files leave open and loading therefore refuses: each of its meanings."""
+    """Returns each meaning of what files leave open and loading therefore refuses."""
     values = subject.files.values
     last = target.config.num_layers
     if subject.family == "eagle3":
-        named = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        counted = tuple(named or values.get("eagle_aux_hidden_state_layer_ids") or ())
+        layer_ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        counted = tuple(layer_ids or values.get("eagle_aux_hidden_state_layer_ids") or ())
         candidates = {
             (1, last // 2 - 1, last - 4): "EAGLE-3's",
             (2, last // 2, last - 3): "those that engines guess",

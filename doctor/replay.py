@@ -57,24 +57,24 @@ class Subject:
     most_positions: int | None = None  # beyond which rotary angles stay as they are
 
     def with_values(self, **values: Any) -> "Subject":
-        """With other fields of config.json; None deletes one."""
+        """Returns the draft with other fields of config.json; None deletes a field."""
         changed = {**self.files.values, **values}
-        kept = {name: value for name, value in changed.items() if value is not None or name not in values}
-        return dataclasses.replace(self, files=self.files._replace(values=kept))
+        new_values = {name: value for name, value in changed.items() if value is not None or name not in values}
+        return dataclasses.replace(self, files=self.files._replace(values=new_values))
 
     def with_tensors(self, **tensors: Tensor | None) -> "Subject":
-        """With other tensors; None deletes one."""
+        """Returns the draft with other tensors; None deletes a tensor."""
         changed = {**self.files.tensors, **tensors}
-        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
-        return dataclasses.replace(self, files=self.files._replace(tensors=kept))
+        new_tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        return dataclasses.replace(self, files=self.files._replace(tensors=new_tensors))
 
     def names(self, name: str) -> list[str]:
-        """What the files call the tensor with this public name: some trainers prefix it."""
-        return [own for own in (name, f"model.{name}") if own in self.files.tensors]
+        """The names in the files of the tensor with this public name: some trainers prefix it."""
+        return [alias for alias in (name, f"model.{name}") if alias in self.files.tensors]
 
     def tensor(self, name: str) -> Tensor | None:
         """The tensor with this public name."""
-        return next((self.files.tensors[own] for own in self.names(name)), None)
+        return next((self.files.tensors[alias] for alias in self.names(name)), None)
 
     def with_choices(self, **choices: Any) -> "Subject":
         return dataclasses.replace(self, choices=dataclasses.replace(self.choices, **choices))
@@ -91,7 +91,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reading accepts."""
+    """The acceptance of a reading."""
 
     emitted: tuple[int, ...]  # by answer: tokens without the first
     rounds: tuple[Round, ...]
@@ -106,46 +106,52 @@ class Score:
     def by_position(self) -> list[float]:
         """Share of rounds that accept their 1st, 2nd, ... drafted token."""
         count = max(len(self.rounds), 1)
-        return [sum(one.accepted > place for one in self.rounds) / count for place in range(self.depth)]
+        return [sum(entry.accepted > place for entry in self.rounds) / count for place in range(self.depth)]
 
     def by_group(self, groups: Sequence[str]) -> dict[str, float]:
         """Accept length of the answers of each group; `groups` names the group of each answer."""
         rounds = dict.fromkeys(groups, 0)
         emitted = dict.fromkeys(groups, 0)
-        for one in self.rounds:
-            rounds[groups[one.answer]] += 1
+        for entry in self.rounds:
+            rounds[groups[entry.answer]] += 1
         for name, count in zip(groups, self.emitted, strict=True):
             emitted[name] += count
         return {name: emitted[name] / count for name, count in rounds.items() if count}
 
     def by_context(self, bounds: Sequence[int]) -> dict[str, float]:
         """Tokens a round of the rounds that begin before each of the ascending `bounds` and after the one below."""
-        found = {}
+        lengths = {}
         for low, high in zip((0, *bounds), (*bounds, None), strict=True):
-            own = [one.accepted + 1 for one in self.rounds if one.position >= low and (not high or one.position < high)]
-            if own:
-                found[f"{low}-{high}" if high else f"{low} and more"] = sum(own) / len(own)
-        return found
+            emitted = [
+                entry.accepted + 1
+                for entry in self.rounds
+                if entry.position >= low and (not high or entry.position < high)
+            ]
+            if emitted:
+                lengths[f"{low}-{high}" if high else f"{low} and more"] = sum(emitted) / len(emitted)
+        return lengths
 
     def of(self, answers: Sequence[int]) -> "Score":
-        """Over these answers alone, in this order."""
+        """The score over these answers alone, in this order."""
         places = {answer: place for place, answer in enumerate(answers)}
-        rounds = [dataclasses.replace(one, answer=places[one.answer]) for one in self.rounds if one.answer in places]
+        rounds = [
+            dataclasses.replace(entry, answer=places[entry.answer]) for entry in self.rounds if entry.answer in places
+        ]
         return Score(tuple(self.emitted[answer] for answer in answers), tuple(rounds), self.depth)
 
     def ratio(self, other: "Score") -> tuple[float, float]:
         """accept_length / other's, and the lower end of its 95 % interval, by resampling answers. Both are over the
         same answers, or over answers to the same conversations in the same order."""
         counts = [[0] * len(self.emitted) for _ in range(2)]
-        for own, score in zip(counts, (self, other), strict=True):
-            for one in score.rounds:
-                own[one.answer] += 1
+        for num_rounds, score in zip(counts, (self, other), strict=True):
+            for entry in score.rounds:
+                num_rounds[entry.answer] += 1
         rng = random.Random(SEED)
         ratios = []
         for _ in range(RESAMPLES):
-            drawn = rng.choices(range(len(self.emitted)), k=len(self.emitted))
-            emitted = [sum(score.emitted[answer] for answer in drawn) for score in (self, other)]
-            rounds = [max(sum(own[answer] for answer in drawn), 1) for own in counts]
+            sample = rng.choices(range(len(self.emitted)), k=len(self.emitted))
+            emitted = [sum(score.emitted[answer] for answer in sample) for score in (self, other)]
+            rounds = [max(sum(num_rounds[answer] for answer in sample), 1) for num_rounds in counts]
             ratios.append(emitted[0] / rounds[0] * rounds[1] / max(emitted[1], 1))
         return self.accept_length / other.accept_length, sorted(ratios)[RESAMPLES // 40]
 
@@ -203,13 +209,21 @@ class Replay:
         """Raises ValueError for files that cannot be read so."""
         model = self.target.model
         family = FAMILIES[subject.family]
-        given = model.config, model.dtype, model.device, model.shared, subject.choices
-        return build_draft(family.network, subject.files, self.path, *given)
+        return build_draft(
+            family.network,
+            subject.files,
+            self.path,
+            target=model.config,
+            dtype=model.dtype,
+            device=model.device,
+            shared=model.shared,
+            choices=subject.choices,
+        )
 
     @torch.inference_mode()
     def score(self, subject: Subject, num_batches: int | None = None, depth: int | None = None) -> Score:
-        """Of all texts, or of those of the first batches; `depth` in place of the replay's. Raises ValueError for files
-        that cannot be read so."""
+        """Scores all texts, or those of the first batches; `depth` in place of the replay's. Raises ValueError for
+        files that cannot be read so."""
         draft: Any = self.build(subject)
         family = FAMILIES[subject.family]
         config = draft.config
@@ -232,8 +246,9 @@ class Replay:
                 emitted.append(walk.last - walk.first)
         return Score(tuple(emitted), tuple(rounds), training.depth)
 
-    def _rope(self, config: Any, most: int | None) -> RotaryEmbedding:
+    def _rope(self, config: Any, max_positions: int | None) -> RotaryEmbedding:
         rope = RotaryEmbedding(config.rope, config.head_dim, self.longest + max(self.depth, 64))
-        if most is not None:
-            rope.cos[most:], rope.sin[most:] = rope.cos[most - 1], rope.sin[most - 1]
+        if max_positions is not None:
+            rope.cos[max_positions:] = rope.cos[max_positions - 1]
+            rope.sin[max_positions:] = rope.sin[max_positions - 1]
         return rope.to(self.target.model.device)

@@ -5,16 +5,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.doctor.diagnosis import SOUND_LENGTH, Finding, first_cause
+from slipstream.doctor.examination import Examination
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import Score
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.outputs import check_output_file
-
-if TYPE_CHECKING:
-    from slipstream.doctor.cli import Examination
 
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content='slipstream doctor'>"
 BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens of context
@@ -41,7 +39,7 @@ th { color: var(--pale); font-weight: 500 } td.number { text-align: right; font-
 """
 
 
-def verdict(examination: "Examination") -> str:
+def verdict(examination: Examination) -> str:
     """One sentence."""
     diagnosis = examination.diagnosis
     cause = first_cause(examination.findings)
@@ -66,7 +64,7 @@ def _length(value: float | None) -> str:
     return "none (refused)" if value is None else f"{value:.2f}"
 
 
-def print_report(examination: "Examination") -> None:
+def print_report(examination: Examination) -> None:
     print(f"draft {examination.draft} ({examination.family}), target {examination.target}, ", end="")
     print(f"{len(examination.answered)} answers of the target\n\n{verdict(examination)}")
     for finding in examination.findings:
@@ -82,32 +80,32 @@ def print_report(examination: "Examination") -> None:
             print(f"  {name:<{width}}  {value}")
 
 
-def tables(examination: "Examination") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def tables(examination: Examination) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Titles, and rows of names and values."""
     score = examination.diagnosis.mended
-    lengths = [("as the files are read", examination.diagnosis.as_read), ("mended", score)]
-    rows = [(name, f"{one.accept_length:.3f}") for name, one in lengths if one is not None]
+    scores = [("as the files are read", examination.diagnosis.as_read), ("mended", score)]
+    rows = [(name, f"{reading.accept_length:.3f}") for name, reading in scores if reading is not None]
     if examination.served is not None:
         rows.append(("served here", f"{examination.served:.3f}"))
     if examination.endpoint is not None:
         endpoint = examination.endpoint
-        told = "not told" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
-        told += "" if endpoint.depth is None else f", of {endpoint.depth:.1f} drafted tokens a round"
+        figures = "not told" if endpoint.accept_length is None else f"{endpoint.accept_length:.3f}"
+        figures += "" if endpoint.depth is None else f", of {endpoint.depth:.1f} drafted tokens a round"
         doubt = "" if endpoint.is_tested else " (read as its documentation says, never tried with a real one)"
-        rows.append((f"{endpoint.server} at {endpoint.url}", told + doubt))
-    if examination.given is not None:
-        rows.append(("on the conversations' own answers", f"{examination.given.accept_length:.3f}"))
+        rows.append((f"{endpoint.server} at {endpoint.url}", figures + doubt))
+    if examination.data_score is not None:
+        rows.append(("on the conversations' own answers", f"{examination.data_score.accept_length:.3f}"))
     rows += [(f"prompts with {name}", f"{length:.3f}") for name, length in examination.variants]
     yield "Accept length", rows
     if score is None:
         return
     yield "Accepted, by drafted token", _places(score)
-    categories = [one.conversation.category or "all" for one in examination.answered]
-    languages = [one.conversation.language for one in examination.answered]
+    categories = [answer.conversation.category or "all" for answer in examination.answered]
+    languages = [answer.conversation.language for answer in examination.answered]
     for title, groups in (("By category", categories), ("By script", languages)):
-        found = score.by_group(groups)
-        if len(found) > 1:
-            yield title, [(name, f"{length:.2f}") for name, length in sorted(found.items())]
+        lengths_of_groups = score.by_group(groups)
+        if len(lengths_of_groups) > 1:
+            yield title, [(name, f"{length:.2f}") for name, length in sorted(lengths_of_groups.items())]
     yield "By context, tokens a round", [(name, f"{x:.2f}") for name, x in score.by_context(BOUNDS).items()]
 
 
@@ -125,7 +123,7 @@ def check_report(path: Path) -> None:
     check_output_file(str(path), is_page, "a page of the doctor", {}, overwrite=True)
 
 
-def write_report(examination: "Examination", path: Path) -> Path:
+def write_report(examination: Examination, path: Path) -> Path:
     """Writes the page, and the JSON beside it."""
     with atomic_file(path) as temporary:
         temporary.write_text(page(examination), encoding="utf-8")
@@ -134,7 +132,7 @@ def write_report(examination: "Examination", path: Path) -> Path:
     return path
 
 
-def as_json(examination: "Examination") -> dict[str, Any]:
+def as_json(examination: Examination) -> dict[str, Any]:
     diagnosis = examination.diagnosis
     score = diagnosis.mended
     return {
@@ -149,7 +147,7 @@ def as_json(examination: "Examination") -> dict[str, Any]:
             "as_read": None if diagnosis.as_read is None else diagnosis.as_read.accept_length,
             "mended": None if score is None else score.accept_length,
             "served": examination.served,
-            "given_answers": None if examination.given is None else examination.given.accept_length,
+            "given_answers": None if examination.data_score is None else examination.data_score.accept_length,
         },
         "endpoint": None if examination.endpoint is None else asdict(examination.endpoint),
         "by_position": [] if score is None else score.by_position,
@@ -158,7 +156,7 @@ def as_json(examination: "Examination") -> dict[str, Any]:
     }
 
 
-def page(examination: "Examination") -> str:
+def page(examination: Examination) -> str:
     wrong = examination.is_wrong
     sections = "".join(_section(title, rows) for title, rows in tables(examination))
     return (
@@ -172,7 +170,7 @@ def page(examination: "Examination") -> str:
     )
 
 
-def _chain(examination: "Examination") -> str:
+def _chain(examination: Examination) -> str:
     """The stages in their order, those with findings marked."""
     kinds: dict[str, str] = {}
     for finding in examination.findings:
@@ -203,8 +201,8 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return f"<h2>{escape(title)}</h2><table>{cells}</table>" if cells else ""
 
 
-def _tried(examination: "Examination") -> str:
-    rows = sorted(examination.diagnosis.tried, key=lambda one: -one[2])
+def _tried(examination: Examination) -> str:
+    rows = sorted(examination.diagnosis.tried, key=lambda reading: -reading[2])
     cells = "".join(
         f"<tr><td>{escape(stage)}</td><td>{escape(name)}</td><td class=number>{length:.2f}</td></tr>"
         for stage, name, length in rows

@@ -1,4 +1,4 @@
-"""What the texts explain: prompts that training rendered otherwise, answers that are not the target's, repetition; and
+"""Causes in the texts: prompts that training rendered otherwise, answers that are not the target's, repetition; and
 whether the engine here, or a server, accepts what the replay says."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ MOSTLY = 0.5  # share of different answers from which a server's target is said 
 
 def loops(answered: Sequence[Answered]) -> bool:
     """Whether the answers repeat themselves so much that their accept length says little."""
-    return sum(one.repeats for one in answered) > REPEATS * len(answered)
+    return sum(answer.repeats for answer in answered) > REPEATS * len(answered)
 
 
 def repetition(answered: Sequence[Answered]) -> Iterator[Finding]:
     if loops(answered):
-        repeats = sum(one.repeats for one in answered) / len(answered)
+        repeats = sum(answer.repeats for answer in answered) / len(answered)
         yield Finding(
             kind="cause",
             stage="text",
@@ -35,20 +35,24 @@ def repetition(answered: Sequence[Answered]) -> Iterator[Finding]:
 
 
 def paired(
-    answered: Sequence[Answered], score: Score, others: Sequence[Answered], other: Score
+    answered: Sequence[Answered], score: Score, other_answers: Sequence[Answered], other: Score
 ) -> tuple[Score, Score] | None:
     """Both scores over the conversations that both have; None if there are none."""
-    places = {id(one.conversation): place for place, one in enumerate(answered)}
-    pairs = [(places[id(one.conversation)], at) for at, one in enumerate(others) if id(one.conversation) in places]
+    places = {id(answer.conversation): place for place, answer in enumerate(answered)}
+    pairs = [
+        (places[id(answer.conversation)], at)
+        for at, answer in enumerate(other_answers)
+        if id(answer.conversation) in places
+    ]
     if not pairs:
         return None
-    own, theirs = zip(*pairs, strict=True)
-    return score.of(own), other.of(theirs)
+    indices, other_indices = zip(*pairs, strict=True)
+    return score.of(indices), other.of(other_indices)
 
 
-def off_policy(own: Score, given: Score) -> Iterator[Finding]:
-    """`own`: over the target's answers; `given`: over the answers that the data have, of the same conversations."""
-    gain, low = given.ratio(own)
+def off_policy(score: Score, data_score: Score) -> Iterator[Finding]:
+    """`score`: over the target's answers; `data_score`: over the data's answers to the same conversations."""
+    gain, low = data_score.ratio(score)
     if gain > GAIN and low > 1:
         yield Finding(
             kind="cause",
@@ -57,17 +61,17 @@ def off_policy(own: Score, given: Score) -> Iterator[Finding]:
             cause="the draft predicts the answers of the data better than the target's own: it was trained on answers "
             "that the target did not write",
             remedy="let the target answer the training data's prompts (`slipstream regenerate`), and train on that",
-            before=own.accept_length,
-            after=given.accept_length,
+            before=score.accept_length,
+            after=data_score.accept_length,
         )
 
 
 def other_prompts(scores: Mapping[str, tuple[Score, Score]]) -> Iterator[Finding]:
     """`scores`: by the name of a way to render prompts, the default's score and its own, of the same conversations."""
-    found = {name: (other.ratio(own), own, other) for name, (own, other) in scores.items()}
-    better = {name: one for name, one in found.items() if one[0][0] > GAIN and one[0][1] > 1}
+    comparisons = {name: (other.ratio(score), score, other) for name, (score, other) in scores.items()}
+    better = {name: entry for name, entry in comparisons.items() if entry[0][0] > GAIN and entry[0][1] > 1}
     if better:
-        name, (_, own, other) = max(better.items(), key=lambda item: item[1][0])
+        name, (_, score, other) = max(better.items(), key=lambda item: item[1][0])
         yield Finding(
             kind="cause",
             stage="prompt text",
@@ -75,7 +79,7 @@ def other_prompts(scores: Mapping[str, tuple[Score, Score]]) -> Iterator[Finding
             cause=f"the draft is accepted better where prompts are rendered with {name}: so were the conversations "
             "that it was trained on",
             remedy=f"serve with {name}, or train the draft on both kinds of prompts",
-            before=own.accept_length,
+            before=score.accept_length,
             after=other.accept_length,
         )
 
@@ -99,21 +103,21 @@ def parity(diagnosis: Diagnosis, served: float | None, refusal: str) -> Iterator
 
 
 def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Finding]:
-    """Where a server's accept length differs from the replay's: in the prompts, in the target, or in how it reads the
-    draft's files."""
-    where = f"{endpoint.server} at {endpoint.url}"
-    asked = endpoint.asked
+    """Finds where a server's accept length departs from the replay's: in the prompts, in the target, or in how it reads
+    the draft's files."""
+    server = f"{endpoint.server} at {endpoint.url}"
+    num_asked = endpoint.asked
     simulated = None if diagnosis.as_read is None else _at_depth(diagnosis.as_read, endpoint.depth)
-    told = endpoint.accept_length
-    is_less = simulated is not None and told is not None and told < (1 - LOSS) * simulated
+    accept_length = endpoint.accept_length
+    is_less = simulated is not None and accept_length is not None and accept_length < (1 - LOSS) * simulated
     kind: Kind = "cause" if is_less else "note"
-    lengths = {"before": told, "after": simulated} if is_less else {}
-    if told is None:
+    lengths = {"before": accept_length, "after": simulated} if is_less else {}
+    if accept_length is None:
         yield Finding(
             kind="note",
             stage="text",
             name="a server that tells no rounds",
-            cause=f"{where} tells its rounds neither in answers nor in /metrics, or drafts nothing",
+            cause=f"{server} tells its rounds neither in answers nor in /metrics, or drafts nothing",
             remedy="start it with a draft and with its metrics (SGLang: --enable-metrics)",
         )
     if endpoint.other_prompts:
@@ -121,33 +125,37 @@ def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Find
             kind=kind,
             stage="prompt text",
             name="prompts of the server differ",
-            cause=f"{endpoint.other_prompts} of {asked} prompts have another number of tokens at {where}: it has "
+            cause=f"{endpoint.other_prompts} of {num_asked} prompts have another number of tokens at {server}: it has "
             "another chat template, system prompt, date or tokenizer",
             remedy="start it with the target's chat template, or give its variables here (--date, --template)",
             **lengths,
         )
-    elif endpoint.other_answers > MOSTLY * asked:
+    elif endpoint.other_answers > MOSTLY * num_asked:
         yield Finding(
             kind=kind,
             stage="target's states",
             name="answers of the server differ",
-            cause=f"{endpoint.other_answers} of {asked} answers differ at {where} at temperature 0, though the prompts "
-            "are as long: its target has other weights, or another quantisation",
+            cause=f"{endpoint.other_answers} of {num_asked} answers differ at {server} at temperature 0, though the "
+            "prompts are as long: its target has other weights, or another quantisation",
             remedy="serve the target that the draft was trained for, or train the draft on for that one (--init-from)",
             **lengths,
         )
     elif is_less:
-        assert told is not None
-        yield _misread(diagnosis, endpoint, told, lengths)
+        assert accept_length is not None
+        yield _misread(diagnosis, endpoint, accept_length, lengths)
 
 
-def _misread(diagnosis: Diagnosis, endpoint: Endpoint, told: float, lengths: Mapping[str, float | None]) -> Finding:
+def _misread(
+    diagnosis: Diagnosis, endpoint: Endpoint, accept_length: float, lengths: Mapping[str, float | None]
+) -> Finding:
     """The server reads the files otherwise: as the reading whose accept length is nearest to its own, if one is."""
-    risks = [(one.before, one.name, one.remedy) for one in diagnosis.findings if one.kind == "risk" and one.before]
+    risks = [
+        (risk.before, risk.name, risk.remedy) for risk in diagnosis.findings if risk.kind == "risk" and risk.before
+    ]
     tried = [(length, name, "") for _, name, length in diagnosis.tried]
     for readings in (risks, tried):
-        near = min(readings, key=lambda one: abs(one[0] - told), default=None)
-        if near is not None and abs(near[0] / told - 1) < ALIKE:
+        near = min(readings, key=lambda reading: abs(reading[0] - accept_length), default=None)
+        if near is not None and abs(near[0] / accept_length - 1) < ALIKE:
             guess = f"; it accepts as much as with the reading {near[1]!r}"
             remedy = near[2]
             break
@@ -170,5 +178,5 @@ def _at_depth(score: Score, depth: float | None) -> float:
     if depth is None or depth >= score.depth:
         return score.accept_length
     rates = score.by_position
-    whole = int(depth)
-    return min(score.accept_length, 1 + sum(rates[:whole]) + (depth - whole) * rates[whole])
+    num_full = int(depth)
+    return min(score.accept_length, 1 + sum(rates[:num_full]) + (depth - num_full) * rates[num_full])

@@ -74,25 +74,25 @@ class Variant:
 
 def read_conversations(options: ConversationOptions, limit: int | None) -> list[Conversation]:
     """The first `limit` rows (None: all), each up to the user's last turn. Raises ValueError if no row has any."""
-    found = []
+    conversations = []
     for row in read_rows(options):
         columns = row.columns()
         if not matches(columns, options.conditions, row.place):
             continue
         example = to_example(row, columns)
         messages = list(example.messages or ())
-        last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is None:
             continue
         after = messages[last + 1] if last + 1 < len(messages) else {}
         answer = str(after.get("content", "")) if after.get("role") == "assistant" else ""
         category = str(columns.get("category") or columns.get("sub_category") or "")
-        found.append(Conversation(tuple(messages[: last + 1]), category, answer))
-        if len(found) == limit:
+        conversations.append(Conversation(tuple(messages[: last + 1]), category, answer))
+        if len(conversations) == limit:
             break
-    if not found:
+    if not conversations:
         raise ValueError("no row of data has a user's turn; give conversations with messages, as training data has")
-    return found
+    return conversations
 
 
 class Renderer:
@@ -117,21 +117,21 @@ class Renderer:
         return ids
 
     def variants(self, conversation: Conversation) -> Iterator[Variant]:
-        """Those that render it otherwise than the default."""
+        """Yields the variants that render it otherwise than the default."""
         plain = self.prompt(conversation)
-        seen = {plain}
+        texts = {plain}
         for variables in SWITCHES:
             name = ", ".join(f"{key} {str(value).lower()}" for key, value in variables.items())
-            yield from self._if_new(Variant(name, variables), conversation, seen)
-        yield from self._if_new(Variant("a system prompt", system=SYSTEM), conversation, seen)
+            yield from self._if_new(Variant(name, variables), conversation, texts)
+        yield from self._if_new(Variant("a system prompt", system=SYSTEM), conversation, texts)
 
-    def _if_new(self, variant: Variant, conversation: Conversation, seen: set[str]) -> Iterator[Variant]:
+    def _if_new(self, variant: Variant, conversation: Conversation, texts: set[str]) -> Iterator[Variant]:
         try:
             text = self.prompt(conversation, variant)
         except TemplateRefused:
             return
-        if text not in seen:
-            seen.add(text)
+        if text not in texts:
+            texts.add(text)
             yield variant
 
     def given(self, conversation: Conversation) -> Answered | None:
@@ -148,10 +148,13 @@ class Renderer:
 
 def batches_of(answered: Sequence[Answered], max_length: int) -> list[Batch]:
     """The texts in their order, some documents to a batch, the answers supervised."""
-    documents = [([*one.prompt, *one.answer], [False] * len(one.prompt) + [True] * len(one.answer)) for one in answered]
+    documents = [
+        ([*answer.prompt, *answer.answer], [False] * len(answer.prompt) + [True] * len(answer.answer))
+        for answer in answered
+    ]
     return [collate([documents[i : i + TOGETHER]], max_length) for i in range(0, len(documents), TOGETHER)]
 
 
 def usable(answered: Sequence[Answered]) -> list[Answered]:
-    """Those whose answers have at least two tokens: a round needs one to begin at and one to draft."""
-    return [one for one in answered if len(one.answer) > 1]
+    """The texts whose answers have at least two tokens: a round needs one to begin at and one to draft."""
+    return [answer for answer in answered if len(answer.answer) > 1]

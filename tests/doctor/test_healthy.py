@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.doctor.cli import DoctorConfig, Examination, examine, little_training
+from slipstream.doctor.cli import DoctorConfig, examine, little_training
 from slipstream.doctor.diagnosis import Diagnosis
+from slipstream.doctor.examination import Examination
 from slipstream.doctor.replay import Round, Score
 from slipstream.doctor.report import verdict
 from slipstream.tests.test_packaging import ROOT
