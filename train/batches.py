@@ -49,6 +49,7 @@ class Share:
     name: str
     num_documents: int
     passes: float = 1.0  # times that an epoch has its rows: the weight
+    copies: Sequence[int] = ()  # documents, by number in the folder, that are held out elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class PackedShare:
     num_documents: int
     num_tokens: int
     num_supervised: int
+    num_copies: int  # of held-out documents, which are left out
 
     @property
     def epoch_rows(self) -> int:
@@ -74,9 +76,10 @@ class PackedShare:
 
     @property
     def sentence(self) -> str:
+        copies = f" ({self.num_copies:,} copies of held-out ones left out)" if self.num_copies else ""
         return (
-            f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens, {self.num_supervised:,} of "
-            f"them supervised, in {len(self.rows):,} rows"
+            f"{self.name}: {self.num_documents:,} documents{copies}, {self.num_tokens:,} tokens, "
+            f"{self.num_supervised:,} of them supervised, in {len(self.rows):,} rows"
         )
 
     def draw(self, seed: Sequence[int]) -> np.ndarray:
@@ -106,7 +109,7 @@ class PackedRows:
             first = last
         assert first == len(dataset)
         self.num_documents = sum(share.num_documents for share in self.shares)
-        self.num_dropped = len(dataset) - self.num_documents
+        self.num_dropped = len(dataset) - self.num_documents - sum(share.num_copies for share in self.shares)
         self.num_tokens = sum(share.num_tokens for share in self.shares)
         self.num_supervised = sum(share.num_supervised for share in self.shares)
         # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
@@ -116,7 +119,12 @@ class PackedRows:
         """Appends the rows of a folder's documents, those numbered from `first` to below `last`."""
         windows = self.windows
         start, stop = np.searchsorted(windows.documents, (first, last))
-        usable = start + np.flatnonzero(windows.num_supervised[start:stop])
+        learnable = start + np.flatnonzero(windows.num_supervised[start:stop])
+        usable = learnable[~np.isin(windows.documents[learnable] - first, share.copies)]
+        if len(learnable) and not len(usable):
+            raise ValueError(
+                f"every document of {share.name} is held out in another folder of data.path; leave one of them out"
+            )
         if not len(usable):
             source = f" in {share.name}" if share.name else ""
             raise ValueError(
@@ -134,6 +142,7 @@ class PackedRows:
                 num_documents=len(np.unique(windows.documents[usable])),
                 num_tokens=int(windows.lengths[usable].sum()),
                 num_supervised=int(windows.num_supervised[usable].sum()),
+                num_copies=len(np.unique(windows.documents[learnable])) - len(np.unique(windows.documents[usable])),
             )
         )
 

@@ -222,7 +222,7 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
     )
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         accelerator.print(
-            f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
+            f"{name}: {rows.num_supervised} supervised tokens in {len(rows.rows)} rows of {rows.max_length}, "
             f"{rows.num_dropped} documents left out: no two supervised tokens in a row"
         )
         if rows.long_sentence:

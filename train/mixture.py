@@ -2,15 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetDict, concatenate_datasets
+import numpy as np
+import pyarrow
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, concatenate_datasets
 
 from slipstream.train.batches import PackedRows, Share, load_prepared
 from slipstream.train.options import DataOptions
+
+ROWS_AT_ONCE = 4096  # documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +54,47 @@ class Mixture:
         return {folder.path: {"data_hash": folder.data_hash, "weight": folder.passes} for folder in self.folders}
 
     def train_rows(self, options: DataOptions) -> PackedRows:
-        return self._pack("train", options, [folder.passes for folder in self.folders])
+        """Without copies of documents that any folder holds out."""
+        parts = [folder.splits["train"] for folder in self.folders]
+        copies = find_copies(parts, [folder.splits["heldout"] for folder in self.folders]) if len(parts) > 1 else [()]
+        shares = [
+            Share(folder.path, len(part), folder.passes, numbers)
+            for folder, part, numbers in zip(self.folders, parts, copies, strict=True)
+        ]
+        return PackedRows(joined(parts), options.max_length, shares, is_split=options.splits_documents)
 
     def heldout_rows(self, options: DataOptions, limit: int) -> PackedRows:
         """The first `limit` documents of each folder, whatever its weight."""
-        return self._pack("heldout", options, [1.0] * len(self.folders), limit)
+        splits = [folder.splits["heldout"] for folder in self.folders]
+        parts = [split.select(range(min(limit, len(split)))) for split in splits]
+        shares = [Share(folder.path, len(part)) for folder, part in zip(self.folders, parts, strict=True)]
+        return PackedRows(joined(parts), options.max_length, shares, is_split=options.splits_documents)
 
-    def _pack(self, split: str, options: DataOptions, weights: Sequence[float], limit: int | None = None) -> PackedRows:
-        parts = [folder.splits[split] for folder in self.folders]
-        if limit is not None:
-            parts = [part.select(range(min(limit, len(part)))) for part in parts]
-        shares = [
-            Share(folder.path, len(part), weight)
-            for folder, part, weight in zip(self.folders, parts, weights, strict=True)
-        ]
-        documents = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-        return PackedRows(documents, options.max_length, shares, is_split=options.splits_documents)
+
+def joined(parts: Sequence[Dataset]) -> Dataset:
+    return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+
+
+def find_copies(train: Sequence[Dataset], heldout: Sequence[Dataset]) -> list[list[int]]:
+    """Numbers of the training documents of each folder that equal a held-out document of any. `prepare` leaves out
+    those of the same folder."""
+    texts = {tuple(ids) for split in heldout for ids in split["input_ids"]}
+    keys = np.concatenate([document_keys(table) for split in heldout for table in tables_of(split)])
+    copies = []
+    for split in train:
+        parts = [np.isin(document_keys(table), keys) for table in tables_of(split)]
+        candidates = np.flatnonzero(np.concatenate(parts)).tolist()
+        copies.append([number for number in candidates if tuple(split[number]["input_ids"]) in texts])
+    return copies
+
+
+def tables_of(split: Dataset) -> Iterator[pyarrow.Table]:
+    yield from split.select_columns("input_ids").with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+
+
+def document_keys(table: pyarrow.Table) -> np.ndarray:
+    """(D,) int64, equal for equal documents and seldom for others: made of the number and the sum of their tokens."""
+    lengths = pc.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
+    ends = np.cumsum(lengths)
+    sums = np.concatenate(([0], np.cumsum(pc.list_flatten(table["input_ids"]).to_numpy(), dtype=np.int64)))
+    return (lengths << 40) + sums[ends] - sums[ends - lengths]

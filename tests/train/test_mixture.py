@@ -157,3 +157,22 @@ def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
     assert tokens[0] == tokens[1] == tokens[2]
     losses = [[record["loss"] for record in records(run)] for run in runs.values()]
     assert losses[0] != pytest.approx(losses[2], rel=1e-4)
+
+
+def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data: SaveData) -> None:
+    options = DataOptions(path="", max_length=MAX_LENGTH)
+    first = random_dataset(30, seed=5)
+    second = random_dataset(20, seed=7)
+    same_sum = Dataset.from_dict({"input_ids": [second[3]["input_ids"][::-1]], "loss_mask": [second[3]["loss_mask"]]})
+    folders = [save_data(first, concatenate_datasets([second.select([2, 17]), same_sum])), save_data(second, first)]
+    tokenizer_hash = read_json(folders[0] / "report.json")["tokenizer_hash"]
+    with pytest.raises(ValueError, match=f"every document of {folders[0]} is held out in another folder"):
+        Mixture.load({str(folder): 1 for folder in folders}, tokenizer_hash).train_rows(options)
+    folders[1] = save_data(second, random_dataset(5, seed=9))
+    rows = Mixture.load({str(folder): 1 for folder in folders}, tokenizer_hash).train_rows(options)
+    alone = [Mixture.load({str(folder): 1}, tokenizer_hash).train_rows(options) for folder in folders]
+    expected = {*alone[0].documents, *(30 + document for document in alone[1].documents)} - {32, 47}
+    assert set(rows.documents) == expected
+    assert [share.num_copies for share in rows.shares] == [0, 2]
+    assert "18 documents (2 copies of held-out ones left out)" in rows.shares[1].sentence
+    assert rows.num_dropped == alone[0].num_dropped + alone[1].num_dropped
