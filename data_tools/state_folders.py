@@ -14,9 +14,11 @@ Invariant: the rows appear with the folder, and a file of states under its final
 
 import shlex
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +43,7 @@ from slipstream.models.files.state_store import (
 )
 
 COUNTED_ROWS = 4096  # at once
+WRITERS = 8  # files written at once: a small file waits for the disk (fsync) longer than it takes to copy
 ROW = Features({"input_ids": List(Value("int64")), "loss_mask": List(Value("int64")), "seq_len": Value("int64")})
 
 
@@ -147,10 +150,13 @@ class SpeculatorsFolder(StateFolder):
             self.index.write(folder)
 
     def write(self, number: int, shard: ShardTensors) -> None:
-        for slot, row in enumerate(self.rows(self.index.shards[number])):
-            document = shard.document(slot)
-            tensors = {"token_ids": document["tokens"].long(), "hidden_states": document["features"]}
-            save_tensors(self.file(row), tensors)
+        rows = self.rows(self.index.shards[number])
+        with ThreadPoolExecutor(WRITERS) as writers:
+            deque(writers.map(self.write_row, rows, range(len(rows)), repeat(shard)), maxlen=0)  # raises their errors
+
+    def write_row(self, row: int, slot: int, shard: ShardTensors) -> None:
+        document = shard.document(slot)
+        save_tensors(self.file(row), {"token_ids": document["tokens"].long(), "hidden_states": document["features"]})
 
     def verify(self, number: int) -> None:
         for row in self.rows(self.index.shards[number]):
