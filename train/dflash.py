@@ -44,16 +44,15 @@ from slipstream.train.blocks import (
     find_blocks,
 )
 from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
-from slipstream.train.dflash_options import BlockEvaluationOptions, DFlashOptions, DraftOptions
+from slipstream.train.dflash_options import DFlashOptions, DraftOptions
 from slipstream.train.draft_setup import TargetFiles, train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.state_source import target_states
-from slipstream.train.text_noise import noise_behind
+from slipstream.train.text_noise import NOISE_COST
 from slipstream.train.training import DraftTraining, Metrics, add
 
 EVALUATED_AT_ONCE = 256  # blocks
-NOISE_COST = 8  # times the memory of a block's logits that its noise takes while it is computed
 SAME_NAMES = (  # options that are fields of the config
     *("sample_from_anchor", "sliding_window_non_causal", "selector_rank", "selector_top_k", "markov_rank"),
     *("markov_head_type", "confidence_head", "lilicorr"),
@@ -114,7 +113,6 @@ class DFlashTraining(DraftTraining):
     Network = DFlash
     drafter = "dflash"
     fitted = ("confidence_temperatures", "confidence_biases")
-    temperature = 0.0  # of the server that an evaluation simulates
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -125,7 +123,6 @@ class DFlashTraining(DraftTraining):
             raise ValueError("draft.confidence_head is true together with draft.lilicorr; train one of them")
         self.reads_final_state = reads_teacher(self.losses)
         self.head = TargetHead(self.target, self.target_ids)
-        self.target_head = TargetHead(self.target, torch.arange(self.vocab_size, device="cpu"))  # of all tokens
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
         # Of the confidence head, in the evaluation at hand: number of a batch's first row, and what it said there.
@@ -152,10 +149,6 @@ class DFlashTraining(DraftTraining):
             conv_kernel_size=2 if options.conv else 0,
             **{name: getattr(options, name) for name in SAME_NAMES},
         )
-
-    def configure(self, evaluation: BlockEvaluationOptions) -> None:
-        self.temperature = evaluation.temperature
-        self.reads_final_state = self.reads_final_state or self.temperature > 0
 
     def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target and not continues:
@@ -366,20 +359,13 @@ class DFlashTraining(DraftTraining):
         joined = torch.cat(accepted).cpu()  # sync
         return metrics | self.walk(batch, anchors - 1, joined)
 
-    @torch.no_grad()
     def noise(self, batch: Batch, blocks: Blocks, read: Read) -> Tensor | None:
-        """(N, K, Vd) noise that a server adds to the logits of the blocks' slots, given that the target says the
-        batch's text: the same in all blocks that reach a token. None at temperature 0."""
+        """`text_noise` (N, K, Vd) of the blocks' slots. None at temperature 0."""
         if self.temperature == 0:
             return None
-        # (N, K)
-        width = batch.tokens.shape[1]
-        before = blocks.rows_before.clamp(max=len(read.tokens) - 1)
-        rows = before.flatten()
-        logits = self.target_head.teach(read.final[rows]).float() / self.temperature
-        numbers = batch.numbers.to(self.device)
-        drawn = noise_behind(blocks.labels.flatten(), logits, numbers[rows // width], rows % width, self.head.ids)
-        return self.temperature * drawn.unflatten(0, before.shape)
+        before = blocks.rows_before.clamp(max=len(read.tokens) - 1)  # (N, K)
+        noise = self.text_noise(batch, before.flatten(), blocks.labels.flatten(), read.final)
+        return noise.unflatten(0, before.shape)
 
     @property
     def joins(self) -> bool:

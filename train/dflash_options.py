@@ -144,12 +144,6 @@ class DraftOptions(BaseDraftOptions):
 @dataclass(frozen=True, kw_only=True)
 class BlockEvaluationOptions(EvaluationOptions):
     depth: int = 63
-    temperature: float = 0.0
-    """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from slipstream.train.draft_setup import TargetFiles, train
 from slipstream.train.eagle_options import DraftOptions, EagleOptions
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
+from slipstream.train.text_noise import RowValues
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
@@ -71,8 +72,8 @@ class EagleTraining(ChainTraining):
             noise.append(torch.rand(shape, generator=generator, device=device) - 0.5)
         return torch.stack(noise) * scale.to(device).unsqueeze(-1)
 
-    def predictions(self, states: Tensor) -> Tensor:
-        return self.head.predictions(states)
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        return self.head.predictions(states, noise)
 
 
 def document_lengths(documents: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import TargetFiles, train
 from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
 from slipstream.train.loop import leave_processes
-from slipstream.train.losses import regression_losses
+from slipstream.train.losses import LOGITS_AT_ONCE, regression_losses
+from slipstream.train.text_noise import RowValues, best_with_noise
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
@@ -59,8 +60,12 @@ class Eagle3Training(ChainTraining):
             loss = loss + options.state_weight * options.weight(index) * sums["state_loss"]
         return loss, drafted + self.draft.d2t[drafted], sums
 
-    def predictions(self, states: Tensor) -> Tensor:
-        best = self.draft.logits(states).argmax(dim=-1)
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        logits = self.draft.logits(states)  # in one call: sharded weights are gathered as often by every process
+        if noise is None:
+            best = logits.argmax(dim=-1)
+        else:
+            best = best_with_noise(len(logits), LOGITS_AT_ONCE // logits.shape[1], logits.__getitem__, noise)
         return best + self.draft.d2t[best]
 
 

@@ -19,6 +19,7 @@ from slipstream.kernels.cross_entropy import (
 )
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.train.text_noise import RowValues, best_with_noise
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
 GATHERED_AT_ONCE = 2**27  # numbers of the head's rows that candidates gather: 256 MiB in bf16
@@ -40,9 +41,16 @@ class TargetHead:
         self.bias = bias if bias is None or is_whole else bias[self.ids]  # (Vd,), the target's alone
         self.cap = target.logit_softcap
 
-    def predictions(self, states: Tensor) -> Tensor:
-        """Target id of the best token at each state: (N, H) -> (N,)."""
-        return self.ids[best_rows(states, self.rows)]
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        """Target id of the best token at each state, (N, H) -> (N,), of the logits plus `noise`."""
+        if noise is None:
+            return self.ids[best_rows(states, self.rows)]
+
+        def logits(part: slice) -> Tensor:
+            with torch.autocast(states.device.type, enabled=False):
+                return states[part].to(self.rows.dtype) @ self.rows.t()
+
+        return self.ids[best_with_noise(len(states), rows_at_once(self.rows), logits, noise)]
 
     @torch.no_grad()
     def teach(self, final: Tensor) -> Tensor:

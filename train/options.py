@@ -108,6 +108,12 @@ class EvaluationOptions:
     """held-out answers to log, with accepted draft tokens highlighted"""
     patience: int | None = None
     """evaluations in a row without a new best that end the run; default: it goes to its last step"""
+    temperature: float = 0.0
+    """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,15 @@ this distribution a draft accepts on average what it accepts when it is served.
 Letters: R rows, V target and Vd draft vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.sample import gumbel
+
+NOISE_COST = 8  # times the memory of some rows' logits that their noise takes while it is computed
+RowValues = Callable[[slice], Tensor]  # rows -> numbers (R, Vd) there
 
 
 def noise_behind(said: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -26,3 +31,11 @@ def noise_behind(said: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, 
     own = logits[:, ids]
     truncated = -torch.logaddexp(-maximum, -(own + gumbel(keys, positions, ids)))
     return torch.where(ids == said[:, None], maximum, truncated) - own
+
+
+def best_with_noise(num_rows: int, size: int, logits: RowValues, noise: RowValues) -> Tensor:
+    """Argmax (num_rows,) of logits plus noise, for a NOISE_COSTth of `size` rows at a time."""
+    size = max(1, size // NOISE_COST)
+    parts = [slice(start, start + size) for start in range(0, num_rows, size)]
+    best = [(logits(part).float() + noise(part)).argmax(dim=-1) for part in parts]
+    return torch.cat(best) if best else torch.empty(0, dtype=torch.int64)

@@ -15,7 +15,10 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import depth_metrics, walk_answers, walk_metrics
 from slipstream.train.batches import Batch
+from slipstream.train.losses import TargetHead
+from slipstream.train.options import EvaluationOptions
 from slipstream.train.samples import Sample, SampleAnswers
+from slipstream.train.text_noise import noise_behind
 
 if TYPE_CHECKING:
     from slipstream.train.draft_setup import TargetFiles
@@ -34,6 +37,7 @@ class DraftTraining(nn.Module, ABC):
     fitted: ClassVar[tuple[str, ...]] = ()  # fields of the draft's config that evaluations fit: lists of numbers
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
+    temperature = 0.0  # of the server that an evaluation simulates
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
@@ -50,15 +54,18 @@ class DraftTraining(nn.Module, ABC):
         ids = draft.target_ids
         self.vocab_size = len(target.head)
         # (Vd,) int64 on the host, where the labels of a batch are
-        self.target_ids = torch.arange(self.vocab_size, device="cpu") if ids is None else ids.cpu()
+        self.all_ids = torch.arange(self.vocab_size, device="cpu")
+        self.target_ids = self.all_ids if ids is None else ids.cpu()
 
     @classmethod
     @abstractmethod
     def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
-    def configure(self, evaluation: Any) -> None:
-        """Takes what the run's options of evaluation have besides those that all drafts have."""
+    def configure(self, evaluation: EvaluationOptions) -> None:
+        """Takes the run's options of evaluation besides the depth."""
+        self.temperature = evaluation.temperature
+        self.reads_final_state = self.reads_final_state or self.temperature > 0
 
     def start(self, *, continues: bool = False) -> None:
         """Called once before a run's first step: may take weights over from the target. `continues`: those of another
@@ -102,6 +109,17 @@ class DraftTraining(nn.Module, ABC):
         if self.samples is not None and self.is_new:
             self.samples.add(batch, walks)
         return walk_metrics(walks, self.depth) | depth_metrics(batch, asking, accepted, self.depth)
+
+    @torch.no_grad()
+    def text_noise(self, batch: Batch, rows: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
+        """Noise (R, Vd) that a server adds to the draft's logits of the tokens after `rows` (R,) of the flattened
+        batch, given that the target says `tokens` (R,) there: a token has the same noise in every chain that reaches
+        it. `final` (B * S, Ht): the target's states after its final norm."""
+        width = batch.tokens.shape[1]
+        numbers = batch.numbers.to(rows.device)
+        logits = TargetHead(self.target, self.all_ids).teach(final[rows]).float() / self.temperature
+        ids = self.target_ids.to(rows.device)
+        return self.temperature * noise_behind(tokens, logits, numbers[rows // width], rows % width, ids)
 
     def take_samples(self) -> list[Sample]:
         """Answers collected since the last call."""

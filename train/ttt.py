@@ -17,6 +17,7 @@ D head dim.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.state_source import target_states
+from slipstream.train.text_noise import RowValues
 from slipstream.train.training import DraftTraining, Metrics
 
 
@@ -261,8 +263,8 @@ class ChainTraining(DraftTraining):
         times `row_weights`, to log."""
 
     @abstractmethod
-    def predictions(self, states: Tensor) -> Tensor:
-        """Target id of the best draft token at the draft's states: (N, H) -> (N,)."""
+    def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
+        """Target id of the best draft token, of logits plus `noise`, at the draft's states: (N, H) -> (N,)."""
 
     def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
         """The states (B * S, K * Ht) that the draft reads in training, from the target's and its final states."""
@@ -325,13 +327,21 @@ class ChainTraining(DraftTraining):
             attention.next_step()
 
     def evaluate(self, batch: Batch) -> Metrics:
-        rows, tokens, aux_states, _ = self.read(batch, self.depth)
-        chain = self.chain(rows, tokens, aux_states, self.depth)
-        predicted = torch.stack([self.predictions(state) for state in chain])  # (depth, N)
+        rows, tokens, aux_states, final = self.read(batch, self.depth)
         asking = rows.of_taught(rows.asking)
-        text = torch.stack([token_at(tokens, asking + 2 + step) for step in range(self.depth)])
-        accepted = count_accepted(predicted, text, rows.counts)
+        text = torch.stack([token_at(tokens, asking + 2 + step) for step in range(self.depth)])  # (depth, N)
+        predicted = []
+        for step, states in enumerate(self.chain(rows, tokens, aux_states, self.depth)):
+            noise = None
+            if self.temperature:
+                noise = partial(self.step_noise, batch, asking + 1 + step, text[step], final)
+            predicted.append(self.predictions(states, noise))
+        accepted = count_accepted(torch.stack(predicted), text, rows.counts)
         return self.walk(batch, asking.cpu(), accepted.cpu())  # sync
+
+    def step_noise(self, batch: Batch, rows: Tensor, text: Tensor, final: Tensor, part: slice) -> Tensor:
+        """The noise of a part of a step's tokens `text` (N,), which the target says at `rows` (N,)."""
+        return self.text_noise(batch, rows[part].clamp(max=len(final) - 1), text[part], final)
 
 
 def token_at(tokens: Tensor, index: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
     data.max_length data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
-    evaluation.every evaluation.patience evaluation.samples init_from optim.accumulation optim.betas optim.clip
-    optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio
-    optim.weight_decay output precision resume revision seed target target_compile target_sharding tracker.artifacts
-    tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
+    evaluation.every evaluation.patience evaluation.samples evaluation.temperature init_from optim.accumulation
+    optim.betas optim.clip optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps
+    optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_compile target_sharding
+    tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb
+    trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
@@ -40,7 +41,7 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
         "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
         "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers "
         "draft.sample_from_anchor draft.sliding_window_non_causal draft.conv draft.selector_rank draft.selector_top_k "
-        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head evaluation.temperature "
+        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head "
         + " ".join(f"draft.losses.{field.name}" for field in fields(LossWeights)),
     ),
 }
@@ -135,7 +136,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),
     ("dflash", ["--draft.loss=other"], "draft.loss"),
-    ("dflash", ["--evaluation.temperature=-1"], "evaluation.temperature is -1.0; give 0 (greedy) or more"),
+    ("eagle3", ["--evaluation.temperature=-1"], "evaluation.temperature is -1.0; give 0 (greedy) or more"),
 ]
 
 

@@ -22,7 +22,8 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import Batch, collate
-from slipstream.train.blocks import Blocks, find_blocks
+from slipstream.train.blocks import find_blocks
+from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining
 
 CPU = torch.device("cpu")
@@ -36,6 +37,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6},
     "dspark": {"markov_rank": 8, "confidence_head": True, "sample_from_anchor": True},
     "lilicorr": {"lilicorr": LiLiCorrConfig(candidate_topk=2, hidden_size=32, num_heads=2, factor_dim=16)},
+}
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "eagle": (eagle.EagleTraining, Eagle, eagle.DraftOptions()),
+    "eagle3": (eagle3.Eagle3Training, Eagle3, eagle3.DraftOptions()),
+    "dflash": (dflash.DFlashTraining, DFlash, dflash.DraftOptions()),
 }
 Served = list[tuple[int, Tensor, list[int]]]  # position of the root, the draft's states there, drafted tokens
 
@@ -176,27 +182,49 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("heads", HEADS)
 def test_chains_of_heads(target_path: Path, tmp_path: Path, heads: str, temperature: float) -> None:
-    """Evaluation counts exactly what the server accepts; above temperature 0 with the requests' own noise."""
     save_random_dflash(
         target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
     )
-    training, rounds, emitted, batch = serve_and_load(target_path, tmp_path / "draft", temperature, PROMPTS)
-    training.noise = own_noise(training, temperature)
+    check_accept_length("dflash", target_path, tmp_path / "draft", temperature)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_chains_at_temperature_1(target: Path, tmp_path: Path, drafter: str) -> None:
+    save_random_chain(drafter, target, tmp_path / "draft")
+    check_accept_length(drafter, target, tmp_path / "draft", 1.0)
+
+
+def save_random_chain(drafter: str, target: Path, draft: Path) -> None:
+    if drafter == "eagle":
+        save_random_eagle(target, draft, answers_alone(target)[:1], draft_vocab_size=100, intermediate_size=64)
+    else:
+        save_random_draft(target, draft, num_layers=2, fc_norm=True, norm_output=True)
+
+
+def check_accept_length(drafter: str, target: Path, draft: Path, temperature: float) -> None:
+    """Evaluation counts exactly what the server accepts; above temperature 0 with the requests' own noise."""
+    training, rounds, emitted, batch = serve_and_load(drafter, target, draft, temperature, PROMPTS)
+    training.configure(EvaluationOptions(temperature=temperature))
+    training.text_noise = noise_of_requests(training)
     _, metrics = training(batch)
     assert metrics["accept_length"].tolist() == [emitted, rounds]
     assert emitted > 1.05 * rounds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", [*HEADS, "eagle", "eagle3"])
 def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path: Path, tmp_path: Path, heads: str) -> None:
     """Without the requests' keys, evaluation at temperature 1 finds the served accept length within 3 %."""
-    save_random_dflash(
-        target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
-    )
+    if heads in HEADS:
+        save_random_dflash(
+            target_path, tmp_path / "draft", answers_alone(target_path), block_size=BLOCK_SIZE, **HEADS[heads]
+        )
+    else:
+        save_random_chain(heads, target_path, tmp_path / "draft")
     prompts = [[3 + i % 100, 9 + i % 7, 40 + i % 50] for i in range(300)]
-    training, rounds, emitted, batch = serve_and_load(target_path, tmp_path / "draft", 1.0, prompts)
-    training.configure(dflash.BlockEvaluationOptions(temperature=1.0))
+    drafter = "dflash" if heads in HEADS else heads
+    training, rounds, emitted, batch = serve_and_load(drafter, target_path, tmp_path / "draft", 1.0, prompts)
+    training.configure(EvaluationOptions(temperature=1.0))
     _, metrics = training(batch)
     total, count = metrics["accept_length"].tolist()
     assert total == emitted
@@ -205,11 +233,12 @@ def test_noise_that_is_drawn_for_texts_is_worth_as_much(target_path: Path, tmp_p
 
 @torch.no_grad()
 def serve_and_load(
-    target: Path, draft: Path, temperature: float, prompts: list[list[int]]
+    drafter: str, target: Path, draft: Path, temperature: float, prompts: list[list[int]]
 ) -> tuple[Any, int, int, Batch]:
     """The draft in training, and its rounds, their tokens and the texts when it serves answers to `prompts`."""
-    config = load_draft(DFlash, draft, load_config(target), torch.float32, CPU).config
-    depth = config.num_proposals
+    kind, network, options = KINDS[drafter]
+    config = load_draft(network, draft, load_config(target), torch.float32, CPU).config
+    depth = config.num_proposals if isinstance(config, DFlash.Config) else DEPTH
     llm = LLM(str(target), str(draft), width=depth + 1)
     params = [
         SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True, seed=SEED + index)
@@ -222,21 +251,16 @@ def serve_and_load(
     ]
     rounds = sum(answer.stats.rounds for answer in answers)
     emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in answers)
-    training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), target, draft, depth)
+    training = load_training(kind, network, options, target, draft, depth)
     return training.requires_grad_(False), rounds, emitted, collate(rows, 64)
 
 
-def own_noise(training: Any, temperature: float) -> Any:
-    """`DFlashTraining.noise` with the requests' keys, whose seeds are SEED and those after it."""
+def noise_of_requests(training: Any) -> Any:
+    """`DraftTraining.text_noise` with the requests' keys, whose seeds are SEED and those after it."""
 
-    def noise(batch: Batch, blocks: Blocks, _read: object) -> Tensor | None:
-        if temperature == 0:
-            return None
-        count = blocks.num_proposals
-        rows = blocks.anchors // batch.tokens.shape[1]
-        keys = torch.tensor([noise_key(SEED + row, 0) for row in rows.tolist()]).repeat_interleave(count)
-        positions = (blocks.anchors - blocks.starts + 1).unsqueeze(1) + torch.arange(count)
-        noise_values = gumbel(keys, positions.flatten(), training.head.ids)
-        return temperature * noise_values.unflatten(0, (len(blocks), count))
+    def noise(batch: Batch, rows: Tensor, _tokens: Tensor, _final: Tensor) -> Tensor:
+        width = batch.tokens.shape[1]
+        keys = torch.tensor([noise_key(SEED + row, 0) for row in (rows // width).tolist()])
+        return training.temperature * gumbel(keys, rows % width + 1, training.target_ids)
 
     return noise
