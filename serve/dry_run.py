@@ -173,7 +173,7 @@ def read_target(
     layers = tuple(layer.attention for layer in spec.layers)
     format = None if size.quantization is None else size.quantization.name
     return Network(
-        name, spec.architecture, layers, size.kept, dtype, kv_dtype, format, size.read, size.widest_dequantized
+        name, spec.architecture, layers, size.resident, dtype, kv_dtype, format, size.read, size.widest_dequantized
     )
 
 

@@ -185,7 +185,7 @@ def target_bytes(target: PreTrainedModel, size: TargetSize | None, is_run: bool)
     """Of the target, or of what training reads of it where its states come from disk."""
     if not is_run:
         return bytes_of(*heads_of(target))
-    return bytes_of(target) if size is None else size.kept
+    return bytes_of(target) if size is None else size.resident
 
 
 def heads_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

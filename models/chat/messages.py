@@ -93,8 +93,8 @@ def read_content(value: Any, field: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else f"a {type(value).__name__}"
-        raise MessageError(field, f"is {found}; it must be a string or a list of text parts")
+        actual = "an empty list" if value == [] else f"a {type(value).__name__}"
+        raise MessageError(field, f"is {actual}; it must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None

@@ -4,11 +4,11 @@ QUOTED_CHARS = 60
 PLACE_CHARS = 300  # of the path of a field, or of several names
 
 
-def shorten(text: str, most: int = QUOTED_CHARS) -> str:
-    """`text`, or its first `most` characters and an ellipsis. Halves of surrogate pairs, which no encoding has, are
-    written as escapes."""
+def shorten(text: str, max_chars: int = QUOTED_CHARS) -> str:
+    """Returns `text`, or its first `max_chars` characters and an ellipsis. Halves of surrogate pairs, which no encoding
+    has, become escapes."""
     text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= most else f"{text[:most]}…"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
 
 def quote(value: object) -> str:

@@ -66,7 +66,7 @@ Tensors = Mapping[str, Tensor]  # by public name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a user says of a draft whose files leave it open; None: what the files say. Programs have options of these
+    """A user's choices where a draft's files leave them open; None: as the files say. Programs have options of these
     names (serve: --drafter.NAME)."""
 
     aux_layers: Sequence[int] | None = None  # layer outputs that it reads
@@ -75,14 +75,14 @@ class Choices:
 
     @classmethod
     def of(cls, options: Any) -> Self:
-        """Those of `options` that have the same name."""
+        """Takes the choices from the options of the same name."""
         return cls(**{field.name: getattr(options, field.name, None) for field in fields(cls)})
 
-    def refuse(self, kind: str, *known: str) -> None:
-        """Raises ValueError for a choice that is not `known`, since drafts of this kind leave nothing of it open."""
+    def refuse(self, kind: str, *fields_of_kind: str) -> None:
+        """Raises ValueError for a choice outside `fields_of_kind`: drafts of this kind leave no other open."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and field.name not in known:
+            if value is not None and field.name not in fields_of_kind:
                 raise ValueError(f"{field.name} is {value}; it is not for {kind} drafts, so leave it out")
 
 
@@ -120,8 +120,8 @@ class DraftConfig(DecoderShape, ABC):
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
-        own = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
-        return cls(**model.shape() | {"rope": model.rope.of_draft} | own | fields)
+        target_fields = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
+        return cls(**model.shape() | {"rope": model.rope.of_draft} | target_fields | fields)
 
     @property
     @abstractmethod
@@ -197,19 +197,19 @@ class DraftNetwork(nn.Module):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Of its layers, in their order."""
-        found = [one for one in self.modules() if isinstance(one, SelfAttention)]
-        return tuple(one.spec for one in sorted(found, key=lambda one: one.id))
+        """Specs of the layers' attention, in their order."""
+        layers = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        return tuple(layer.spec for layer in sorted(layers, key=lambda layer: layer.id))
 
     def limit_window(self, window: int) -> None:
-        """Layers that were trained to see all of a text see its last `window` tokens. What a block's slots or a tree's
-        nodes see of each other stays as it is. Raises ValueError for a draft whose layers have windows."""
-        for one in (one for one in self.modules() if isinstance(one, SelfAttention)):
-            if one.spec.window is not None:
+        """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
+        tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
+        for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
+            if layer.spec.window is not None:
                 raise ValueError(
-                    f"window is {window}; this draft was trained with one of {one.spec.window}: leave the option out"
+                    f"window is {window}; this draft was trained with one of {layer.spec.window}: leave the option out"
                 )
-            one.spec = replace(one.spec, window=window)
+            layer.spec = replace(layer.spec, window=window)
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -365,7 +365,7 @@ def load_draft(
 
 
 class DraftFiles(NamedTuple):
-    """What a draft's checkpoint holds: config.json, and tensors by their names in the files."""
+    """A draft's checkpoint: config.json, and tensors by their names in the files."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -430,9 +430,9 @@ def quantized_draft(path: Path, reason: str) -> ValueError:
 
 def _public_name(network: type[DraftNetwork], key: str) -> str:
     key = key.removeprefix("model.")
-    for theirs, public in network.other_names.items():
-        if key.startswith(theirs):
-            return public + key.removeprefix(theirs)
+    for prefix, public in network.other_names.items():
+        if key.startswith(prefix):
+            return public + key.removeprefix(prefix)
     return key
 
 
@@ -504,20 +504,20 @@ def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor]
     return False
 
 
-def is_copy(own: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool:
-    """Whether `own` (N, H) equals `expected` (V, H), or its rows `ids` (N,), up to rounding.
+def is_copy(tensor: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool:
+    """Whether `tensor` (N, H) equals `expected` (V, H), or its rows `ids` (N,), up to rounding.
 
     Rounding: all rows are equal in the dtype of either, or in bf16, since an fp32 file may have been converted from it.
     """
     count = len(expected) if ids is None else len(ids)
-    if own.shape != (count, expected.shape[1]):
+    if tensor.shape != (count, expected.shape[1]):
         return False
-    dtypes = {own.dtype, expected.dtype, torch.bfloat16}
+    dtypes = {tensor.dtype, expected.dtype, torch.bfloat16}
     for start in range(0, count, ROWS):
         rows = slice(start, start + ROWS)
-        theirs = expected[rows] if ids is None else expected[ids[rows].to(expected.device)]
-        mine = own[rows].to(expected.device)
-        dtypes = {dtype for dtype in dtypes if torch.equal(mine.to(dtype), theirs.to(dtype))}  # sync
+        expected_rows = expected[rows] if ids is None else expected[ids[rows].to(expected.device)]
+        tensor_rows = tensor[rows].to(expected.device)
+        dtypes = {dtype for dtype in dtypes if torch.equal(tensor_rows.to(dtype), expected_rows.to(dtype))}  # sync
         if not dtypes:
             return False
     return True

@@ -1,5 +1,5 @@
-"""What block drafts have besides their layers: convolutions inside the block, heads that join its slots, and one that
-says how far to trust it.
+"""Parts of block drafts besides their layers: convolutions inside the block, heads that join its slots, and a head that
+predicts how far the target will accept it.
 
     convolution  each sublayer's input and output mix a row of the block with the row before (DFlash 2)
     selector     a score for every pair of neighbouring candidates, of low rank (DFlash 2)
@@ -145,7 +145,8 @@ class MarkovHead(nn.Module):
         return self.markov_w1(previous)
 
     def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """What W2 multiplies: hidden (..., H) of the slots and the target ids (...) before them -> (..., r)."""
+        """Computes the inputs of W2 from hidden (..., H) of the slots and the target ids (...) before them -> (...,
+        r)."""
         embedded = self.embed(previous)
         if self.gate_proj is None:
             return embedded

@@ -54,7 +54,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Convention(NamedTuple):
-    """What slot k of a block predicts: with `from_anchor` the token after it, else the one at its own place."""
+    """Which token slot k of a block predicts: with `from_anchor` the token after it, else the token at its own
+    place."""
 
     from_anchor: bool
     reason: str
@@ -67,29 +68,31 @@ class Convention(NamedTuple):
 
 
 def convention_of(values: Mapping[str, Any], choice: bool | None = None) -> Convention:
-    """Of a config.json; `choice` is the user's. Raises ValueError where fields, or field and choice, contradict each
-    other, and where nothing decides."""
-    own = merged(values)
-    said = {name: bool(own[name]) is means for name, means in ANCHOR_FIELDS.items() if own.get(name) is not None}
-    given = ", ".join(f"{name} {str(bool(own[name])).lower()}" for name in said)
-    if len(set(said.values())) > 1:
-        raise ValueError(f"draft config has {given}: these contradict each other; delete the wrong one")
-    if said:
-        (from_anchor,) = set(said.values())
+    """Returns the convention of a config.json; `choice` is the user's. Raises ValueError where fields, or field and
+    choice, contradict each other, and where nothing decides."""
+    config = merged(values)
+    anchors = {
+        name: bool(config[name]) is means for name, means in ANCHOR_FIELDS.items() if config.get(name) is not None
+    }
+    settings = ", ".join(f"{name} {str(bool(config[name])).lower()}" for name in anchors)
+    if len(set(anchors.values())) > 1:
+        raise ValueError(f"draft config has {settings}: these contradict each other; delete the wrong one")
+    if anchors:
+        (from_anchor,) = set(anchors.values())
         if choice is not None and choice != from_anchor:
             raise ValueError(
-                f"sample_from_anchor is {str(choice).lower()}, but the draft's config.json has {given}; leave the "
+                f"sample_from_anchor is {str(choice).lower()}, but the draft's config.json has {settings}; leave the "
                 "option out"
             )
-        return Convention(from_anchor, f"its config.json has {given}")
+        return Convention(from_anchor, f"its config.json has {settings}")
     if choice is not None:
         return Convention(choice, "as the option sample_from_anchor says")
     architecture = architecture_of(values)
-    has_markov = bool(own.get("markov_rank"))
+    has_markov = bool(config.get("markov_rank"))
     if architecture not in ANCHOR_FIRST or (has_markov and not ANCHOR_FIRST[architecture]):
-        what = f"{architecture} with a Markov head" if has_markov else architecture
+        name = f"{architecture} with a Markov head" if has_markov else architecture
         raise ValueError(
-            f"draft config lacks sample_from_anchor, and drafts of architecture {what} are trained either way; say by "
+            f"draft config lacks sample_from_anchor, and drafts of architecture {name} are trained either way; say by "
             "the option sample_from_anchor whether slot 0, the anchor, predicts the token after it (serve: "
             "--drafter.sample-from-anchor true|false, convert: --sample-from-anchor)"
         )
@@ -102,18 +105,18 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 def merged(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both levels under our names. Raises ValueError for one that has two values."""
-    own: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     levels = ("", values), (", in dflash_config", values.get("dflash_config") or {})
-    for where, fields in levels:
+    for level, fields in levels:
         for name, value in fields.items():
             ours = ALIASES.get(name, name)
             if value is None or name == "dflash_config":
                 continue
-            if ours in own and own[ours] != value:
-                other = f"and{where}," if where else "and"
-                raise ValueError(f"draft config: {ours} is {own[ours]} {other} {_as(name, ours)}{value}; delete one")
-            own[ours] = value
-    return own
+            if ours in config and config[ours] != value:
+                other = f"and{level}," if level else "and"
+                raise ValueError(f"draft config: {ours} is {config[ours]} {other} {_as(name, ours)}{value}; delete one")
+            config[ours] = value
+    return config
 
 
 def _as(name: str, ours: str) -> str:
@@ -123,18 +126,18 @@ def _as(name: str, ours: str) -> str:
 def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, Any]:
     """Another trainer's config.json, or ours, with all of a block draft's own fields in dflash_config and the
     convention at the top level. Raises ValueError for what the network here cannot run, and for what is uncertain."""
-    own = merged(values)
-    _refuse(values, own)
+    config = merged(values)
+    _refuse(values, config)
     from_anchor = convention_of(values, choice).from_anchor
-    if own.get("lilicorr_candidate_topk") and from_anchor:
+    if config.get("lilicorr_candidate_topk") and from_anchor:
         raise ValueError(
             "draft config: a LiLiCorr draft that predicts at its anchor is not supported; none is trained so"
         )
     nested = dict(values.get("dflash_config") or {})
-    nested |= {name: own[name] for name in HEAD_FIELDS if own.get(name) is not None}
-    if layers := _layers(own):
+    nested |= {name: config[name] for name in HEAD_FIELDS if config.get(name) is not None}
+    if layers := _layers(config):
         nested["target_layer_ids"] = layers
-    settled = {**values, **_window(values, own), "dflash_config": nested, "sample_from_anchor": from_anchor}
+    settled = {**values, **_window(values, config), "dflash_config": nested, "sample_from_anchor": from_anchor}
     dropped = (*ANCHOR_FIELDS, *CAUSAL_FIELDS, *ALIASES, "use_swa", "swa_window_size")
     for name in dropped:
         nested.pop(name, None)
@@ -148,72 +151,76 @@ HEAD_FIELDS = (
 )
 
 
-def _refuse(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _refuse(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     for name in ("projector_type", "markov_head_type"):
-        kind = str(own.get(name) or "").lower()
-        if kind in UNSUPPORTED_HEADS and (name != "markov_head_type" or own.get("markov_rank")):
+        kind = str(config.get(name) or "").lower()
+        if kind in UNSUPPORTED_HEADS and (name != "markov_head_type" or config.get("markov_rank")):
             raise ValueError(f"draft config: {UNSUPPORTED_HEADS[kind]} is not supported")
-    if (kind := str(own.get("projector_type") or "")) not in PROJECTORS:
+    if (kind := str(config.get("projector_type") or "")) not in PROJECTORS:
         raise ValueError(f"draft config: projector_type is {kind!r}; supported: {', '.join(PROJECTORS[1:])}")
-    if own.get("lilicorr_enabled") is False and own.get("lilicorr_candidate_topk"):
+    if config.get("lilicorr_enabled") is False and config.get("lilicorr_candidate_topk"):
         raise ValueError("draft config: lilicorr_enabled is false, but lilicorr_candidate_topk is set; delete either")
-    if own.get("dspark_block_size") or own.get("dspark_noise_token_id"):
+    if config.get("dspark_block_size") or config.get("dspark_noise_token_id"):
         raise ValueError("this is DeepSeek-V4's draft, which is part of the target's checkpoint; it is not supported")
     for name, neutral in UNSUPPORTED.items():
-        if own.get(name) not in neutral:
-            raise ValueError(f"draft config sets {name} to {own[name]!r}, which is not supported")
+        if config.get(name) not in neutral:
+            raise ValueError(f"draft config sets {name} to {config[name]!r}, which is not supported")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
-    is_joined = own.get("confidence_head_with_markov")
-    if own.get("enable_confidence_head") and is_joined is not None and bool(is_joined) != bool(own.get("markov_rank")):
+    is_joined = config.get("confidence_head_with_markov")
+    if (
+        config.get("enable_confidence_head")
+        and is_joined is not None
+        and bool(is_joined) != bool(config.get("markov_rank"))
+    ):
         raise ValueError(
-            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {own.get('markov_rank', 0)}; a "
-            "confidence head here reads the Markov embedding wherever there is one"
+            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {config.get('markov_rank', 0)}; "
+            "a confidence head here reads the Markov embedding wherever there is one"
         )
 
 
-def _layers(own: Mapping[str, Any]) -> list[int]:
+def _layers(config: Mapping[str, Any]) -> list[int]:
     """Output ids, from either field. Raises ValueError if these name different states."""
-    outputs = own.get("target_layer_ids")
-    inputs = own.get("eagle_aux_hidden_state_layer_ids")
+    outputs = config.get("target_layer_ids")
+    inputs = config.get("eagle_aux_hidden_state_layer_ids")
     if not inputs:
         return list(outputs or ())
-    found = [layer - 1 for layer in inputs]
-    if outputs and list(outputs) != found:
+    layers = [layer - 1 for layer in inputs]
+    if outputs and list(outputs) != layers:
         raise ValueError(
             f"draft config: target_layer_ids is {outputs}, layer outputs, and eagle_aux_hidden_state_layer_ids "
             f"{inputs}, layer inputs: these are different states; delete the wrong one"
         )
-    return found
+    return layers
 
 
-def _window(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _window(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The window, where ModelOpt's fields have it, and whether slots see later ones there."""
     fields: dict[str, Any] = {}
     types = values.get("layer_types")
-    num_layers = int(own.get("num_hidden_layers") or 0)
-    if own.get("use_swa"):
-        window = own.get("swa_window_size") or values.get("sliding_window")
+    num_layers = int(config.get("num_hidden_layers") or 0)
+    if config.get("use_swa"):
+        window = config.get("swa_window_size") or values.get("sliding_window")
         if not window or values.get("sliding_window") not in (None, window):
             raise ValueError(
-                f"draft config: use_swa is true, swa_window_size {own.get('swa_window_size')} and sliding_window "
+                f"draft config: use_swa is true, swa_window_size {config.get('swa_window_size')} and sliding_window "
                 f"{values.get('sliding_window')}; one must be set, and both equal if they are"
             )
         types = types or ["sliding_attention"] * num_layers
         fields |= {"sliding_window": window, "use_sliding_window": True, "layer_types": types}
     has_window = "sliding_attention" in types if types else bool(values.get("use_sliding_window"))
-    return fields | {"sliding_window_non_causal": _is_non_causal(values, own, types, has_window=has_window)}
+    return fields | {"sliding_window_non_causal": _is_non_causal(values, config, types, has_window=has_window)}
 
 
 def _is_non_causal(
-    values: Mapping[str, Any], own: Mapping[str, Any], types: list[str] | None, *, has_window: bool
+    values: Mapping[str, Any], config: Mapping[str, Any], types: list[str] | None, *, has_window: bool
 ) -> bool:
     """Whether a slot sees later ones of its block in layers with a window, as it does in the others.
 
     DFlash 2 says so by is_causal false, and speculators by sliding_window_non_causal, which is true of its DFlash 2
     drafts if it is absent; other drafts with windows are causal there.
     """
-    causal = {name: bool(own[name]) for name in CAUSAL_FIELDS if own.get(name) is not None}
+    causal = {name: bool(config[name]) for name in CAUSAL_FIELDS if config.get(name) is not None}
     if len(set(causal.values())) > 1:
         raise ValueError(f"draft config has {causal}: these contradict each other; delete the wrong one")
     is_causal = next(iter(causal.values()), None)
@@ -224,12 +231,12 @@ def _is_non_causal(
         )
     if not has_window:
         return False
-    said = own.get("sliding_window_non_causal")
-    if said is not None and is_causal is not None and bool(said) == is_causal:
+    non_causal = config.get("sliding_window_non_causal")
+    if non_causal is not None and is_causal is not None and bool(non_causal) == is_causal:
         raise ValueError(
-            f"draft config: sliding_window_non_causal is {said} and {next(iter(causal))} {is_causal}; delete the wrong "
-            "one"
+            f"draft config: sliding_window_non_causal is {non_causal} and {next(iter(causal))} {is_causal}; delete the "
+            "wrong one"
         )
-    if said is not None:
-        return bool(said)
+    if non_causal is not None:
+        return bool(non_causal)
     return not is_causal if is_causal is not None else architecture_of(values) == "DFlash2DraftModel"

@@ -158,17 +158,17 @@ class DFlashConfig(DraftConfig):
         windowed = [layer in self.windowed_layers for layer in range(self.num_layers)]
         public = {"sliding_window_non_causal": True, "is_causal": False}  # speculators' and z-lab's
         non_causal = public if self.sliding_window_non_causal else {}
-        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)}
+        fields = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)}
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target_num_layers,
-            "dflash_config": own | self._heads_to_json(),
+            "dflash_config": fields | self._heads_to_json(),
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
-            "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+            "layer_types": ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed],
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
             **non_causal,
@@ -186,30 +186,30 @@ class DFlashConfig(DraftConfig):
         return "DFlash2DraftModel" if self.conv_kernel_size or self.selector_rank else "DFlashDraftModel"
 
     def _heads_to_json(self) -> dict[str, Any]:
-        """Of `dflash_config`: what differs from a plain draft."""
-        found: dict[str, Any] = {}
+        """Fields of `dflash_config` that differ from a plain draft's."""
+        heads: dict[str, Any] = {}
         if self.conv_kernel_size:
-            found |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
+            heads |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
         if self.selector_rank:
-            found |= {"selector_rank": self.selector_rank, "selector_top_k": self.selector_top_k}
+            heads |= {"selector_rank": self.selector_rank, "selector_top_k": self.selector_top_k}
         if self.markov_rank:
-            found |= {"markov_rank": self.markov_rank, "markov_head_type": self.markov_head_type}
+            heads |= {"markov_rank": self.markov_rank, "markov_head_type": self.markov_head_type}
         if self.confidence_head:
-            found |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
+            heads |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
         if self.confidence_temperatures:
-            found["confidence_temperatures"] = list(self.confidence_temperatures)
+            heads["confidence_temperatures"] = list(self.confidence_temperatures)
         if self.confidence_biases:
-            found["confidence_biases"] = list(self.confidence_biases)
+            heads["confidence_biases"] = list(self.confidence_biases)
         if self.lilicorr is not None:
-            found |= self.lilicorr.to_json()
+            heads |= self.lilicorr.to_json()
         if self.architecture == "DSparkDraftModel":
-            found["projector_type"] = "dspark"
+            heads["projector_type"] = "dspark"
         for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0)):
             if getattr(self, name) != neutral:
-                found[name] = getattr(self, name)
+                heads[name] = getattr(self, name)
         if self.final_logit_softcapping is not None:
-            found["final_logit_softcapping"] = self.final_logit_softcapping
-        return found
+            heads["final_logit_softcapping"] = self.final_logit_softcapping
+        return heads
 
     @classmethod
     def settle(
@@ -226,21 +226,21 @@ class DFlashConfig(DraftConfig):
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
-        own = values["dflash_config"]
+        draft_fields = values["dflash_config"]
         expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
         check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
         num_layers = values["num_hidden_layers"]
-        layers = tuple(own.get("target_layer_ids") or ())
+        layers = tuple(draft_fields.get("target_layer_ids") or ())
         return cls(
             **decoder,
             num_layers=num_layers,
             aux_layers=layers or default_block_aux_layers(target.num_layers, num_layers),
-            mask_token_id=_mask_token(own),
+            mask_token_id=_mask_token(draft_fields),
             block_size=_block_size(values),
             sample_from_anchor=bool(values.get("sample_from_anchor")),
             attention_bias=bool(values.get("attention_bias", False)),
             **_windows(values),
-            **_heads(own),
+            **_heads(draft_fields),
         )
 
 
@@ -248,9 +248,9 @@ def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the config that say which heads and convolutions a draft has; `values` name those it has."""
     names: tuple[str, ...] = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
     names += ("markov_head_type", "output_multiplier", "input_embedding_scale")
-    found: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
+    heads: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
     return {
-        **found,
+        **heads,
         "final_logit_softcapping": values.get("final_logit_softcapping") or None,
         "confidence_head": bool(values.get("enable_confidence_head", False)),
         "confidence_temperatures": tuple(values.get("confidence_temperatures") or ()),
@@ -360,15 +360,16 @@ class DFlash(DraftNetwork):
         size = config.hidden_size
         specs = config.layers
         causal = [spec.attention.window is not None and not config.sliding_window_non_causal for spec in specs]
-        self.masks: list[Mask] = ["causal" if one else "block" for one in causal]
+        self.masks: list[Mask] = ["causal" if is_causal else "block" for is_causal in causal]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        sizes = size, config.rms_norm_eps
-        convolution = config.conv_kernel_size, config.conv_group_size
+        eps = config.rms_norm_eps
+        kernel_size = config.conv_kernel_size
+        group_size = config.conv_group_size
         self.layers: nn.ModuleList = nn.ModuleList(
-            ConvolvedLayer(spec, index, *sizes, *convolution)
-            if config.conv_kernel_size
-            else DecoderLayer(spec, index, *sizes)
+            ConvolvedLayer(spec, index, size, eps, kernel_size, group_size)
+            if kernel_size
+            else DecoderLayer(spec, index, size, eps)
             for index, spec in enumerate(specs)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
@@ -376,10 +377,17 @@ class DFlash(DraftNetwork):
 
     def _add_heads(self, config: DFlashConfig) -> None:
         size = config.hidden_size
-        rows = (config.vocab_size, config.draft_vocab_size or config.vocab_size)
+        vocab_size = config.vocab_size
+        draft_vocab_size = config.draft_vocab_size or vocab_size
         rank = config.markov_rank
-        self.candidate_selector = CandidateSelector(size, config.selector_rank, *rows) if config.selector_rank else None
-        self.markov_head = MarkovHead(size, rank, *rows, config.markov_head_type) if rank else None
+        self.candidate_selector = (
+            CandidateSelector(size, config.selector_rank, vocab_size, draft_vocab_size)
+            if config.selector_rank
+            else None
+        )
+        self.markov_head = (
+            MarkovHead(size, rank, vocab_size, draft_vocab_size, config.markov_head_type) if rank else None
+        )
         scorer = config.lilicorr
         self.lilicorr = LiLiCorr(scorer, size, config.block_size, config.rms_norm_eps) if scorer is not None else None
         self.confidence_head = ConfidenceHead(size, rank) if config.confidence_head else None
@@ -472,8 +480,8 @@ class DFlash(DraftNetwork):
         anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
         """
         unary = self.unary(logits)
-        found = unary if noise is None or self.scorer is not None else unary.float() + noise
-        scores, rows = found.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        perturbed = unary if noise is None or self.scorer is not None else unary.float() + noise
+        scores, rows = perturbed.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
         candidates = rows if self.target_ids is None else self.target_ids[rows]
         if self.scorer is not None:
             assert context is not None
@@ -481,9 +489,9 @@ class DFlash(DraftNetwork):
             log_probs = scores.float() - unary.float().logsumexp(dim=-1, keepdim=True)
             start, edges = self.scorer(embed(candidates), log_probs, hidden, context)
             if noise is not None:
-                own = noise.gather(2, rows)
-                start = start + own[:, 0]
-                edges = edges + own[:, 1:, None]
+                slot_noise = noise.gather(2, rows)
+                start = start + slot_noise[:, 0]
+                edges = edges + slot_noise[:, 1:, None]
             return Lattice(candidates, start, edges)
         joins = self.selector or self.markov
         if joins is None:
@@ -505,7 +513,7 @@ class DFlash(DraftNetwork):
 
     @property
     def calibration(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of the confidence head: the temperature and the bias of each of the K slots."""
+        """Temperatures and biases of the confidence head, for each of the K slots."""
         config = self.config
         count = self.config.num_proposals
         return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count

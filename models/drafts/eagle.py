@@ -99,10 +99,11 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        sizes = config.hidden_size, config.rms_norm_eps
-        self.self_attn = SelfAttention(config.layers[0].attention, 0, *sizes)
-        self.post_attention_layernorm = RMSNorm(*sizes)
-        self.mlp = feed_forward(config.hidden_size, config.layers[0].mlp)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = feed_forward(size, config.layers[0].mlp)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask) -> Tensor:
         normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, attention, mask))

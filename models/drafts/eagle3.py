@@ -135,9 +135,9 @@ class Eagle3Config(DraftConfig):
         eagle.pop("norm_output", None)
         eagle["use_aux_hidden_state"] = _has_fc(eagle, choices, evidence)
         if not values.get(AUX_LAYERS):
-            named = _nested_layers(settled, target, choices)
-            chosen = None if choices.aux_layers is None else list(choices.aux_layers)
-            eagle[AUX_LAYERS] = named or chosen
+            nested = _nested_layers(settled, target, choices)
+            option = None if choices.aux_layers is None else list(choices.aux_layers)
+            eagle[AUX_LAYERS] = nested or option
         return settled
 
 
@@ -172,13 +172,13 @@ def _means_norm_output(values: Mapping[str, Any], choices: Choices, evidence: Ev
     if choices.norm_output is not None:
         return choices.norm_output
     eagle = values.get("eagle_config") or {}
-    given = _flag("norm_output", values) or bool(eagle.get(POST_NORM))
+    norm_output = _flag("norm_output", values) or bool(eagle.get(POST_NORM))
     if evidence is None or "drafter" in values or values.get("norm_output") is None or eagle.get("norm_output"):
-        return given  # ours and speculators' have `drafter`
+        return norm_output  # ours and speculators' have `drafter`
     if _flag("norm_before_fc", values) or any(name.startswith(("layers.", "model.")) for name in evidence.names):
-        return given
+        return norm_output
     weight = evidence.tensors.get("norm.weight")
-    if given:
+    if norm_output:
         raise ValueError(
             "draft config sets norm_output, by which servers mean that the next step reads the state after the final "
             "norm, and SpecForge from May to September 2026 that only the head does; nothing in the file says which. "
@@ -191,7 +191,7 @@ def _means_norm_output(values: Mapping[str, Any], choices: Choices, evidence: Ev
             "trained drafts without a norm before the head, which is not supported; if this is not one, give the "
             "option norm_output false (serve: --drafter.norm-output, convert: --norm-output)"
         )
-    return given
+    return norm_output
 
 
 def _has_fc(eagle: Mapping[str, Any], choices: Choices, evidence: Evidence | None) -> bool:
@@ -221,18 +221,18 @@ def _nested_layers(values: Mapping[str, Any], target: TargetSpec, choices: Choic
     states of EAGLE-3 as vLLM does. A first id of 0 or 1 is an output (as SGLang takes it since its pull request 25454):
     nobody reads embeddings. Raises ValueError where both are possible and `choices` do not decide.
     """
-    given = (values.get("eagle_config") or {}).get(AUX_LAYERS)
-    if not given or "drafter" in values:
-        return list(given) if given else None
-    outputs = list(given)
-    inputs = [layer - 1 for layer in given]
+    ids = (values.get("eagle_config") or {}).get(AUX_LAYERS)
+    if not ids or "drafter" in values:
+        return list(ids) if ids else None
+    outputs = list(ids)
+    inputs = [layer - 1 for layer in ids]
     count = target.num_layers
     if choices.aux_layers is not None:
         return next((ids for ids in (outputs, inputs) if ids == list(choices.aux_layers)), outputs)
     has_sinks = any(layer.attention.sinks for layer in target.layers)  # gpt-oss
-    if min(inputs) >= 0 and (max(given) == count or has_sinks or given == [2, count // 2, count - 3]):
+    if min(inputs) >= 0 and (max(ids) == count or has_sinks or ids == [2, count // 2, count - 3]):
         return inputs
-    if given[0] in (0, 1) or max(given) > count:  # refused later: no target has these
+    if ids[0] in (0, 1) or max(ids) > count:  # refused later: no target has these
         return outputs
     raise ValueError(
         f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, which some trainers count as outputs of layers and "
@@ -270,7 +270,8 @@ def _layers_from_json(values: Mapping[str, Any], target: TargetSpec, tensors: Ma
 
 
 def _unnamed_layers(target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Those of a file without layer ids. Raises ValueError unless a published rule makes them certain."""
+    """Returns the layer outputs that a file without layer ids reads. Raises ValueError unless a published rule makes
+    them certain."""
     published = published_layers(target.num_layers)
     size = target.hidden_size
     count = tensors["fc.weight"].shape[-1] // size if "fc.weight" in tensors else 3
@@ -349,7 +350,7 @@ class Eagle3(DraftNetwork):
         Additional neurons stay random with zero output weights, so they contribute nothing at first.
         """
         config = self.config
-        own = public_tensors(self)
+        params = public_tensors(self)
         head = weights[HEAD]
         mlp = {name: weights[f"layers.0.{name}"] for name in MLP if f"layers.0.{name}" in weights}
         hidden_size = head.shape[1]
@@ -360,21 +361,21 @@ class Eagle3(DraftNetwork):
                 f"{config.hidden_size} and intermediate_size {config.intermediate_size} against {hidden_size} and "
                 f"{neurons}; change them or switch init_from_target off"
             )
-        own[HEAD].copy_(head[self.target_ids.to(head.device)])
-        own["norm.weight"].copy_(weights["norm.weight"])
-        own["midlayer.mlp.down_proj.weight"].zero_()
+        params[HEAD].copy_(head[self.target_ids.to(head.device)])
+        params["norm.weight"].copy_(weights["norm.weight"])
+        params["midlayer.mlp.down_proj.weight"].zero_()
         for name, weight in mlp.items():
             rows, columns = weight.shape
-            own[f"midlayer.{name}"][:rows, :columns].copy_(weight)
+            params[f"midlayer.{name}"][:rows, :columns].copy_(weight)
         if self.fc is not None:
-            own["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+            params["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
         for index in range(1, config.num_layers):  # they pass states on at first
             for name in ("self_attn.o_proj", "mlp.down_proj"):
-                own[f"layers.{index}.{name}.weight"].zero_()
+                params[f"layers.{index}.{name}.weight"].zero_()
 
     @property
     def upper_layers(self) -> list[DecoderLayer]:
-        """Those after the midlayer."""
+        """Layers after the midlayer."""
         return [cast(DecoderLayer, layer) for layer in self.layers.values()]
 
     def fuse(self, aux_states: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class LiLiCorrConfig:
         """None if the file names none of them. Raises ValueError if it leaves out some: a default would change scores,
         not shapes."""
         names = [field.name for field in fields(cls)]
-        found = {name: values[f"lilicorr_{name}"] for name in names if values.get(f"lilicorr_{name}") is not None}
-        missing = [f"lilicorr_{name}" for name in names if name not in found]
-        if found and missing:
+        options = {name: values[f"lilicorr_{name}"] for name in names if values.get(f"lilicorr_{name}") is not None}
+        missing = [f"lilicorr_{name}" for name in names if name not in options]
+        if options and missing:
             raise ValueError(f"draft config lacks {', '.join(missing)}; a LiLiCorr draft needs all lilicorr_ fields")
-        return cls(**found) if found else None
+        return cls(**options) if options else None

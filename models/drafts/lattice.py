@@ -25,16 +25,16 @@ class Lattice:
     start: Tensor  # (B, k) of the first slot's candidates, after the anchor
     edges: Tensor  # (B, K - 1, k, k) of candidate j of slot s + 1 after candidate i of slot s
 
-    def tokens(self, chosen: Tensor) -> Tensor:
-        """Target ids (B, K) of the candidates `chosen` (B, K)."""
-        return self.candidates.gather(2, chosen.unsqueeze(2)).squeeze(2)
+    def tokens(self, indices: Tensor) -> Tensor:
+        """Target ids (B, K) of the candidates at `indices` (B, K)."""
+        return self.candidates.gather(2, indices.unsqueeze(2)).squeeze(2)
 
 
 def walk(lattice: Lattice) -> Tensor:
     """The drafted chain as candidates' numbers (B, K): from left to right, in each slot the best one after the one
     chosen before."""
-    chosen = [lattice.start.argmax(dim=-1)]
+    indices = [lattice.start.argmax(dim=-1)]
     for edges in lattice.edges.unbind(dim=1):  # (B, k, k)
-        after = edges.gather(1, chosen[-1].view(-1, 1, 1).expand(-1, 1, edges.shape[2])).squeeze(1)
-        chosen.append(after.argmax(dim=-1))
-    return torch.stack(chosen, dim=1)
+        after = edges.gather(1, indices[-1].view(-1, 1, 1).expand(-1, 1, edges.shape[2])).squeeze(1)
+        indices.append(after.argmax(dim=-1))
+    return torch.stack(indices, dim=1)

@@ -89,14 +89,14 @@ SPECULATORS = {
 
 def _block_kind(values: Mapping[str, Any]) -> str:
     """Raises ValueError for heads that the library has not, or not together."""
-    own = values["dflash_config"]
-    has_markov = bool(own.get("markov_rank") or own.get("enable_confidence_head"))
-    has_second = bool(own.get("conv_kernel_size")), bool(own.get("selector_rank"))
-    odd = [name for name in ODD_FIELDS if own.get(name) not in (None, False, 0, 1)]
-    if own.get("lilicorr_candidate_topk"):
+    config = values["dflash_config"]
+    has_markov = bool(config.get("markov_rank") or config.get("enable_confidence_head"))
+    has_second = bool(config.get("conv_kernel_size")), bool(config.get("selector_rank"))
+    odd = [name for name in ODD_FIELDS if config.get(name) not in (None, False, 0, 1)]
+    if config.get("lilicorr_candidate_topk"):
         odd.append("lilicorr")
     if any(has_second) and (has_markov or not all(has_second)):
-        odd += [name for name in ("conv_kernel_size", "selector_rank", "markov_rank") if own.get(name)]
+        odd += [name for name in ("conv_kernel_size", "selector_rank", "markov_rank") if config.get(name)]
     if all(has_second) and values.get("draft_vocab_size"):
         odd.append("draft_vocab_size")
     if odd:
@@ -109,18 +109,21 @@ def _block_kind(values: Mapping[str, Any]) -> str:
 
 def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
     """Tokens drafted in a round, and this draft's own fields."""
-    own = values["dflash_config"]
+    config = values["dflash_config"]
     from_anchor = values.get("sample_from_anchor", False)
-    heads = {name: own.get(name, False) for name in BLOCK_HEADS[kind]}
+    heads = {name: config.get(name, False) for name in BLOCK_HEADS[kind]}
     if kind == "dspark":
-        heads |= {"markov_rank": own.get("markov_rank", 0), "markov_head_type": own.get("markov_head_type", "vanilla")}
-        heads["confidence_head_with_markov"] = own.get("confidence_head_with_markov", bool(heads["markov_rank"]))
-        heads |= {name: own[name] for name in CALIBRATION if own.get(name)}
+        heads |= {
+            "markov_rank": config.get("markov_rank", 0),
+            "markov_head_type": config.get("markov_head_type", "vanilla"),
+        }
+        heads["confidence_head_with_markov"] = config.get("confidence_head_with_markov", bool(heads["markov_rank"]))
+        heads |= {name: config[name] for name in CALIBRATION if config.get(name)}
     return values["block_size"] - (0 if from_anchor else 1), {
         "target_hidden_size": values["hidden_size"],
         "block_size": values["block_size"],
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
-        "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
+        "mask_token_id": config["mask_token_id"],
         "sample_from_anchor": from_anchor,
         "sliding_window_non_causal": values.get("sliding_window_non_causal", False),
         **heads,
@@ -147,8 +150,8 @@ def speculators_kind(values: Mapping[str, Any]) -> str | None:
     """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
     kind = values.get("speculators_model_type")
     if kind is not None and kind not in PUBLIC_ARCHITECTURES:
-        what = f" ({OTHER_KINDS[kind]})" if kind in OTHER_KINDS else ""
-        raise ValueError(f"speculators_model_type is {kind!r}{what}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
+        label = f" ({OTHER_KINDS[kind]})" if kind in OTHER_KINDS else ""
+        raise ValueError(f"speculators_model_type is {kind!r}{label}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
     return kind
 
 

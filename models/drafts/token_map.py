@@ -64,21 +64,21 @@ class TokenMap:
         """
         vocab_size = len(counts)
         tokens_seen = int(counts.sum())
-        kept = sorted(set(kept_ids))
+        special_ids = sorted(set(kept_ids))
         if tokens_seen == 0:
             raise ValueError("no supervised token was counted; a token map needs data with answers")
-        if kept and not 0 <= kept[0] <= kept[-1] < vocab_size:
-            raise ValueError(f"special token {kept[-1]} lies outside the vocabulary of {vocab_size} tokens")
-        if not max(1, len(kept)) <= size <= vocab_size:
+        if special_ids and not 0 <= special_ids[0] <= special_ids[-1] < vocab_size:
+            raise ValueError(f"special token {special_ids[-1]} lies outside the vocabulary of {vocab_size} tokens")
+        if not max(1, len(special_ids)) <= size <= vocab_size:
             raise ValueError(
-                f"size is {size}; it must hold the {len(kept)} special and end tokens and be at most the "
+                f"size is {size}; it must hold the {len(special_ids)} special and end tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
-        order = ranking(counts.numpy(), kept)
-        covered = coverage_curve(counts, kept)
-        sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(kept)]
+        order = ranking(counts.numpy(), special_ids)
+        covered = coverage_curve(counts, special_ids)
+        sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(special_ids)]
         coverage = {str(n): round(float(covered[n]), 6) for n in sizes}
-        described = {**metadata, "kept_ids": kept, "tokens_seen": tokens_seen, "coverage": coverage}
+        described = {**metadata, "kept_ids": special_ids, "tokens_seen": tokens_seen, "coverage": coverage}
         return cls(torch.from_numpy(np.sort(order[:size])), counts, described)
 
     @property
@@ -117,8 +117,8 @@ class TokenMap:
         check_stop_ids(self, stop_ids)
         first = sorted({*self.kept_ids, *stop_ids})
         order = ranking(self.counts.numpy(), first)
-        own = self.t2d.numpy()[order]
-        order = np.concatenate((order[own], order[~own])) if "tokens_seen" in self.metadata else order[own]
+        in_map = self.t2d.numpy()[order]
+        order = np.concatenate((order[in_map], order[~in_map])) if "tokens_seen" in self.metadata else order[in_map]
         size = len(self.ids) if size is None else size
         if not max(1, len(first)) <= size <= len(order):
             raise ValueError(
@@ -218,9 +218,9 @@ def _check_ids(path: Path, ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def _check_vocab_size(path: Path, found: int, vocab_size: int) -> None:
-    if found != vocab_size:
-        raise ValueError(f"{path} was counted over {found} tokens, the target has {vocab_size}; {REMEDY}")
+def _check_vocab_size(path: Path, map_size: int, vocab_size: int) -> None:
+    if map_size != vocab_size:
+        raise ValueError(f"{path} was counted over {map_size} tokens, the target has {vocab_size}; {REMEDY}")
 
 
 def _check_t2d(path: Path, ids: Tensor, t2d: Any, vocab_size: int) -> None:
@@ -237,9 +237,9 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 def check_t2d(source: str, d2t: Tensor, t2d: Tensor, remedy: str) -> None:
     """Raises ValueError unless d2t (Vd,) and t2d (V,) name the same target tokens."""
-    named = t2d.bool().nonzero().flatten()
-    if not torch.equal(named, ids_of(d2t).sort().values):
-        is_ids = torch.equal(named, d2t.sort().values)
+    target_ids = t2d.bool().nonzero().flatten()
+    if not torch.equal(target_ids, ids_of(d2t).sort().values):
+        is_ids = torch.equal(target_ids, d2t.sort().values)
         cause = ", since d2t holds target ids where differences belong" if is_ids else ""
         raise ValueError(f"{source}: d2t and t2d name different tokens{cause}; {remedy}")
 
@@ -300,12 +300,12 @@ def coverage_curve(counts: Tensor, kept_ids: list[int]) -> np.ndarray:
     return np.concatenate(([0.0], covered / covered[-1]))
 
 
-def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
+def ranking(counts: np.ndarray, special_ids: list[int]) -> np.ndarray:
     """(V,) int64 all ids: first the kept ones, then by falling count, equal counts by rising id."""
     order = np.argsort(-counts, kind="stable")
     is_kept = np.zeros(len(counts), np.bool_)
-    is_kept[kept] = True
-    return np.concatenate((np.array(kept, np.int64), order[~is_kept[order]]))
+    is_kept[special_ids] = True
+    return np.concatenate((np.array(special_ids, np.int64), order[~is_kept[order]]))
 
 
 def _load_pickle(path: Path) -> Any:

@@ -105,9 +105,9 @@ def check_staging(path: Path) -> None:
     folder = staging_path(path.resolve())
     if not folder.exists():
         return
-    others = sorted({one.name for one in folder.iterdir()} - {LOCK, NEW, OLD}) if folder.is_dir() else [""]
-    if others:
-        raise ValueError(f"{folder / others[0]} is in the way of {path}, which is written there first; move it away")
+    foreign = sorted({file.name for file in folder.iterdir()} - {LOCK, NEW, OLD}) if folder.is_dir() else [""]
+    if foreign:
+        raise ValueError(f"{folder / foreign[0]} is in the way of {path}, which is written there first; move it away")
 
 
 def staging_path(path: Path) -> Path:
@@ -270,17 +270,17 @@ def _replace_folder(new: Path, real: Path, old: Path) -> None:
     _sync(real.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(source: Path, target: Path) -> bool:
     """Exchanges two names atomically; False if the system cannot. Raises OSError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+    if renameat2(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in NO_EXCHANGE:
         return False
-    raise OSError(code, os.strerror(code), str(other))
+    raise OSError(code, os.strerror(code), str(target))
 
 
 def _is_same_file(file: BinaryIO, path: Path) -> bool:

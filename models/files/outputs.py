@@ -18,16 +18,16 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """The files that a program writes into a folder: `markers` identify it, `others` are regular expressions for all
+    """The files that a program writes into a folder: `markers` identify it, `patterns` are regular expressions for all
     other paths (relative, joined by /)."""
 
     name: str  # "a prepared dataset"
     markers: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
 
     def below(self, folder: str) -> tuple[str, ...]:
         """Expressions for all its paths inside `folder`, itself an expression."""
-        return tuple(f"{folder}/(?:{path})" for path in (*map(re.escape, self.markers), *self.others))
+        return tuple(f"{folder}/(?:{path})" for path in (*map(re.escape, self.markers), *self.patterns))
 
     def check(self, folder: Path) -> None:
         """Raises ValueError unless `folder` is empty, or of this kind without foreign files."""
@@ -59,12 +59,12 @@ class FolderKind:
         if parts is None:
             return True
         name = "/".join(parts)
-        return name in self.markers or any(re.fullmatch(pattern, name) for pattern in self.others)
+        return name in self.markers or any(re.fullmatch(pattern, name) for pattern in self.patterns)
 
 
 CHECKPOINT = FolderKind("a draft checkpoint", ("config.json", "run.json"), (r"model\.safetensors",))
 STEP = FolderKind(
-    "a training checkpoint", ("state/progress.json", *CHECKPOINT.markers), (*CHECKPOINT.others, "state/.+")
+    "a training checkpoint", ("state/progress.json", *CHECKPOINT.markers), (*CHECKPOINT.patterns, "state/.+")
 )
 DATASET = FolderKind(
     "a prepared dataset",
@@ -94,20 +94,20 @@ def check_output_folder(
 def check_output_file(
     output: str,
     is_ours: Callable[[Path], bool],
-    what: str,
+    kind: str,
     inputs: Inputs,
     *,
     overwrite: bool,
     option: str = "output",
 ) -> None:
-    """As `check_output_folder` for a file; an empty file counts as absent. `is_ours` recognises `what`, for example "a
+    """As `check_output_folder` for a file; an empty file counts as absent. `is_ours` recognises `kind`, for example "a
     token map"."""
     path = Path(output)
     _check_file_place(path, inputs, option)
     if not path.exists() or path.stat().st_size == 0:
         return
     if not is_ours(path):
-        raise ValueError(f"{option} {output} is not {what} and is not replaced; name another file")
+        raise ValueError(f"{option} {output} is not {kind} and is not replaced; name another file")
     if not overwrite:
         raise ValueError(f"{option} {output} exists; name another file or add --overwrite")
 
@@ -154,14 +154,14 @@ def _check_writable(output: Path, place: Path, option: str) -> None:
 
 def _check_apart(output: Path, inputs: Inputs, option: str, *, may_hold: bool = False) -> None:
     """Raises ValueError if `output` is an input, is inside one or, unless `may_hold`, contains one, links resolved."""
-    written = _identities(output)
+    output_ids = _identities(output)
     for name, path in ((name, Path(value)) for name, values in inputs.items() for value in values if value):
         if not path.exists():  # a hub id, or a path that the program will report as missing
             continue
-        read = _identities(path)
-        if read[0] in written:
-            relation = "is" if read[0] == written[0] and output.exists() else "lies in"
-        elif output.exists() and not may_hold and written[0] in read:
+        input_ids = _identities(path)
+        if input_ids[0] in output_ids:
+            relation = "is" if input_ids[0] == output_ids[0] and output.exists() else "lies in"
+        elif output.exists() and not may_hold and output_ids[0] in input_ids:
             relation = "holds"
         else:
             continue
@@ -171,7 +171,7 @@ def _check_apart(output: Path, inputs: Inputs, option: str, *, may_hold: bool = 
 def _identities(path: Path) -> list[tuple[int, int]]:
     """Device and inode of `path`, where it exists, and of every folder above it."""
     real = path.resolve()
-    stats = [one.stat() for one in (real, *real.parents) if one.exists()]
+    stats = [folder.stat() for folder in (real, *real.parents) if folder.exists()]
     return [(stat.st_dev, stat.st_ino) for stat in stats]
 
 
@@ -189,5 +189,5 @@ def _finished(parts: tuple[str, ...]) -> tuple[str, ...] | None:
 
 def step_folders(output: Path) -> list[Path]:
     """step-N folders, oldest first; not a user's own, such as a copy named step-N-good."""
-    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))

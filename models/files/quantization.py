@@ -72,14 +72,14 @@ class Quantization:
         return any(_ignores(pattern, module) for pattern in self.ignored)
 
     def listed_format(self, module: str) -> Format | None:
-        """Of a linear layer as the config alone has it, for estimates without the file; None for one of 16 bits."""
+        """Format of a linear layer by the config alone, for estimates without the file; None for 16 bits."""
         if self.ignores(module):
             return None
         formats = (format for targets, format in self.groups if any(_names(target, module) for target in targets))
         return next(formats, None)
 
     def format_of(self, module: str) -> Format:
-        """Of a quantised linear layer, by its name in files. Raises ValueError if no group names it."""
+        """Format of a quantised linear layer, by its name in files. Raises ValueError if no group names it."""
         for targets, format in self.groups:
             if any(_names(target, module) for target in targets):
                 return format
@@ -92,23 +92,24 @@ class Quantization:
 ON_THE_FLY = Quantization("fp8 on the fly", [(["Linear"], FP8Format("channel", on_the_fly=True))], on_the_fly=True)
 
 
-def read_quantization(path: Path, asked: str | None = None) -> Quantization | None:
-    """Of the checkpoint in folder `path`; None for one that is not quantised. `asked`: "fp8" to quantise it on the fly.
+def read_quantization(path: Path, option: str | None = None) -> Quantization | None:
+    """Reads how the checkpoint in folder `path` is quantised; None if it is not. `option`: "fp8" to quantise it on the
+    fly.
 
-    Raises ValueError for formats that are not known, for malformed fields and for quantising what is quantised already.
+    Raises ValueError for unknown formats, malformed fields, and an `option` for a checkpoint that is quantised already.
     """
     try:
         values = _find_config(path)
-        found = None if values is None else _read(values)
+        quantization = None if values is None else _read(values)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; known formats: {KNOWN}") from None
-    if found is None:
-        return ON_THE_FLY if asked is not None else None
-    if asked is not None:
+    if quantization is None:
+        return ON_THE_FLY if option is not None else None
+    if option is not None:
         raise ValueError(
-            f"quantization is {asked!r}, but {path} is quantised already ({found.name}); leave the option out"
+            f"quantization is {option!r}, but {path} is quantised already ({quantization.name}); leave the option out"
         )
-    return found
+    return quantization
 
 
 def has_fp8_cache(path: Path) -> bool:
@@ -127,8 +128,8 @@ def _find_config(path: Path) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     for values in (config, text if isinstance(text, Mapping) else {}):
         for name in ("quantization_config", "compression_config"):
-            if found := _object(values, name):
-                return found
+            if section := _object(values, name):
+                return section
     for name, method in (
         ("hf_quant_config.json", "modelopt"),
         ("quantize_config.json", "gptq"),
@@ -266,9 +267,9 @@ def _read_gptq(values: Mapping[str, Any]) -> Quantization:
     dynamic = _object(values, "dynamic")
     for pattern in dynamic:
         change = _object(dynamic, pattern)
-        own = {name: change[name] for name in ("bits", "group_size", "sym") if name in change}
-        if not pattern.startswith("-:") and any(values.get(name) != value for name, value in own.items()):
-            raise ValueError(f"dynamic gives {pattern} another format, {own}")
+        override = {name: change[name] for name in ("bits", "group_size", "sym") if name in change}
+        if not pattern.startswith("-:") and any(values.get(name) != value for name, value in override.items()):
+            raise ValueError(f"dynamic gives {pattern} another format, {override}")
     is_second = values.get("checkpoint_format") == "gptq_v2"
     size = _group_size(values, "group_size")
     is_symmetric = bool(values.get("sym", True))
@@ -294,31 +295,33 @@ def _expect(values: Mapping[str, Any], name: str, *allowed: Any) -> None:
 
 
 def _expect_blocks(values: Mapping[str, Any], name: str) -> None:
-    found = values.get(name)
-    sizes = found.split("x") if isinstance(found, str) else found
+    size_field = values.get(name)
+    sizes = size_field.split("x") if isinstance(size_field, str) else size_field
     if not isinstance(sizes, list) or [str(size) for size in sizes] != [str(BLOCK)] * 2:
-        raise ValueError(f"{name} is {found!r}; it must be [{BLOCK}, {BLOCK}]")
+        raise ValueError(f"{name} is {size_field!r}; it must be [{BLOCK}, {BLOCK}]")
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A field that holds an object; an empty one if it is left out, null or empty."""
-    found = values.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{name} is {found!r}; it must be an object, as the tool that quantised the weights wrote it")
-    return found
+    section = values.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"{name} is {section!r}; it must be an object, as the tool that quantised the weights wrote it"
+        )
+    return section
 
 
 def _modules(values: Mapping[str, Any], name: str) -> list[str]:
     """A field that names modules; empty if it is left out. Entries that begin with "re:" are regular expressions."""
-    found = values.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        raise ValueError(f"{name} is {found!r}; it must be a list of strings: names of modules, or re:EXPRESSION")
-    for entry in found:
+    entries = values.get(name) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ValueError(f"{name} is {entries!r}; it must be a list of strings: names of modules, or re:EXPRESSION")
+    for entry in entries:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
         except re.error as error:
             raise ValueError(f"{name} has {entry!r}, which is no regular expression ({error}); correct it") from None
-    return found
+    return entries
 
 
 def _describe(format: Format) -> str:

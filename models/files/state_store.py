@@ -324,10 +324,12 @@ class StateStore:
     def check(self, identity: Mapping[str, Any]) -> None:
         """Raises ValueError if a run's target_fingerprint, tokenizer_hash or data_hash differ."""
         for name, remedy in REMEDIES.items():
-            there = getattr(self.index, name)
-            here = identity[name]
-            if there != here:
-                raise ValueError(f"states {self.folder}: {name} is {there[:12]}, the run's is {here[:12]}; {remedy}")
+            expected = getattr(self.index, name)
+            actual = identity[name]
+            if expected != actual:
+                raise ValueError(
+                    f"states {self.folder}: {name} is {expected[:12]}, the run's is {actual[:12]}; {remedy}"
+                )
 
     def check_states(self, layers: tuple[int, ...], *, final_state: bool) -> None:
         """Raises ValueError unless the states of `layers` and, if wanted, that after the final norm are captured."""

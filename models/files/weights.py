@@ -51,7 +51,7 @@ def public_tensors(module: nn.Module, state: Mapping[str, Tensor] | None = None)
     `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors. Quantised
     layers are left out.
     """
-    state = _own(module) if state is None else state
+    state = _tensors_of(module) if state is None else state
     places = {name: place for name, place in _places(module).items() if place.expected is None}
     return {name: place.rows(state[place.key].detach()) for name, place in places.items()}
 
@@ -62,14 +62,13 @@ def load_weights(
 ) -> Network:
     """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
 
-    What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as its owner's `dtypes` says.
-    Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections and
-    experts may be in parts.
-    Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
-    """
-    own = _own(module)
-    places = _places(module, whole=tensors)
-    expected = {name: place.expected or _expected(own[place.key], place) for name, place in places.items()}
+    Tensors on the meta device are allocated on `device` in `dtype` (None: the file's), or as their owner's `dtypes`
+    says. Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections and
+    experts may be in parts. Raises ValueError that names every missing, unexpected or misshapen key, before anything is
+    filled."""
+    targets = _tensors_of(module)
+    places = _places(module, fused=tensors)
+    expected = {name: place.expected or _expected(targets[place.key], place) for name, place in places.items()}
     faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys()) if not expected[name].is_optional]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
@@ -87,32 +86,33 @@ def load_weights(
 
 
 def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype], device: torch.device) -> None:
-    """What is on the meta device: in `dtype`, which may depend on a tensor's key, or as its owner's `dtypes` says."""
-    for key, tensor in _own(module).items():
+    """Allocates tensors that are on the meta device, in `dtype`, which may depend on a tensor's key, or as their
+    owner's `dtypes` says."""
+    for key, tensor in _tensors_of(module).items():
         if tensor.is_meta:
             path, _, name = key.rpartition(".")
             owner = module.get_submodule(path)
-            chosen = owner.dtypes.get(name) if isinstance(owner, Linear | RMSNorm | Experts) else None
+            tensor_dtype = owner.dtypes.get(name) if isinstance(owner, Linear | RMSNorm | Experts) else None
             if not tensor.is_floating_point():
-                chosen = tensor.dtype
-            elif chosen is None:
-                chosen = dtype if isinstance(dtype, torch.dtype) else dtype(key)
-            empty = torch.empty(tensor.shape, dtype=chosen, device=device)
+                tensor_dtype = tensor.dtype
+            elif tensor_dtype is None:
+                tensor_dtype = dtype if isinstance(dtype, torch.dtype) else dtype(key)
+            empty = torch.empty(tensor.shape, dtype=tensor_dtype, device=device)
             torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
 
 
-def _expected(own: Tensor, place: Place) -> FileTensor:
+def _expected(target: Tensor, place: Place) -> FileTensor:
     """A copy of the module's tensor, or of its rows, in any float dtype that needs no scale."""
-    dtypes = (*FLOATS, torch.float64) if own.is_floating_point() else ()
-    return FileTensor((tuple(place.rows(own).shape),), dtypes)
+    dtypes = (*FLOATS, torch.float64) if target.is_floating_point() else ()
+    return FileTensor((tuple(place.rows(target).shape),), dtypes)
 
 
 def _faults(name: str, tensor: Tensor, expected: FileTensor) -> list[str]:
     if tuple(tensor.shape) not in expected.shapes:
         return [f"{name} is {list(tensor.shape)}, the config says {list(expected.shapes[0])}"]
     if expected.dtypes and tensor.dtype not in expected.dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
-        return [f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}"]
+        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
+        return [f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {dtypes}"]
     return []
 
 
@@ -135,39 +135,39 @@ def _fill(tensors: dict[str, Tensor], places: Mapping[str, Place]) -> None:
                 cast(QuantizedLinear, place.owner).load_part(place.part, part)
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
-    """By name in files. `whole`: keys of fused projections and experts that are not taken apart."""
+def _places(module: nn.Module, fused: Container[str] = ()) -> dict[str, Place]:
+    """Maps names in files to places. `fused`: keys of fused projections and experts that are not taken apart."""
     places: dict[str, Place] = {}
-    for key in _own(module):
+    for key in _tensors_of(module):
         path, _, name = key.rpartition(".")
         owner = module.get_submodule(path)
         parent = path.rpartition(".")[0]
         if isinstance(owner, QuantizedLinear) or (isinstance(owner, QuantizedExperts) and name in owner._buffers):
             continue
-        if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):
+        if isinstance(owner, Experts) and key not in fused and (apart := owner.parts(name)):
             places |= {f"{path}.{part}": Place(key, owner, part) for part in apart}
             continue
-        parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
+        parts = owner.parts if isinstance(owner, Linear) and key not in fused else {}
         for part in parts or [None]:
             places[f"{parent}.{part}.{name}".removeprefix(".") if part else key] = Place(key, owner, part)
     for path, owner in module.named_modules():
         if isinstance(owner, QuantizedLinear):
-            places |= _quantized_places(path, owner, whole)
+            places |= _quantized_places(path, owner, fused)
         if isinstance(owner, QuantizedExperts):
-            pieces = owner.file_pieces(path, whole).items()
+            pieces = owner.file_pieces(path, fused).items()
             places |= {name: Place(name, owner, piece.part, piece.expected) for name, piece in pieces}
     return places
 
 
-def _quantized_places(path: str, owner: QuantizedLinear, whole: Container[str]) -> dict[str, Place]:
+def _quantized_places(path: str, owner: QuantizedLinear, fused: Container[str]) -> dict[str, Place]:
     parent = path.rpartition(".")[0]
-    is_whole = any(f"{path}.{name}" in whole for name in owner.file_tensors(None))
+    is_fused = any(f"{path}.{name}" in fused for name in owner.file_tensors(None))
     places: dict[str, Place] = {}
-    for part in [None] if is_whole or not owner.parts else owner.parts:
+    for part in [None] if is_fused or not owner.parts else owner.parts:
         prefix = f"{parent}.{part}".removeprefix(".") if part else path
         for name, expected in owner.file_tensors(part).items():
             places[f"{prefix}.{name}"] = Place(f"{path}.{name}", owner, part, expected)

@@ -31,8 +31,8 @@ class Attention(Protocol):
     """Attention as a network calls it: owns rotary embedding, KV storage and the mask."""
 
     def rotation(self, layer: AttentionLayer) -> Rotation | None:
-        """What `attend` does before it attends, for a projection that may do it in one kernel: `attend_stored` follows.
-        None where that cannot be."""
+        """Returns the rotation and storage that `attend` begins with, for a projection that does them in its kernel;
+        `attend_stored` follows. None where a projection cannot."""
         return None
 
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:

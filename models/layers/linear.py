@@ -22,8 +22,8 @@ CHUNK = 64 << 20  # bytes converted at once: the most that loading needs beside 
 def copy_converted(place: Tensor, tensor: Tensor) -> None:
     """Copies `tensor`, which may be a view of a mapped file, to `place`; converts it on the device of `place`."""
     rows = max(1, CHUNK // max(1, tensor[:1].nbytes))
-    for own, theirs in zip(place.split(rows), tensor.split(rows), strict=True):
-        own.copy_(theirs if own.dtype == theirs.dtype else theirs.to(own.device))
+    for target, source in zip(place.split(rows), tensor.split(rows), strict=True):
+        target.copy_(source if target.dtype == source.dtype else source.to(target.device))
 
 
 def derive(owner: nn.Module, make: Callable[[], Tensor]) -> Tensor:
@@ -67,8 +67,8 @@ class Linear(nn.Linear):
         return multiply(input, self.weight, self.bias)
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor | None:
-        """Of a projection of x (T, I) to q, k and v: q (T, Q * D), rotated, where one kernel multiplies, rotates, and
-        stores k and v. None where there is none."""
+        """Projects x (T, I) to q, k and v, rotates, and stores k and v in one kernel; returns q (T, Q * D). None where
+        there is no such kernel."""
         multiply = rotated_linear if self.order is None else self.order.rotated_linear
         return multiply(x, self.weight, self.bias, rotation)
 

@@ -15,5 +15,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
-        return self.down_proj(self.gate_up_proj.gated(x, self.activation)) if whole is None else whole
+        out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation)) if out is None else out

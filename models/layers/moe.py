@@ -54,9 +54,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows, routing: Routing, shared: Shared | None = None) -> Tensor:
         """x (T, H) -> (T, H), the weighted outputs and `shared`."""
-        matrices = self.matrix("gate_up_proj"), self.matrix("down_proj")
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        return mix_experts(x, routing, ExpertWeights(*matrices, *biases, self.clamped), shared)
+        weights = ExpertWeights(
+            self.matrix("gate_up_proj"),
+            self.matrix("down_proj"),
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+            self.clamped,
+        )
+        return mix_experts(x, routing, weights, shared)
 
     def matrix(self, name: str) -> ExpertMatrix:
         """A projection of all experts, as it is stored."""
@@ -64,7 +69,7 @@ class Experts(nn.Module):
 
     @property
     def least_rows(self) -> int:
-        """Of the blocks of pairs that the router lists."""
+        """Rows of the smallest blocks of pairs that the router lists."""
         return least_rows(format_of(self.matrix("gate_up_proj")))
 
     def parts(self, name: str) -> list[str]:
@@ -129,5 +134,5 @@ class MixtureOfExperts(nn.Module):
 
 
 def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | MixtureOfExperts:
-    """What a layer has after its attention."""
+    """Builds the layer's MLP or mixture of experts."""
     return MixtureOfExperts(hidden_size, spec) if isinstance(spec, MoESpec) else GatedMLP(hidden_size, spec)

@@ -38,7 +38,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output
 
 
 class FileTensor(NamedTuple):
-    """What a file may hold under a name."""
+    """Shapes and dtypes that a file's tensor may have."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -61,11 +61,11 @@ class QuantizedLinear(Linear):
         self.dtypes = dict(self.storage)  # type: ignore[misc]
 
     def file_tensors(self, part: str | None) -> dict[str, FileTensor]:
-        """What files hold of a part, or of all, by name."""
-        own = self._file_tensors(self.size_of(part))
+        """Tensors of a part in files, or of all parts, by name."""
+        tensors = self._file_tensors(self.size_of(part))
         if self.bias is not None:
-            own["bias"] = FileTensor(((self.size_of(part),),))
-        return own
+            tensors["bias"] = FileTensor(((self.size_of(part),),))
+        return tensors
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         raise NotImplementedError
@@ -160,10 +160,10 @@ class FP8Linear(QuantizedLinear):
     @staticmethod
     def _quantize(place: Tensor, scales: Tensor, weight: Tensor) -> None:
         rows = max(1, CHUNK // (16 * weight.shape[1]))  # in fp32, some times over
-        for codes, own, chunk in zip(place.split(rows), scales.split(rows), weight.split(rows), strict=True):
-            quantized, found = fp8.quantize_weight(chunk.to(place.device))
+        for codes, chunk_scales, chunk in zip(place.split(rows), scales.split(rows), weight.split(rows), strict=True):
+            quantized, new_scales = fp8.quantize_weight(chunk.to(place.device))
             codes.copy_(quantized)
-            own.copy_(found)
+            chunk_scales.copy_(new_scales)
 
     def forward(self, input: Tensor | fp8.QuantizedRows) -> Tensor:
         return self._multiply(input, gated=False)
@@ -180,11 +180,12 @@ class FP8Linear(QuantizedLinear):
     def gated_mlp(self, x: Tensor | fp8.QuantizedRows, down: Linear, activation: Activation = "silu") -> Tensor | None:
         if not isinstance(down, FP8Linear) or activation != "silu":
             return None
-        matrices = self._matrix, down._matrix  # noqa: SLF001  of the same class
+        gate_up = self._matrix
+        down_matrix = down._matrix  # noqa: SLF001  of the same class
         is_plain = self.bias is None and down.bias is None and not down.format.static
-        if not is_plain or not streamed_fp8.streams_fp8(x, *matrices):
+        if not is_plain or not streamed_fp8.streams_fp8(x, gate_up, down_matrix):
             return None
-        return streamed_fp8.fp8_mlp(self._quantized(x), *matrices)
+        return streamed_fp8.fp8_mlp(self._quantized(x), gate_up, down_matrix)
 
     @property
     def _matrix(self) -> streamed_fp8.FP8Matrix:
@@ -192,10 +193,10 @@ class FP8Linear(QuantizedLinear):
 
     def rotated(self, x: Tensor | fp8.QuantizedRows, rotation: Rotation) -> Tensor | None:
         weight, scale = self._matrix
-        given = x.codes if isinstance(x, fp8.QuantizedRows) else x
-        if given.dim() != 2 or len(given) > fp8.FEW_ROWS or not fp8.runs_kernels(given, self.in_features):
+        rows = x.codes if isinstance(x, fp8.QuantizedRows) else x
+        if rows.dim() != 2 or len(rows) > fp8.FEW_ROWS or not fp8.runs_kernels(rows, self.in_features):
             return None
-        if not rotates(weight, rotation) or self._is_by_library(len(given)):
+        if not rotates(weight, rotation) or self._is_by_library(len(rows)):
             return None
         return fp8.fp8_linear_triton(self._quantized(x), weight, scale, self.bias, rotation=rotation)
 
@@ -208,8 +209,8 @@ class FP8Linear(QuantizedLinear):
 
     def check_order(self, rows: Iterable[int]) -> None:
         assert self.order is not None
-        own = self.order.fp8_by_library.setdefault(self._product, set())
-        own |= fp8.rows_by_library(rows, *self._matrix, self.bias)
+        by_library = self.order.fp8_by_library.setdefault(self._product, set())
+        by_library |= fp8.rows_by_library(rows, *self._matrix, self.bias)
 
     @property
     def _product(self) -> FP8Product:
@@ -256,8 +257,8 @@ class Int4Linear(QuantizedLinear):
         for part in self.parts or [None]:
             if self.size_of(part) % 8 or inputs % 8:
                 raise ValueError(f"weights of {self.size_of(part)} x {inputs} do not fill words of 8; int4 needs that")
-        whole = -(-inputs // int4_weight.CHUNK) * int4_weight.CHUNK
-        self.group_size = format.group_size if format.group_size > 0 else whole
+        padded_inputs = -(-inputs // int4_weight.CHUNK) * int4_weight.CHUNK
+        self.group_size = format.group_size if format.group_size > 0 else padded_inputs
         self.num_groups = -(-inputs // self.group_size)
         self.register_buffer("words", torch.empty(outputs, int4_weight.num_words(inputs), dtype=torch.int32))
         units = int4_weight.num_pairs(inputs, self.group_size), outputs, 2
@@ -296,8 +297,10 @@ class Int4Linear(QuantizedLinear):
         rows = self.rows_of(part)
         order = self._order(part, tensors.get("g_idx", tensors.get("weight_g_idx")))
         scales = tensors["weight_scale"] if self.format.layout == "packed" else tensors["scales"].t()
-        own = self.get_buffer("scales")
-        own[:, rows] = int4_weight.pack_units(scales.to(own.device), self.group_size, self.in_features).to(own.dtype)
+        stored = self.get_buffer("scales")
+        stored[:, rows] = int4_weight.pack_units(scales.to(stored.device), self.group_size, self.in_features).to(
+            stored.dtype
+        )
         self._load_zeros(rows, tensors)
         words = self.get_buffer("words")[rows]
         step = max(CHUNK // (16 * self.in_features) // 8 * 8, 8)
@@ -389,13 +392,13 @@ class Int4Linear(QuantizedLinear):
         return x.index_select(1, self.get_buffer("permutation")) if "permutation" in self._buffers else x
 
     def check_order(self, rows: Iterable[int]) -> None:
-        """Of rows that dequantised weights multiply."""
+        """Checks the numbers of rows that dequantised weights multiply."""
         assert self.order is not None
         many = [count for count in rows if int4.dequantizes(self.stored, count, self.is_gated)]
         if many:
-            whole = int4_weight.dequantize(self.stored, self.get_buffer("scales").dtype)
+            weight = int4_weight.dequantize(self.stored, self.get_buffer("scales").dtype)
             part = int4.part_of(self.stored, self.is_gated)
-            self.order.check(whole, self.bias, many, gated=self.is_gated, part=part)
+            self.order.check(weight, self.bias, many, gated=self.is_gated, part=part)
 
     def dequantized(self) -> Tensor:
         weight = int4_weight.dequantize(self.stored, torch.float32)
@@ -443,14 +446,14 @@ def quantize_linears(network: nn.Module, quantization: Quantization | None, tens
 def _quantized(
     path: str, linear: Linear, quantization: Quantization | None, tensors: Mapping[str, Tensor]
 ) -> QuantizedLinear | None:
-    parent, _, own = path.rpartition(".")
+    parent, _, name = path.rpartition(".")
     names = [f"{parent}.{part}".removeprefix(".") for part in linear.parts]
     if not names or any(f"{path}.{kind}" in tensors for kind in QUANTIZED):
         names = [path]
-    found = {name: format_in_file(name, quantization, tensors) for name in names}
-    formats = set(found.values())
+    format_of_part = {name: format_in_file(name, quantization, tensors) for name in names}
+    formats = set(format_of_part.values())
     if len(formats) > 1:
-        raise ValueError(f"parts of {path} differ in format, and it multiplies them at once: {found}")
+        raise ValueError(f"parts of {path} differ in format, and it multiplies them at once: {format_of_part}")
     (format,) = formats
     if format is None:
         return None
@@ -461,11 +464,11 @@ def _quantized(
 def format_in_file(
     name: str, quantization: Quantization | None, tensors: Mapping[str, Tensor], is_quantized: bool | None = None
 ) -> Format | None:
-    """Of the linear layer with this name in files; None for one of 16 or 32 bits. `is_quantized`: what its tensors
-    say, where they have other names than a layer's."""
+    """Format of the linear layer with this name in files; None for 16 or 32 bits. `is_quantized`: whether its tensors
+    are, where they have other names than a layer's."""
     if is_quantized is None:
-        own = ((tensors.get(f"{name}.{kind}"), dtypes) for kind, dtypes in QUANTIZED.items())
-        is_quantized = any(tensor is not None and tensor.dtype in dtypes for tensor, dtypes in own)
+        stored = ((tensors.get(f"{name}.{kind}"), dtypes) for kind, dtypes in QUANTIZED.items())
+        is_quantized = any(tensor is not None and tensor.dtype in dtypes for tensor, dtypes in stored)
     if quantization is not None and quantization.on_the_fly != is_quantized:
         return quantization.format_of(name)
     if is_quantized:
@@ -491,32 +494,34 @@ def dequantize_head(
     name: str, quantization: Quantization | None, tensors: dict[str, Tensor], dtype: torch.dtype
 ) -> None:
     """Replaces the tensors of a quantised head, called `name`, by its weights in `dtype`: drafts share them."""
-    own = {key.removeprefix(f"{name}."): key for key in tensors if key.startswith(f"{name}.")}
+    keys = {key.removeprefix(f"{name}."): key for key in tensors if key.startswith(f"{name}.")}
     if quantization is None or quantization.on_the_fly:
         return
     format = format_in_file(name, quantization, tensors)
     if format is None:
         return
-    outputs, inputs = _shape_of(own, tensors)
+    outputs, inputs = _shape_of(keys, tensors)
     with torch.device("meta"):
         layer = quantized_layer(Linear(inputs, outputs), format, [name], tensors)
-    missing = [key for key, expected in layer.file_tensors(None).items() if key not in own and not expected.is_optional]
+    missing = [
+        key for key, expected in layer.file_tensors(None).items() if key not in keys and not expected.is_optional
+    ]
     if missing:
         raise ValueError(f"{name} is quantised, but the file lacks {', '.join(f'{name}.{key}' for key in missing)}")
     layer.to_empty(device="cpu")
-    layer.load_part(None, {key: tensors.pop(full) for key, full in own.items()})
+    layer.load_part(None, {key: tensors.pop(full) for key, full in keys.items()})
     tensors[f"{name}.weight"] = layer.dequantized().to(dtype)
     logger.info("%s is quantised in the file; it is dequantised to %s, for drafts share it", name, dtype)
 
 
-def _shape_of(own: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    if "weight" in own:
-        outputs, inputs = tensors[own["weight"]].shape
-    elif "weight_packed" in own:
-        outputs, words = tensors[own["weight_packed"]].shape
+def _shape_of(keys: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    if "weight" in keys:
+        outputs, inputs = tensors[keys["weight"]].shape
+    elif "weight_packed" in keys:
+        outputs, words = tensors[keys["weight_packed"]].shape
         inputs = words * 8
     else:
-        rows, outputs = tensors[own["qweight"]].shape
-        is_awq = tensors[own["scales"]].shape[1] != outputs
+        rows, outputs = tensors[keys["qweight"]].shape
+        is_awq = tensors[keys["scales"]].shape[1] != outputs
         inputs, outputs = (rows, outputs * 8) if is_awq else (rows * 8, outputs)
     return outputs, inputs

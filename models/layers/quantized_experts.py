@@ -41,7 +41,7 @@ MXFP4_SCALES = "_scales"
 
 
 class FilePiece(NamedTuple):
-    """What files hold under a name, and the part of the experts that it belongs to."""
+    """A tensor in files, and the part of the experts that it belongs to."""
 
     part: str
     expected: FileTensor
@@ -59,8 +59,8 @@ class QuantizedExperts(Experts):
         self.gate_up_proj_bias = like.gate_up_proj_bias
         self.down_proj_bias = like.down_proj_bias
 
-    def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
-        """By name in files, for experts called `path`; `whole` has the names of tensors that hold all experts."""
+    def file_pieces(self, path: str, fused: Container[str]) -> dict[str, FilePiece]:
+        """Maps names in files to pieces, for experts called `path`; `fused`: names of tensors that hold all experts."""
         raise NotImplementedError
 
     def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
@@ -80,9 +80,9 @@ class MXFP4Experts(QuantizedExperts):
                 raise ValueError(f"{name} has {inputs} inputs; MXFP4 needs a multiple of {BLOCK}")
             chunks = -(-inputs // CHUNK)
             count = self.spec.num_experts
-            shape = count, outputs // GROUP, chunks, GROUP
-            self.register_buffer(f"{name}_words", torch.empty(*shape, BLOCK, dtype=torch.int16))
-            self.register_buffer(f"{name}_scales", torch.empty(shape, dtype=torch.int32))
+            groups = outputs // GROUP
+            self.register_buffer(f"{name}_words", torch.empty(count, groups, chunks, GROUP, BLOCK, dtype=torch.int16))
+            self.register_buffer(f"{name}_scales", torch.empty(count, groups, chunks, GROUP, dtype=torch.int32))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -95,12 +95,12 @@ class MXFP4Experts(QuantizedExperts):
         scales = self.get_buffer(f"{name}_scales")
         return MXFP4Weight(words, scales, self.shapes[name][1], name in self.wide)
 
-    def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
+    def file_pieces(self, path: str, fused: Container[str]) -> dict[str, FilePiece]:
         pieces = {}
         for name, (outputs, inputs) in self.shapes.items():
-            shape = self.spec.num_experts, outputs, inputs // BLOCK
-            for end, sizes in ((MXFP4_BLOCKS, (*shape, BLOCK // 2)), (MXFP4_SCALES, shape)):
-                pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor((sizes,), (torch.uint8,)))
+            scales = (self.spec.num_experts, outputs, inputs // BLOCK)
+            for end, shape in ((MXFP4_BLOCKS, scales + (BLOCK // 2,)), (MXFP4_SCALES, scales)):
+                pieces[f"{path}.{name}{end}"] = FilePiece(name, FileTensor((shape,), (torch.uint8,)))
         return pieces
 
     def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> None:
@@ -116,11 +116,11 @@ class MXFP4Experts(QuantizedExperts):
         groups = max(1, BYTES // (64 * blocks[0, 0].nbytes * GROUP))
         for expert in range(len(blocks)):
             for half in range(halves):
-                own = [tensor[expert].chunk(halves)[half].split(groups) for tensor in (words, packed)]
-                theirs = [tensor[expert, half::halves].split(groups * GROUP) for tensor in (blocks, scales)]
-                for *places, block, scale in zip(*own, *theirs, strict=True):
-                    found = pack_words(block.to(words.device), scale.to(words.device))
-                    for place, tensor in zip(places, found, strict=True):
+                stored = [tensor[expert].chunk(halves)[half].split(groups) for tensor in (words, packed)]
+                loaded = [tensor[expert, half::halves].split(groups * GROUP) for tensor in (blocks, scales)]
+                for *places, block, scale in zip(*stored, *loaded, strict=True):
+                    packed_block = pack_words(block.to(words.device), scale.to(words.device))
+                    for place, tensor in zip(places, packed_block, strict=True):
                         place.copy_(tensor)
 
 
@@ -158,7 +158,7 @@ class LinearExperts(QuantizedExperts):
         return isinstance(self.layers["gate_up_proj"], FP8Linear)
 
     def scales_of_inputs(self) -> InputScales:
-        """Of FP8 experts."""
+        """Scales of the inputs of FP8 experts."""
         matrix = self.matrix("gate_up_proj")
         assert isinstance(matrix, FP8Weight)
         return matrix.inputs
@@ -174,11 +174,11 @@ class LinearExperts(QuantizedExperts):
         layer._buffers = {key: self.get_buffer(f"{name}_{key}") for key in layer._buffers}
         return layer.stored
 
-    def file_pieces(self, path: str, whole: Container[str]) -> dict[str, FilePiece]:
+    def file_pieces(self, path: str, fused: Container[str]) -> dict[str, FilePiece]:
         pieces: dict[str, FilePiece] = {}
         for name, parts in PROJECTIONS.items():
             layer = self.layers[name]
-            if f"{path}.{name}" in whole:
+            if f"{path}.{name}" in fused:
                 pieces |= self._fused_pieces(path, name)
                 continue
             for expert in range(self.spec.num_experts):
@@ -207,9 +207,9 @@ class LinearExperts(QuantizedExperts):
                 self.expert(name, expert).load_part(None, self._of_fused(name, expert, tensors))
         else:
             expert = int(part.partition(".")[0])
-            own = part.partition(".")[2]
-            name = "down_proj" if own == "down_proj" else "gate_up_proj"
-            self.expert(name, expert).load_part(own if self.layers[name].parts else None, tensors)
+            projection = part.partition(".")[2]
+            name = "down_proj" if projection == "down_proj" else "gate_up_proj"
+            self.expert(name, expert).load_part(projection if self.layers[name].parts else None, tensors)
         if f"{name}_largest_scale" in self._buffers:
             self.get_buffer(f"{name}_largest_scale").copy_(self.get_buffer(f"{name}_input_scale").max())
 
@@ -221,10 +221,10 @@ class LinearExperts(QuantizedExperts):
             weight = weight.t()
             if name == "gate_up_proj":  # gate and up alternate
                 weight = torch.cat((weight[::2], weight[1::2]))
-        own = {"weight": weight}
+        expert_tensors = {"weight": weight}
         if not layer.format.on_the_fly:
-            own[layer.format.scale_name] = tensors[name + FUSED_SCALES][expert]
-        return own
+            expert_tensors[layer.format.scale_name] = tensors[name + FUSED_SCALES][expert]
+        return expert_tensors
 
 
 def quantize_experts(
@@ -288,7 +288,7 @@ def _quantized(
 def _format(
     path: str, name: str, experts: Experts, quantization: Quantization | None, tensors: Mapping[str, Tensor]
 ) -> Format | None:
-    """Of a projection of all experts."""
+    """Format of a projection of all experts."""
     fused = tensors.get(f"{path}.{name}")
     if fused is not None:
         is_quantized = fused.dtype not in FLOATS
@@ -301,14 +301,14 @@ def _format(
                 "that has its experts apart"
             )
         return format
-    found: dict[Format | None, str] = {}
+    examples: dict[Format | None, str] = {}
     for expert in range(experts.spec.num_experts):
         for part in PROJECTIONS[name]:
-            own = f"{path}.{expert}.{part}"
-            found.setdefault(format_in_file(own, quantization, tensors), own)
-    if len(found) > 1:
-        raise ValueError(f"experts of {path} differ in format, and one kernel multiplies them: {found}")
-    return next(iter(found))
+            module = f"{path}.{expert}.{part}"
+            examples.setdefault(format_in_file(module, quantization, tensors), module)
+    if len(examples) > 1:
+        raise ValueError(f"experts of {path} differ in format, and one kernel multiplies them: {examples}")
+    return next(iter(examples))
 
 
 def _check_device(path: str, experts: QuantizedExperts, device: torch.device) -> None:

@@ -23,32 +23,32 @@ SHARED = ("kv_scale", "attn.kv_scale", "k_proj.kv_scale")  # of keys and values
 def read_cache_scales(
     tensors: Mapping[str, Tensor], layers: Sequence[AttentionSpec], path: Path
 ) -> tuple[Tensor | None, ...]:
-    """Of each layer (2, G) fp32, of keys and of values; None where the file lacks one of them.
+    """Scales of each layer (2, G) fp32, for keys and values; None where the file lacks either.
 
     tensors: by names without "model.". Raises ValueError for scales that are not numbers above 0, one or one per head.
     """
-    found = []
+    scales = []
     for index, spec in enumerate(layers):
         prefix = f"layers.{index}.self_attn."
-        own = []
+        pair = []
         for names in NAMES.values():
             name = next((prefix + name for name in (*names, *SHARED) if prefix + name in tensors), None)
-            own.append(None if name is None else _read(tensors[name], spec.num_kv_heads, f"{path}: {name}"))
-        k, v = own
-        found.append(None if k is None or v is None else torch.stack((k, v)))
-    return tuple(found)
+            pair.append(None if name is None else _read(tensors[name], spec.num_kv_heads, f"{path}: {name}"))
+        k, v = pair
+        scales.append(None if k is None or v is None else torch.stack((k, v)))
+    return tuple(scales)
 
 
-def _read(tensor: Tensor, num_heads: int, where: str) -> Tensor:
+def _read(tensor: Tensor, num_heads: int, label: str) -> Tensor:
     scale = tensor.float().flatten()
     if len(scale) not in (1, num_heads):
         raise ValueError(
-            f"{where} is {list(tensor.shape)}; an FP8 KV cache has one scale, or one for each of {num_heads} KV heads: "
+            f"{label} is {list(tensor.shape)}; an FP8 KV cache has one scale, or one for each of {num_heads} KV heads: "
             "leave kv_cache_dtype out, or remove the scales, so that they are calibrated"
         )
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(
-            f"{where} is {scale.tolist()}; scales are above 0: leave kv_cache_dtype out, or remove the scales, so that "
+            f"{label} is {scale.tolist()}; scales are above 0: leave kv_cache_dtype out, or remove the scales, so that "
             "they are calibrated"
         )
     return scale.expand(num_heads).clone()

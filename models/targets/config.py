@@ -111,9 +111,9 @@ class RopeConfig:
 
     @property
     def of_draft(self) -> "RopeConfig":
-        """What a draft of such a target has: the same base and scaling, of whole heads, which every engine can serve.
-        Of longrope the base alone: its frequencies depend on the context length that is served, in training another
-        one, and a draft must not see other angles than it was trained with."""
+        """The rotary embedding of drafts for such a target: the same base and scaling, of whole heads, which every
+        engine can serve. For longrope the base alone: its frequencies depend on the context length that is served,
+        which differs in training, and a draft must see the angles that it was trained with."""
         longrope: dict[str, Any] = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
         return replace(self, partial=1.0, **longrope)
 
@@ -121,12 +121,12 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
 
-def most_positions(named: int, rope: Mapping[str, Any]) -> int:
-    """The longest text that a model reads whose config names so many positions, with its parameters of rotary
-    embedding. YaRN extends the original ones by a factor, and recipes add it without a change of what is named."""
+def most_positions(num_positions: int, rope: Mapping[str, Any]) -> int:
+    """Returns the longest text that a model reads, by its config's `num_positions` and rotary parameters. YaRN extends
+    the original positions by a factor, and recipes add it without a change of the config's number."""
     factor = rope.get("factor")
-    original = rope.get("original_max_position_embeddings") or named
-    return max(named, int(factor * original)) if rope.get("rope_type") == "yarn" and factor else named
+    original = rope.get("original_max_position_embeddings") or num_positions
+    return max(num_positions, int(factor * original)) if rope.get("rope_type") == "yarn" and factor else num_positions
 
 
 def _first(*values: Any) -> Any:
@@ -137,7 +137,7 @@ def _first(*values: Any) -> Any:
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters`, or the older `rope_scaling`. Raises ValueError where a config has both and they differ:
     transformers then takes rope_scaling, with another base than the one beside it."""
-    given: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = config.get(name) or {}
         if not isinstance(value, Mapping):
@@ -147,17 +147,17 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: {name} has type 'su', the former name of longrope; write \"longrope\" in its place"
             )
         if value:
-            given[name] = dict(value)
+            sections[name] = dict(value)
     alike = [
         {"rope_theta": config.get("rope_theta"), "rope_type": fields.get("type"), **fields, "type": None}
-        for fields in given.values()
+        for fields in sections.values()
     ]
     if len(alike) == 2 and alike[0] != alike[1]:
         raise ValueError(
             "config.json has both rope_parameters and rope_scaling, which differ; merge rope_scaling into "
             "rope_parameters, which keeps rope_theta, and delete it"
         )
-    return dict(next(iter(given.values()), {}))
+    return dict(next(iter(sections.values()), {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """What a target and a draft have alike."""
+    """Fields that a target and a draft share."""
 
     vocab_size: int
     hidden_size: int
@@ -278,8 +278,8 @@ class DecoderShape:
         }
 
     def shape(self) -> dict[str, Any]:
-        """These fields alone."""
-        return {one.name: getattr(self, one.name) for one in fields(DecoderShape)}
+        """Returns these fields alone."""
+        return {field.name: getattr(self, field.name) for field in fields(DecoderShape)}
 
     def layer(
         self,
@@ -292,8 +292,8 @@ class DecoderShape:
         """A layer of this shape; `attention` and `mlp` are the other fields of its AttentionSpec and MLPSpec."""
         same = ("num_heads", "num_kv_heads", "head_dim", "rope")
         spec = AttentionSpec(**{name: getattr(self, name) for name in same} | attention, norm_offset=norm_offset)
-        own = MLPSpec(intermediate_size=self.intermediate_size, **mlp or {})
-        return LayerSpec(attention=spec, mlp=own, norms=norms, norm_offset=norm_offset)
+        mlp_spec = MLPSpec(intermediate_size=self.intermediate_size, **mlp or {})
+        return LayerSpec(attention=spec, mlp=mlp_spec, norms=norms, norm_offset=norm_offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,8 +347,8 @@ class TargetSpec(DecoderShape):
             **shape.shape(),
             architecture=architecture,
             layers=tuple(
-                one if experts is None else replace(one, mlp=experts)
-                for one, experts in zip(layers, experts_of(architecture, values, activation), strict=True)
+                spec if experts is None else replace(spec, mlp=experts)
+                for spec, experts in zip(layers, experts_of(architecture, values, activation), strict=True)
             ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             norm_offset=traits.norm_offset,
@@ -363,8 +363,8 @@ def check_supported(values: Mapping[str, Any]) -> None:
     reason = families.refusal(values)
     if reason or families.architecture_of(values) not in ARCHITECTURES:
         why = f": {reason}" if reason else ""
-        known = ", ".join(sorted(ARCHITECTURES | families.TEXT_PARTS.keys()))
-        raise ValueError(f"architecture {name} cannot be a target{why}; supported: {known}")
+        architectures = ", ".join(sorted(ARCHITECTURES | families.TEXT_PARTS.keys()))
+        raise ValueError(f"architecture {name} cannot be a target{why}; supported: {architectures}")
 
 
 def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int | None]:
@@ -400,12 +400,12 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
     if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
         raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
     has_shared = architecture == "Qwen2MoeForCausalLM"
-    named = "num_experts" in values
+    has_hf_name = "num_experts" in values
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
     spec = MoESpec(
-        num_experts=families.count_of(values, "num_experts" if named else "num_local_experts"),
+        num_experts=families.count_of(values, "num_experts" if has_hf_name else "num_local_experts"),
         top_k=families.count_of(values, "num_experts_per_tok"),
         intermediate_size=families.count_of(values, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalise=not is_qwen or bool(values.get("norm_topk_prob", False)),
@@ -420,9 +420,9 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
 
 
 def clamped_swiglu(values: Mapping[str, Any]) -> ClampedSwiGLU:
-    """Of gpt-oss, whose older configs lack `swiglu_alpha`."""
-    given = {"alpha": values.get("swiglu_alpha"), "limit": values.get("swiglu_limit")}
-    return ClampedSwiGLU(**{name: float(value) for name, value in given.items() if value is not None})
+    """Returns gpt-oss's activation; its older configs lack `swiglu_alpha`."""
+    params = {"alpha": values.get("swiglu_alpha"), "limit": values.get("swiglu_limit")}
+    return ClampedSwiGLU(**{name: float(value) for name, value in params.items() if value is not None})
 
 
 def is_complete(values: Mapping[str, Any]) -> bool:

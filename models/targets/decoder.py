@@ -44,16 +44,19 @@ class Target(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        sizes = config.hidden_size, config.rms_norm_eps
-        self.layers = nn.ModuleList(LAYERS[spec.norms](spec, index, *sizes) for index, spec in enumerate(config.layers))
-        self.norm = RMSNorm(*sizes, config.norm_offset)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.layers = nn.ModuleList(
+            LAYERS[spec.norms](spec, index, size, eps) for index, spec in enumerate(config.layers)
+        )
+        self.norm = RMSNorm(size, eps, config.norm_offset)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of embeddings and hidden states."""
+        """Dtype of embeddings and hidden states."""
         return next(self.embed_tokens.parameters()).dtype
 
     @property
@@ -146,27 +149,27 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
 
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By their names in `Target`. Of a multimodal checkpoint only the text part's, which `language_model` or
-    `model.language_model` precedes."""
+    """Returns tensors by their names in `Target`; of a multimodal checkpoint only the text part's, which
+    `language_model` or `model.language_model` precedes."""
     prefix = "language_model."
     head = HEAD.removesuffix("weight")
     is_multimodal = any(key.removeprefix("model.").startswith(prefix) for key in tensors)
-    found = {}
+    renamed = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("model.")
         if not is_multimodal or name.startswith((prefix, head)):
-            found[own_name(name.removeprefix(prefix))] = tensor
-    return found
+            renamed[target_name(name.removeprefix(prefix))] = tensor
+    return renamed
 
 
-def own_name(key: str) -> str:
+def target_name(key: str) -> str:
     """A file's name of a tensor -> ours, which are those of Qwen's files."""
     key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
     if ".block_sparse_moe." not in key:  # Mixtral
         return key
     key = key.replace(".block_sparse_moe.", ".mlp.")
-    for theirs, ours in MIXTRAL_PROJECTIONS.items():
-        key = key.replace(f".{theirs}.", f".{ours}.")
+    for mixtral, ours in MIXTRAL_PROJECTIONS.items():
+        key = key.replace(f".{mixtral}.", f".{ours}.")
     return key
 
 
@@ -206,9 +209,9 @@ def load_target(
     with torch.device("meta"):
         target = Target(config)
     tensors = decoder_tensors(read_tensors(path))
-    held = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
-    if held and has_fp8_cache(path):
-        target.cache_scales = read_cache_scales(held, [layer.attention for layer in config.layers], path)
+    scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
+    if scales and has_fp8_cache(path):
+        target.cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
         drop_tied_head(tensors, path)

@@ -1,4 +1,4 @@
-"""What the architectures of targets fix beside the fields of their config.json, and which targets are refused.
+"""Traits that the architectures of targets fix beside the fields of config.json, and reasons to refuse a target.
 
 A family is a function: the config's fields, as transformers gives them, -> `Traits`. Sources: the architectures' code
 in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656),
@@ -18,7 +18,7 @@ Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What `refusal` appends to its reason; README's table and docs/serving.md list the same.
+# `refusal` appends this to its reason; README's table and docs/serving.md list the same.
 NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets (gated delta nets, Mamba, RWKV), multi-head latent "
     "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
@@ -31,7 +31,7 @@ RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Of all layers of a family, unless `attention` says otherwise."""
+    """Traits of all layers of a family, unless `attention` says otherwise."""
 
     attention: Mapping[str, Any] = field(default_factory=dict)
     """Fields of AttentionSpec."""
@@ -134,7 +134,7 @@ MIXTURES = frozenset({"GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCau
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
-    """Of the decoder: of a multimodal checkpoint, that of its text part."""
+    """Returns the decoder's architecture: for a multimodal checkpoint, that of its text part."""
     name = (values.get("architectures") or ["(none)"])[0]
     return TEXT_PARTS.get(name, name)
 
@@ -190,7 +190,7 @@ def refusal(values: Mapping[str, Any]) -> str:
 
 
 def adapter_refusal(values: Mapping[str, Any]) -> str:
-    """What to do with a folder that holds an adapter in place of a model, by its adapter_config.json."""
+    """Says how to serve a folder that holds an adapter in place of a model, by its adapter_config.json."""
     kind = str(values.get("peft_type") or "LORA")
     base = values.get("base_model_name_or_path") or "its base model"
     kind = "a LoRA adapter" if kind.upper() == "LORA" else f"an adapter ({kind})"
@@ -203,19 +203,19 @@ def adapter_refusal(values: Mapping[str, Any]) -> str:
 def _reason(values: Mapping[str, Any]) -> str:
     name = (values.get("architectures") or [""])[0]
     inside = values.get("text_config")
-    both = {**(inside if isinstance(inside, Mapping) else {}), **values}
+    fields = {**(inside if isinstance(inside, Mapping) else {}), **values}
     if values.get("is_encoder_decoder"):
         return "it is an encoder-decoder"
-    if both.get("kv_lora_rank"):
+    if fields.get("kv_lora_rank"):
         return "it has multi-head latent attention (MLA)"
-    kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in both.get(key) or ()}
-    if kinds & RECURRENT_KINDS or any(both.get(key) for key in MAMBA_FIELDS):
+    kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in fields.get(key) or ()}
+    if kinds & RECURRENT_KINDS or any(fields.get(key) for key in MAMBA_FIELDS):
         return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
     if name.lower().startswith("rwkv"):  # its configs have no field that tells
         return "its layers are recurrent (RWKV)"
     reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
     if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
-    if both.get("use_bidirectional_attention"):
+    if fields.get("use_bidirectional_attention"):
         return "its attention is bidirectional (use_bidirectional_attention), so it does not continue text"
     return ""

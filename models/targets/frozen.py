@@ -152,8 +152,8 @@ class DecoderTarget(FrozenTarget):
         return self.as_read(self.model.embed_tokens(tokens))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        own = self.model.config.layers[-num_layers:]
-        are_alike = all(one.norms == "pre" and one.mlp.activation == "silu" for one in own)
+        specs = self.model.config.layers[-num_layers:]
+        are_alike = all(spec.norms == "pre" and spec.mlp.activation == "silu" for spec in specs)
         layers = enumerate(list(self.layers)[-num_layers:] if are_alike else [])
         weights = {
             f"layers.{i}.{name}": x
@@ -164,18 +164,18 @@ class DecoderTarget(FrozenTarget):
 
 
 def dequantized_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Of a layer's quantised projections, by their names in files of 16 bits."""
-    found = {}
+    """Weights and biases of a layer's quantised projections, by their names in files of 16 bits."""
+    weights = {}
     for path, linear in layer.named_modules():
         if isinstance(linear, QuantizedLinear):
             parent = path.rpartition(".")[0]
             weight = linear.dequantized()
             for part in linear.parts or [None]:
                 name = path if part is None else f"{parent}.{part}"
-                found[f"{name}.weight"] = weight[linear.rows_of(part)]
+                weights[f"{name}.weight"] = weight[linear.rows_of(part)]
                 if linear.bias is not None:
-                    found[f"{name}.bias"] = linear.bias[linear.rows_of(part)]
-    return found
+                    weights[f"{name}.bias"] = linear.bias[linear.rows_of(part)]
+    return weights
 
 
 class TransformersTarget(FrozenTarget):
@@ -276,8 +276,7 @@ class TransformersTarget(FrozenTarget):
 
     @torch.no_grad()
     def _norm_weight(self) -> Tensor:
-        """What a draft's RMS norm multiplies by (Ht,) to do what the final norm does. Raises ValueError where none
-        does."""
+        """Weight (Ht,) of a draft's RMS norm that equals the final norm. Raises ValueError where there is none."""
         name = type(self.model).__name__
         remedy = "set draft.init_from_target to false"
         try:

@@ -28,12 +28,12 @@ class PackedAttention(Attention):
 
     def plan(self, positions: Tensor) -> None:
         """positions (B, S) of the rows' tokens, from 0 in each document; padding tokens are documents of one."""
-        self.most = positions.shape[1]  # tokens of a document, at most
+        self.max_tokens = positions.shape[1]  # of a document
         self.positions = positions.flatten()
         starts = (self.positions == 0).nonzero().flatten().int()  # sync
         self.ends = torch.cat((starts, starts.new_tensor([len(self.positions)])))  # (documents + 1,), from 0
-        if self.most > self._length:
-            self._length = self.most
+        if self.max_tokens > self._length:
+            self._length = self.max_tokens
             self._ropes.clear()
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
@@ -51,20 +51,34 @@ class PackedAttention(Attention):
         return self._attend_each(q, k, v, layer)
 
     def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:
-        key = spec.rope, spec.head_dim
+        key = (spec.rope, spec.head_dim)
         if key not in self._ropes:
-            self._ropes[key] = RotaryEmbedding(*key, self._length).to(device)
+            self._ropes[key] = RotaryEmbedding(spec.rope, spec.head_dim, self._length).to(device)
         return self._ropes[key]
 
     def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         spec = layer.spec
         sinks = layer.sinks
         left = None if spec.window is None else spec.window - 1
-        sizes = self.ends, self.ends, self.most, self.most
-        run = torch.ops.aten._flash_attention_forward
-        options = {"scale": spec.score_scale, "window_size_left": left}
-        # no dropout; causal
-        output, lse, *_ = run(q.contiguous(), k, v.contiguous(), *sizes, 0.0, True, False, **options)
+        ends = self.ends
+        length = self.max_tokens
+        dropout = 0.0
+        is_causal = True
+        has_debug_mask = False
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q.contiguous(),
+            k,
+            v.contiguous(),
+            ends,
+            ends,
+            length,
+            length,
+            dropout,
+            is_causal,
+            has_debug_mask,
+            scale=spec.score_scale,
+            window_size_left=left,
+        )
         return output if sinks is None else add_sinks(output, lse.t(), sinks)
 
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
@@ -81,8 +95,8 @@ class PackedAttention(Attention):
                 is_narrow = spec.window is not None and end - start > spec.window
                 mask = _band(end - start, spec, q.device) if is_narrow else None
                 options: dict[str, Any] = {"is_causal": mask is None, "scale": spec.score_scale, "enable_gqa": True}
-                own = scaled_dot_product_attention(q_own, k_own, v_own, mask, **options)
-                output[start:end] = own[0].transpose(0, 1)
+                attended = scaled_dot_product_attention(q_own, k_own, v_own, mask, **options)
+                output[start:end] = attended[0].transpose(0, 1)
         return output
 
 
@@ -91,12 +105,12 @@ def _attend_densely(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> T
     time."""
     spec = layer.spec
     group = q.shape[0] // k.shape[0]
-    seen = _band(q.shape[1], spec, q.device)
-    bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
+    visible = _band(q.shape[1], spec, q.device)
+    bias = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
     heads = []
-    for index, own in enumerate(q.split(group)):
+    for index, queries in enumerate(q.split(group)):
         sinks = None if layer.sinks is None else layer.sinks[index * group : (index + 1) * group, None]
-        heads.append(dense_attention(own, k[index], v[index], bias, spec.score_scale, spec.softcap, sinks))
+        heads.append(dense_attention(queries, k[index], v[index], bias, spec.score_scale, spec.softcap, sinks))
     return torch.cat(heads).transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a target's folder holds beside the weights: config, tokenizer, end-of-text ids.
+"""Reads a target's folder without its weights: config, tokenizer, end-of-text ids.
 
 transformers is imported where it is used: it takes seconds, more where torchvision or scikit-learn are installed, which
 it imports as well. An engine does without for most targets.
@@ -66,12 +66,12 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTo
 def end_of_text_ids(path: Path, trust_remote_code: bool = False) -> frozenset[int]:
     """The ids that end an answer: all that generation_config.json, config.json and the tokenizer name."""
     ids = _listed(path / "generation_config.json") | _listed(path / "config.json")
-    own = _end_token(path, trust_remote_code)
-    return frozenset(ids if own is None else ids | {own})
+    end_token = _end_token(path, trust_remote_code)
+    return frozenset(ids if end_token is None else ids | {end_token})
 
 
 def _end_token(path: Path, trust_remote_code: bool) -> int | None:
-    """The tokenizer's, if there is one; read without transformers where its files name it."""
+    """The tokenizer's end token, if there is one; read without transformers where its files name it."""
     file = path / "tokenizer.json"
     settings = path / "tokenizer_config.json"
     values = read_json(settings) if file.exists() and settings.exists() else {}
@@ -79,11 +79,11 @@ def _end_token(path: Path, trust_remote_code: bool) -> int | None:
     text = token.get("content") if isinstance(token, Mapping) else token
     if isinstance(text, str) and "auto_map" not in values:
         try:
-            found = Tokenizer.from_file(str(file)).token_to_id(text)
+            token_id = Tokenizer.from_file(str(file)).token_to_id(text)
         except Exception:  # the tokenizers library raises bare Exception; find_tokenizer says what is wrong
-            found = None
-        if found is not None:
-            return found
+            token_id = None
+        if token_id is not None:
+            return token_id
     tokenizer = find_tokenizer(path, trust_remote_code)
     return None if tokenizer is None else tokenizer.eos_token_id
 
@@ -106,11 +106,11 @@ def _listed(file: Path) -> set[int]:
     """The eos_token_id of a config and of its text_config, each a number or a list."""
     values = read_json(file) if file.exists() else {}
     inside = values.get("text_config")
-    found: list[Any] = []
+    ids: list[Any] = []
     for part in (values, inside if isinstance(inside, Mapping) else {}):
         listed = part.get("eos_token_id")
-        found += listed if isinstance(listed, list) else [listed]
-    return {token for token in found if token is not None}
+        ids += listed if isinstance(listed, list) else [listed]
+    return {token for token in ids if token is not None}
 
 
 def _in_a_line(error: Exception) -> str:

@@ -53,11 +53,11 @@ def share_out(
     rest = {name: weights.receive(name) for name in weights.shapes if not name.startswith(f"{start}.")}
     model.load_state_dict(rest, strict=False, assign=True)
     model.tie_weights()
-    whole = {parameter for parameter in model.parameters() if not parameter.is_meta}
+    replicated = {parameter for parameter in model.parameters() if not parameter.is_meta}
     for index, layer in enumerate(layers):
         _share_layer(layer, f"{start}.{index}.", weights, mesh)
     # The decoder is not sharded itself: as the layers' root it lets a layer be gathered while the one before runs.
-    fully_shard(model.get_decoder(), mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(model.get_decoder(), mesh=mesh, reshard_after_forward=True, ignored_params=replicated)
 
 
 def _share_layer(layer: nn.Module, prefix: str, weights: "Weights", mesh: DeviceMesh) -> None:
@@ -91,8 +91,8 @@ class Weights:
 
     def check(self, model: PreTrainedModel) -> None:
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        found = {name: shape for name, (shape, _) in self.shapes.items()}
-        strange = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        shapes = {name: shape for name, (shape, _) in self.shapes.items()}
+        strange = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
         if strange:
             raise ValueError(
                 f"{type(model).__name__} cannot be sharded: its files and its config disagree on "

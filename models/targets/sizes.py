@@ -17,34 +17,34 @@ from slipstream.models.targets.decoder import Target
 class TargetSize(NamedTuple):
     """Bytes. Layers count as quantised where the checkpoint's config lists them; loading goes by the files' tensors."""
 
-    kept: int
-    read: int  # of files: more than is kept where weights are quantised on the fly
+    resident: int
+    read: int  # of files: more than stay resident where weights are quantised on the fly
     quantization: Quantization | None
     widest_dequantized: int = 0  # the largest 4-bit layer in 16 bits, as many rows are multiplied by it
 
 
-def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, asked: str | None = None) -> TargetSize:
-    """Of the checkpoint in folder `path`, whose other weights are kept in `dtype`. `asked`: "fp8" to quantise it on the
-    fly."""
-    formats = read_quantization(path, asked)
+def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, quantization: str | None = None) -> TargetSize:
+    """Returns the size of the checkpoint in folder `path`, whose other weights are stored in `dtype`. `quantization`:
+    "fp8" to quantise it on the fly."""
+    formats = read_quantization(path, quantization)
     with torch.device("meta"):
         target = Target(spec)
     plain = weight_bytes(target, dtype)
     if formats is None:
         return TargetSize(plain, plain, None)
     quantize_by_config(target, formats)
-    kept = weight_bytes(target, dtype)
-    layers = [one for one in target.modules() if isinstance(one, Int4Linear)]
-    widest = max((one.out_features * one.in_features * dtype.itemsize for one in layers), default=0)
-    return TargetSize(kept, plain if formats.on_the_fly else kept, formats, widest)
+    resident = weight_bytes(target, dtype)
+    layers = [layer for layer in target.modules() if isinstance(layer, Int4Linear)]
+    widest = max((layer.out_features * layer.in_features * dtype.itemsize for layer in layers), default=0)
+    return TargetSize(resident, plain if formats.on_the_fly else resident, formats, widest)
 
 
 def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """On the device, of a module that has none yet. Tied weights count once."""
+    """Returns the bytes that the weights of a module on the meta device will take. Tied weights count once."""
     sizes = dict[int, int]()
     for owner in module.modules():
-        kept = getattr(owner, "dtypes", {})
+        dtypes = getattr(owner, "dtypes", {})
         for name, tensor in chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
-            stored = kept.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
+            stored = dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
             sizes[id(tensor)] = tensor.numel() * stored.itemsize
     return sum(sizes.values())
