@@ -58,6 +58,7 @@ class PackedShare:
 
     name: str
     passes: float  # times that an epoch has its rows: the weight
+    first_document: int  # by number in the split
     rows: range  # its rows among all
     num_documents: int
     num_tokens: int
@@ -138,6 +139,7 @@ class PackedRows:
             PackedShare(
                 name=share.name,
                 passes=share.passes,
+                first_document=first,
                 rows=place,
                 num_documents=len(np.unique(windows.documents[usable])),
                 num_tokens=int(windows.lengths[usable].sum()),

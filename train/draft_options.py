@@ -92,5 +92,6 @@ class DraftRunOptions(RunOptions):
             check_checkpoint("init_from", self.init_from)
         for folder in self.data.folders:
             check_folder("data.path", folder, "a prepared dataset (slipstream prepare)")
-        check_folder("data.aux_states", self.data.aux_states, "a folder of captured states (slipstream capture-states)")
+        for capture in self.data.captures:
+            check_folder("data.aux_states", capture, "a folder of captured states (slipstream capture-states)")
         check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")

@@ -156,13 +156,14 @@ def train_draft(
 ) -> None:
     options = files.options
     accelerator = files.accelerator
-    store = open_states(options.data, {**files.origin(), "data_hash": mixture.folders[0].data_hash})
+    identities = {folder.path: {**files.origin(), "data_hash": folder.data_hash} for folder in mixture.folders}
+    stores = open_states(options.data, identities)
     training = build(kind, files)
     draft = training.draft
     training.target.read_as = dtype_of_weights(accelerator)
-    if store is not None:
+    if stores:
         rows = {"train": train_rows, "heldout": heldout_rows}
-        read_states(store, options.data, training, rows, draft.config.aux_layers, accelerator.device)
+        read_states(stores, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
     for line in scarcity_lines(training, train_rows, options, accelerator.num_processes):
         accelerator.print(line)
@@ -202,7 +203,11 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
 def check_output(options: DraftRunOptions) -> None:
     """Raises ValueError, before anything is read or written, for an output that this run may not write to."""
     data = options.data
-    inputs = {"target": (options.target,), "data.path": tuple(data.folders), "data.aux_states": (data.aux_states,)}
+    inputs: dict[str, tuple[str | None, ...]] = {
+        "target": (options.target,),
+        "data.path": tuple(data.folders),
+        "data.aux_states": data.captures,
+    }
     inputs["init_from"] = (options.init_from,)
     check_working_folder(options.output, inputs)
     check_run_folder(Path(options.output))

@@ -28,10 +28,11 @@ class DataOptions:
     """documents longer than a row: split into windows, or cut; default: split, but cut with `aux_states`"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
-    aux_states: str | None = None
-    """folder of captured target states (slipstream capture-states), read instead of running the target"""
+    aux_states: tuple[str, ...] | str | None = None
+    """folder of captured target states (slipstream capture-states), read instead of running the target; of several
+    folders in `path`: one for each, such as [states/chat, states/code]"""
     aux_states_missing: Literal["error", "online"] = "error"
-    """for documents missing from that folder: stop, or run the target"""
+    """for documents missing there: stop, or run the target"""
 
     def __post_init__(self) -> None:
         example = "give a folder, or folders with weights above 0, such as {data/chat: 1, data/code: 0.5}"
@@ -44,16 +45,12 @@ class DataOptions:
             raise ValueError(f"data.path is {{}}; {example}")
         if len({Path(folder).resolve() for folder in self.folders}) < len(self.folders):
             raise ValueError(f"data.path names a folder twice ({', '.join(self.folders)}); give it a larger weight")
-        if self.aux_states is not None and len(self.folders) > 1:
-            raise ValueError(
-                f"data.aux_states {self.aux_states} holds the states of one prepared dataset, and data.path names "
-                f"{len(self.folders)}; leave data.aux_states out, or train on one folder"
-            )
-
+        if self.aux_states == ():
+            raise ValueError("data.aux_states is []; name a folder of captured states, or leave it out")
         if self.aux_states is not None and self.long_documents == "split":
             raise ValueError(
-                f"data.long_documents is split, but data.aux_states {self.aux_states} holds the states of each "
-                "document's beginning alone; set data.long_documents to cut, or leave data.aux_states out"
+                f"data.long_documents is split, but data.aux_states {', '.join(self.captures)} holds the states of "
+                "each document's beginning alone; set data.long_documents to cut, or leave data.aux_states out"
             )
 
     @property
@@ -61,6 +58,13 @@ class DataOptions:
         if self.long_documents is None:
             return self.aux_states is None
         return self.long_documents == "split"
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """Folders of captured states."""
+        if self.aux_states is None:
+            return ()
+        return (self.aux_states,) if isinstance(self.aux_states, str) else self.aux_states
 
     @property
     def folders(self) -> dict[str, float]:

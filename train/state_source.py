@@ -4,12 +4,13 @@ A background thread reads batches ahead of the loop, and several threads copy th
 checksums overlap with training.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,12 +44,20 @@ def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> t
     return target.as_read(aux_states), final
 
 
+class Place(NamedTuple):
+    """Where a document's states are."""
+
+    store: StateStore
+    number: int  # of the shard
+    slot: int  # there
+
+
 class StateSource:
     """Adds the cached states of one split to its batches."""
 
     def __init__(
         self,
-        store: StateStore,
+        stores: Mapping[int, StateStore | None],
         split: str,
         layers: tuple[int, ...],
         *,
@@ -56,10 +65,13 @@ class StateSource:
         online: bool = False,
         pinned: bool = False,
     ) -> None:
-        """`layers`: those that the draft reads, in its order. `final_state`: also read the state after the final norm.
-        `online`: let the target compute documents without states. `pinned`: pin memory, for asynchronous copies."""
-        form = store.index.form
-        self.store = store
+        """`stores` of one format by the number of their folder's first document in the split, ascending; None: without
+        states. `layers`: those that the draft reads, in its order. `final_state`: also read the state after the final
+        norm. `online`: let the target compute documents without states. `pinned`: pin memory, for asynchronous
+        copies."""
+        self.stores = list(stores.values())
+        self.first_documents = list(stores)
+        form = self.form = next(store.index.form for store in self.stores if store is not None)
         self.split = split
         self.places = [form.layers.index(layer) for layer in layers]
         self.in_order = self.places == list(range(len(form.layers)))
@@ -93,40 +105,52 @@ class StateSource:
             final_row = final_row + count
         return replace(batch, cached=replace(states, copies=tuple(jobs)))
 
-    def find(self, document: int, length: int) -> tuple[int, int] | None:
-        """Shard and slot of a document's states; None if the target computes them."""
-        place = self.store.find(self.split, document)
-        if place is not None and (not self.online or self.store.is_complete(place[0])):
-            if self.store.length(*place) >= length:
+    def find(self, document: int, length: int) -> Place | None:
+        """The place of a document's states; None if the target computes them."""
+        place = self.locate(document)
+        if place is not None and (not self.online or place.store.is_complete(place.number)):
+            if place.store.length(place.number, place.slot) >= length:
                 return place
-            fault = f"was captured up to max_length {self.store.index.max_length} and is longer"
+            fault = f"was captured up to max_length {place.store.index.max_length} and is longer"
         else:
             fault = "was not captured"
         if self.online:
             return None
         raise self.lacks(document, fault)
 
+    def locate(self, document: int) -> Place | None:
+        """The place of a document by its number in the split; None if no capture has it."""
+        folder = bisect_right(self.first_documents, document) - 1
+        store = self.stores[folder]
+        place = None if store is None else store.find(self.split, document - self.first_documents[folder])
+        return None if store is None or place is None else Place(store, *place)
+
     def check(self, documents: Iterable[int]) -> None:
         """Raises ValueError, before training starts, for a document that was not captured and for a missing shard.
         `add` finds those that were captured too short."""
-        shards = set()
+        shards: dict[StateStore, set[int]] = {}
         for document in documents:
-            place = self.store.find(self.split, document)
+            place = self.locate(document)
             if place is None:
                 raise self.lacks(document, "was not captured")
-            shards.add(place[0])
-        for number in sorted(shards):
-            if not self.store.is_complete(number):
-                self.store.fail(number, "is missing")
+            shards.setdefault(place.store, set()).add(place.number)
+        for store, numbers in shards.items():
+            for number in sorted(numbers):
+                if not store.is_complete(number):
+                    store.fail(number, "is missing")
 
     def lacks(self, document: int, fault: str) -> ValueError:
+        folder = bisect_right(self.first_documents, document) - 1
+        store = self.stores[folder]
+        assert store is not None, "every folder has a capture, unless the target runs"
         return ValueError(
-            f"document {document} of {self.split} {fault} in data.aux_states {self.store.folder}; capture more, lower "
-            "data.max_length or evaluation.documents, or set data.aux_states_missing to online"
+            f"document {document - self.first_documents[folder]} of {self.split} {fault} in data.aux_states "
+            f"{store.folder}; capture more, lower data.max_length or evaluation.documents, or set "
+            "data.aux_states_missing to online"
         )
 
     def allocate(self, rows: Tensor, final_rows: Tensor, online_rows: Tensor) -> CachedStates:
-        form = self.store.index.form
+        form = self.form
         dtype = DTYPES[form.dtype]
         scaled = form.dtype == "fp8"
 
@@ -148,7 +172,7 @@ class StateSource:
 
     def copy(
         self,
-        place: tuple[int, int],
+        place: Place,
         tokens: Tensor,
         supervised: Tensor,
         states: CachedStates,
@@ -156,9 +180,9 @@ class StateSource:
         final: slice,
     ) -> None:
         """One document: tokens and supervised (S,) are the part of it that is read."""
-        stored = self.store.read(*place)
+        stored = place.store.read(place.number, place.slot)
         if not torch.equal(stored["tokens"][: len(tokens)].long(), tokens):
-            self.store.fail(place[0], "holds other tokens than the data")
+            place.store.fail(place.number, "holds other tokens than the data")
         self.take(stored, "", supervised, states.aux_states[rows], states.final[final])
         if states.aux_scales is not None and states.final_scales is not None:
             self.take(stored, "_scales", supervised, states.aux_scales[rows], states.final_scales[final])
@@ -180,31 +204,56 @@ class StateSource:
             final.copy_(stored["last_hidden" + ending][: len(final)])
 
 
-def open_states(options: DataOptions, identity: Mapping[str, Any]) -> StateStore | None:
-    """Opens the capture at data.aux_states, if any. Raises ValueError if it is of another target or dataset."""
-    if options.aux_states is None:
-        return None
-    store = StateStore(Path(options.aux_states))
-    store.check(identity)
-    return store
+def open_states(options: DataOptions, identities: Mapping[str, Mapping[str, Any]]) -> list[StateStore | None]:
+    """The capture of each folder, whose `identities` are given by path; an empty list without data.aux_states. Raises
+    ValueError for a capture of another target or dataset, and for a folder without one, unless the target may run."""
+    folders = {identity["data_hash"]: path for path, identity in identities.items()}
+    stores: dict[str, StateStore] = {}
+    for capture in options.captures:
+        store = StateStore(Path(capture))
+        path = folders.get(store.index.data_hash)
+        if path is None and len(folders) > 1:
+            raise ValueError(
+                f"data.aux_states {capture} holds states of other data (data_hash {store.index.data_hash[:12]}) than "
+                f"{', '.join(identities)}; leave it out, or add its folder to data.path"
+            )
+        store.check(identities[path or next(iter(identities))])
+        first = next(iter(stores.values()), store)
+        if store.index.form != first.index.form:
+            raise ValueError(
+                f"data.aux_states {capture} has another format than {first.folder}; capture both with the same "
+                "--layers, --last-hidden and --dtype"
+            )
+        stores[store.index.data_hash] = store
+    missing = [path for digest, path in folders.items() if digest not in stores]
+    if stores and missing and options.aux_states_missing == "error":
+        raise ValueError(
+            f"data.aux_states has no capture of {missing[0]}; name one (slipstream capture-states), or set "
+            "data.aux_states_missing to online"
+        )
+    return [stores.get(identity["data_hash"]) for identity in identities.values()] if stores else []
 
 
 def read_states(
-    store: StateStore,
+    stores: Sequence[StateStore | None],
     options: DataOptions,
     training: DraftTraining,
     rows: Mapping[str, PackedRows],
     layers: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    """Makes the batches of `rows`, by split, carry the captured states of `layers`. Frees the target's layers unless it
-    computes some states online. Raises ValueError if the capture lacks states."""
+    """Makes the batches of `rows`, by split, carry the states of `layers` that each folder's store holds. Frees the
+    target's layers unless it computes some states online. Raises ValueError if a capture lacks states."""
     final_state = training.reads_final_state
     online = options.aux_states_missing == "online"
-    store.check_states(layers, final_state=final_state)
+    for store in stores:
+        if store is not None:
+            store.check_states(layers, final_state=final_state)
     for split, packed in rows.items():
         pinned = device.type == "cuda"
-        source = StateSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
+        first_documents = [share.first_document for share in packed.shares]
+        by_document = dict(zip(first_documents, stores, strict=True))
+        source = StateSource(by_document, split, layers, final_state=final_state, online=online, pinned=pinned)
         if not online:
             source.check(packed.documents)
         packed.add_states = source.add

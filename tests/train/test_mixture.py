@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 
 from slipstream.models.files.checkpoint import read_json
-from slipstream.tests.train.conftest import SaveData, random_dataset
+from slipstream.tests.train.conftest import CaptureTo, SaveData, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, records, refusal, run_interrupted
 from slipstream.train import eagle3
 from slipstream.train.batches import PackedRows, Share, row_order, training_batches
@@ -176,3 +176,27 @@ def test_documents_that_another_folder_holds_out_are_not_trained_on(save_data: S
     assert [share.num_copies for share in rows.shares] == [0, 2]
     assert "18 documents (2 copies of held-out ones left out)" in rows.shares[1].sentence
     assert rows.num_dropped == alone[0].num_dropped + alone[1].num_dropped
+
+
+def test_each_folder_may_have_captured_states(
+    tmp_path: Path, arguments: Arguments, folders: list[Path], data_path: Path, capture_to: CaptureTo
+) -> None:
+    """In any order; without those of a folder the target computes its states."""
+    mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 2})
+    captures = [str(capture_to("--layers", "0", "2", "4", data=folder)) for folder in folders]
+    eagle3.main(arguments(tmp_path / "online", data__path=mixture))
+    eagle3.main(arguments(tmp_path / "both", data__path=mixture, data__aux_states=json.dumps(captures[::-1])))
+    assert_like_run(tmp_path / "both", tmp_path / "online")
+    flags = arguments(tmp_path / "half", data__path=mixture, data__aux_states=captures[1])
+    assert f"data.aux_states has no capture of {folders[0]}; name one" in refusal(flags)
+    eagle3.main([*flags, "--data.aux_states_missing=online"])
+    assert_like_run(tmp_path / "half", tmp_path / "online")
+    other = str(capture_to("--layers", "0", "2", "4", data=data_path))
+    flags = arguments(tmp_path / "other", data__path=mixture, data__aux_states=json.dumps([*captures, other]))
+    assert f"data.aux_states {other} holds states of other data (data_hash 0123) than {folders[0]}, " in refusal(flags)
+    more = str(capture_to("--layers", "0", "2", "3", "4", data=folders[1]))
+    flags = arguments(tmp_path / "more", data__path=mixture, data__aux_states=json.dumps([captures[0], more]))
+    assert f"data.aux_states {more} has another format than {captures[0]}; capture both with" in refusal(flags)
+    few = str(capture_to("--layers", "0", "2", "4", data=folders[1], train_documents=3))
+    flags = arguments(tmp_path / "few", data__path=mixture, data__aux_states=json.dumps([captures[0], few]))
+    assert f" of train was not captured in data.aux_states {few}; capture more" in refusal(flags)

@@ -118,11 +118,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--data.path=[a, b]"], "data.path is '[a, b]'; give a folder, or folders with weights above 0, such"),
     ("eagle3", ["--data.path={}"], "data.path is {}; give a folder"),
     ("eagle3", ["--data.path={a: 1, a/: 1}"], "data.path names a folder twice (a, a/); give it a larger weight"),
-    (
-        "eagle3",
-        ["--data.path={a: 1, b: 1}", "--data.aux_states=f"],
-        "data.aux_states f holds the states of one prepared dataset, and data.path names 2; leave data.aux_states out",
-    ),
+    ("eagle3", ["--data.aux_states=[]"], "data.aux_states is []; name a folder of captured states, or leave it out"),
     ("eagle3", ["--target_sharding=yes"], "target_sharding"),
     ("eagle3", ["--data.aux_states=f", "--target_sharding=machine"], "the target's layers are not run at all"),
     (

@@ -66,13 +66,13 @@ def start(
     files = TargetFiles.find(run, accelerator, kind)
     splits = load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
-    store = open_states(data, {**files.origin(), "data_hash": "0123"})
+    states = open_states(data, {data.path: {**files.origin(), "data_hash": "0123"}})
     torch.manual_seed(3)
     training = build(kind, files)
     for parameter in training.draft.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    if store is not None:
-        read_states(store, data, training, rows, training.draft.config.aux_layers, CPU)
+    if states:
+        read_states(states, data, training, rows, training.draft.config.aux_layers, CPU)
     return training, rows
 
 
