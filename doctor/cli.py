@@ -47,7 +47,7 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
-VARIANT_QUESTIONS = 24  # of each other way to render prompts
+VARIANT_QUESTIONS = 24  # questions for each other way to render prompts
 LONGEST = 1 << 20  # tokens of a text
 
 

@@ -21,13 +21,13 @@ from slipstream.doctor.readings import (
 from slipstream.doctor.replay import Replay, Score, Subject
 from slipstream.models.drafts.eagle3 import FLAG_TENSORS, FLAGS
 
-LEAST_GAIN = 1.03  # of accept length, from which another reading is taken to be the right one
-CERTAIN = 1.01  # what the gain's 95 % interval must lie above
-ALIKE = 0.98  # of the best gain: of readings that gain as much, the best of the earliest stage is named
+LEAST_GAIN = 1.03  # gain of accept length from which another reading is taken to be the right one
+CERTAIN = 1.01  # the gain's 95 % interval must lie above it
+ALIKE = 0.98  # share of the best gain: among readings that gain as much, the earliest stage's best is named
 MOST_CAUSES = 3
 FEW = 3  # batches by which readings are compared; the best one is confirmed by all
 EARLY = 2  # steps of a chain: the first, and one that reads the draft's own state; training takes both
-RISK = 0.97  # of the accept length: what another way to read the files must stay below to be called a risk
+RISK = 0.97  # share of the accept length below which another way to read the files is called a risk
 
 Kind = Literal["cause", "risk", "note"]
 KINDS = get_args(Kind)

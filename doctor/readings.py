@@ -46,7 +46,7 @@ class Reading:
 
     stage: str
     name: str  # "taps one layer later"
-    cause: str  # what is wrong, if this reading is right
+    cause: str  # the fault, if this reading is right
     remedy: str
     subject: Subject
 

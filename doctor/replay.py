@@ -36,7 +36,7 @@ class Family:
 
     network: type[DraftNetwork]
     training: type[DraftTraining]
-    options: Callable[[Any], Any]  # of training, from a draft's config
+    options: Callable[[Any], Any]  # makes the options of training from a draft's config
 
 
 FAMILIES: Mapping[str, Family] = {

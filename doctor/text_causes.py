@@ -8,10 +8,10 @@ from slipstream.doctor.endpoint import Endpoint
 from slipstream.doctor.replay import Score
 from slipstream.doctor.texts import Answered
 
-GAIN = 1.15  # of accept length, from which other texts are taken to be those of the training
+GAIN = 1.15  # gain of accept length from which other texts are taken to be those of the training
 REPEATS = 0.3  # share of repeated pieces in the answers, from which they say little about real use
 PARITY = 0.03  # relative difference between the replay and the engine here that goes without saying
-LOSS = 0.1  # of accept length, from which a server is said to accept less
+LOSS = 0.1  # loss of accept length from which a server is said to accept less
 ALIKE = 0.05  # relative difference of accept lengths from which a reading does not explain a server's
 MOSTLY = 0.5  # share of different answers from which a server's target is said to be another one
 
@@ -174,7 +174,7 @@ def _misread(
 
 
 def _at_depth(score: Score, depth: float | None) -> float:
-    """About the accept length of rounds in which `depth` tokens are drafted on average, as adaptive servers do."""
+    """Estimates the accept length of rounds in which `depth` tokens are drafted on average, as adaptive servers do."""
     if depth is None or depth >= score.depth:
         return score.accept_length
     rates = score.by_position

@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def language(self) -> str:
-        """By script: what most letters of the last turn belong to."""
+        """The script of most letters of the last turn."""
         letters = Counter(
             unicodedata.name(letter, "UNKNOWN").split()[0]
             for letter in str(self.messages[-1].get("content", ""))

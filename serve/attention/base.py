@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 PHASES = get_args(Phase)
 NO_BACKENDS = ("base", "parts")  # files of this folder that define none
-FEATURES = {  # of layers, that backends may lack
+FEATURES = {  # traits of layers that backends may lack kernels for
     "soft caps of scores": lambda layer: layer.softcap is not None,
     "attention sinks": lambda layer: layer.sinks,
 }
-GPU_PREFERENCES = {  # what `auto` takes for each phase: the first that has kernels for its KV
+GPU_PREFERENCES = {  # backends in the order of `auto`: each phase takes the first that has kernels for its KV
     "prefill": ("flashinfer", "sdpa"),
     "verify": ("triton", "sdpa"),
     "draft": ("triton", "sdpa"),
@@ -53,10 +53,10 @@ class Backend(Attention):
 
     phases: ClassVar[frozenset[str]]
     needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its passes
-    takes_unlike_counts: ClassVar[bool] = False  # requests of one pass over nodes may have unlike numbers of them
+    supports_ragged_nodes: ClassVar[bool] = False  # requests of one pass may differ in their numbers of nodes
     is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
-    features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have,
-    gpu_features: ClassVar[frozenset[str]] = frozenset()  # and those that were tried on a GPU
+    features: ClassVar[frozenset[str]] = frozenset()  # names in FEATURES that its kernels support,
+    gpu_features: ClassVar[frozenset[str]] = frozenset()  # and those that were tested on a GPU
     reads_codes: ClassVar[bool] = False  # takes KV in e4m3
 
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
@@ -71,7 +71,7 @@ class Backend(Attention):
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
-        """Why it cannot serve such layers; empty if it can."""
+        """Returns the reason why it cannot serve such layers; empty if it can."""
         features = cls.features if kv.device.type == "cpu" else cls.gpu_features
         if kv.has_codes and not cls.reads_codes:
             return "it has no kernels for an FP8 KV cache with scales of heads"

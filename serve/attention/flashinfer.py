@@ -113,7 +113,7 @@ class Backend(base.Backend):
     def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
         super().__init__(kv, ropes)
         self.workspace = _workspace(self.layers[0].device)
-        self.planners: dict[tuple[str, Mask, AttentionSpec], Planner] = {}  # by kind of pass; each is made once
+        self.planners: dict[tuple[str, Mask, AttentionSpec], Planner] = {}  # by kind of pass
         self.planned: dict[tuple[Mask, AttentionSpec], Any] = {}  # the wrappers planned for this pass
 
     @classmethod
@@ -149,7 +149,7 @@ class Backend(base.Backend):
     def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         metadata = self.metadata
         if max(metadata.query_lens) == 1 and not metadata.first_node:
-            mask = "causal"  # what a node without others sees does not depend on the mask
+            mask = "causal"  # a node without others sees the same keys under every mask
         keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
         if mask == "tree" and layer.spec.window is not None:  # windows count depth, theirs order
             return self._tree(q, layer, sinks=layer.sinks).flatten(0, 1)
@@ -239,8 +239,8 @@ class Backend(base.Backend):
         return torch.tensor(ends, dtype=torch.int32) - torch.tensor(counts, dtype=torch.int32)
 
     def _page_table(self, layer: AttentionLayer, committed: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For lengths (B,) int32 on the host: where each request's pages start (B + 1,), on the host; the pages, one
-        request's after the other's, on the device; the tokens in each last page (B,), on the host. All int32.
+        """Returns, for lengths (B,) int32 on the host, the start of each request's pages (B + 1,) on the host, the
+        pages, request after request, on the device, and the tokens in each last page (B,) on the host. All int32.
 
         Without pages that lie wholly before the window: they belong to others by now. Windows count from the end.
         """

@@ -98,6 +98,6 @@ class PartsAttention(Attention):
 
     def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""
-        if self.backend.takes_unlike_counts:
+        if self.backend.supports_ragged_nodes:
             return self.backend.attend_stored(q[: self.nodes.total], layer, mask)
         return self.nodes.keep(self.backend.attend_stored(self.nodes.pad(q), layer, mask))

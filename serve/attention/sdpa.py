@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     mask: Mask
     window: int | None
-    stacked: int  # how often each query's row is repeated, for query heads that share a KV head
+    stacked: int  # copies of each query's row, for query heads that share a KV head
     dtype: torch.dtype
 
 
@@ -73,7 +73,7 @@ class Segment:
 
 
 class Backend(base.Backend):
-    reads_codes = takes_unlike_counts = True
+    reads_codes = supports_ragged_nodes = True
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
     features = gpu_features = frozenset(base.FEATURES)
@@ -186,7 +186,7 @@ class Backend(base.Backend):
         return out.view(b, G, count, group, D).transpose(1, 2).reshape(b * count, G * group, D)
 
     def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, layer: AttentionLayer) -> Tensor:
-        """With soft caps or sinks. q (b, G, count, Q / G, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
+        """Attends with soft caps or sinks. q (b, G, count, Q / G, D), k and v (b, G, S, D) -> (b * count, Q, D)."""
         spec = layer.spec
         sinks = layer.sinks
         if sinks is not None:
@@ -252,7 +252,7 @@ class Backend(base.Backend):
         return segment.views[group, window]
 
     def _find_view(self, group: int, window: int | None, segment: Segment) -> View:
-        """Without pages that lie wholly before the window: they belong to others by now."""
+        """Returns the view without pages that lie wholly before the window: they belong to others by now."""
         metadata = self.metadata
         size = self.page_size
         table = metadata.state.pages[group]

@@ -30,7 +30,7 @@ from slipstream.serve.runner.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NODES = 16  # of a tree
+DEFAULT_NODES = 16  # nodes of a tree
 
 
 @dataclass(frozen=True, slots=True)

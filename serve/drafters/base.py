@@ -25,7 +25,7 @@ class Drafter(ABC):
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     kv: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
-    kv_cache_dtype: str = "auto"  # of their KV: auto, as the target computes, or fp8
+    kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention

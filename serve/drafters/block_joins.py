@@ -43,7 +43,7 @@ class Join(ABC):
         """(B, K, k, k) of candidate j of a slot after candidate i of the slot before, or after the root."""
 
     def sampling(self, sampling: Sampling) -> Sampling:
-        """By which candidates are found."""
+        """Returns the sampling by which candidates are found."""
         return sampling if self.is_noisy else replace(sampling, temperature=None, filters=None)
 
     def extend(self, rows: PassRows, context: Tensor) -> None:

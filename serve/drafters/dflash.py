@@ -30,7 +30,7 @@ from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
-DEFAULT_NODES = 32  # of a tree
+DEFAULT_NODES = 32  # nodes of a tree
 AdmitBy = Literal["confidence", "candidates", "position"]
 
 

@@ -1,4 +1,4 @@
-"""How a draft finds its drafter: by name, or by the `drafter` field of a checkpoint's config.json."""
+"""Finds the drafter of a draft: by name, or by the `drafter` field of a checkpoint's config.json."""
 
 import importlib
 from dataclasses import fields
@@ -11,7 +11,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.host_stages import HostStage
 
-MODULES = {  # of this folder, each with a class `Drafter`; loaded when needed
+MODULES = {  # modules of this folder, each with a class `Drafter`; loaded when needed
     "dflash": "dflash",
     "eagle": "eagle",
     "eagle3": "eagle3",

@@ -36,19 +36,19 @@ class AttentionMetadata:
     needs no host. Of a ragged pass, whose requests are its segments, the host knows neither, and ancestors are (T,).
     """
 
-    phase: Phase  # whose kernels compute it; requests of a draft's passes have as many queries each
+    phase: Phase  # selects the kernels; requests of a draft's pass have equal numbers of queries
     state: RequestState
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
-    slots: KVSlots  # where each query's KV goes
+    slots: KVSlots  # destination of each query's KV
     query_lens: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
     first_node: int = 0  # nodes of each request before its queries
     segments: Segments | None = None  # of a ragged pass
-    paths: Paths | None = None  # of its trees, where a node's bits must be those of a chain
-    works: dict[Any, Any] = field(default_factory=dict)  # of a ragged pass: what backends have planned for it
+    paths: Paths | None = None  # paths of its trees, where a node's bits must be those of a chain
+    works: dict[Any, Any] = field(default_factory=dict)  # plans that backends made for a ragged pass
 
     @classmethod
     def uniform(
@@ -76,7 +76,7 @@ class PassRows(NamedTuple):
     the others, whose KV the next step overwrites."""
 
     positions: Tensor  # (C,) int64 places in the text
-    slots: KVSlots  # where each row's KV goes, (C,) int64 by KV group
+    slots: KVSlots  # destination of each row's KV, (C,) int64 by KV group
     next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text

@@ -42,7 +42,7 @@ class DeferredRows:
         return self._first == self._next
 
     def has_room(self, count: int) -> bool:
-        """For `count` more rows, at most MOST_AT_ONCE."""
+        """Whether there is room for `count` more rows, at most MOST_AT_ONCE."""
         return self.size == 0 or self._start(count) + count - self._first <= self.size
 
     def put(self, rows: PassRows, aux_states: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How long steps take on a CPU, where other programs take their share of the cores."""
+"""Times steps on a CPU, where other programs take their share of the cores."""
 
 import time
 from collections.abc import Iterator

@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
-MOST_CHUNKS = 16  # of a pass
+MOST_CHUNKS = 16  # chunks of a pass
 # Pairs of a query and a key that it sees, above which kernels made for prompts are faster: 1,024 tokens after 16,384.
 # They are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
 MOST_PAIRS = 2**24
 MOST_PAIRS_OF_MANY = 2**22
 MANY_TOKENS = 2048
 HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
-MANY_ROWS = 1280  # of passes with prompts that take so long that few requests decode beside them
-MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
-TIMED_PASSES = 2  # of each key at start-up: the faster one counts
+MANY_ROWS = 1280  # rows of passes with prompts that take so long that few requests decode beside them
+MOST_NODE_ROWS = 1024  # rows of a pass without prompts, if there are no more requests than that
+TIMED_PASSES = 2  # passes of each key at start-up: the faster one counts
 StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
 DraftKey = tuple[int, int, SamplingMode]  # requests, width, mode
 Key = TypeVar("Key", bound=tuple[Any, ...])
-Part = Callable[[Any], Any]  # of a pass: gets what the part before it gave
+Part = Callable[[Any], Any]  # part of a pass: gets the value of the part before it
 ALL_PARTS = slice(None)
 FIRST_PART = slice(1)
 OTHER_PARTS = slice(1, None)
@@ -241,7 +241,7 @@ class StepGraphs(Graphs[StepKey]):
         self.packed = self._pack((), most_prompt_rows).to(state.device)
         num_segments = max_running + self.num_chunks
         self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
-        self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # that have begun
+        self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # passes that have begun
         self._begun: StepKey | None = None
         self._num_begun: int | None = None  # `passes`, once nothing but `begin` adds to it
 
@@ -341,7 +341,7 @@ class StepGraphs(Graphs[StepKey]):
         return [(*key, mode) for key in sorted(sizes, reverse=True) for mode in reversed(MODES)]
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
-        """In mode "all" two: masks need not be there before the second."""
+        """Returns one part or, in mode "all", two: masks need not be there before the second."""
         rows, heads, has_prompts, mode = key
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
@@ -447,8 +447,9 @@ class DraftGraphs(Graphs[DraftKey]):
 def make_graphs(
     runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int, capturer: Capturer
 ) -> tuple[StepGraphs, DraftGraphs | None]:
-    """Not captured yet. `widths`: that the draft proposes; the host may propose more nodes, as many as a slot stores.
-    `node_rows`: nodes of a pass, at most. Prompts are captured with room for every running request's root."""
+    """Makes the graphs, not captured yet. `widths`: those that the draft proposes; the host may propose more nodes, as
+    many as a slot stores. `node_rows`: the largest number of nodes of a pass. Prompts are captured with room for every
+    running request's root."""
     max_running = config.max_running
     prompts = config.captured_tokens + max_running if config.captured_tokens else 0
     prompts = -(-prompts // 32) * 32
@@ -461,7 +462,7 @@ def make_graphs(
 def capture_all(
     runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
 ) -> tuple[StepGraphs, DraftGraphs | None]:
-    """Their kernels are compiled first, in parallel."""
+    """Captures all graphs, after compiling their kernels in parallel."""
     steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
     if runner.order is not None:
         check_order(runner.target, steps.keys())

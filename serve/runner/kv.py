@@ -122,7 +122,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(slots=True)
 class KVSlots:
-    """Where each query's KV goes: (T,) int64 in each group, found when it is first asked for."""
+    """The slots that the queries' KV goes to: (T,) int64 in each group, computed at the first use."""
 
     find: Callable[[int], Tensor]
     by_group: dict[int, Tensor] = field(default_factory=dict)

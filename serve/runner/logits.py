@@ -31,7 +31,7 @@ class NodeTokens(NamedTuple):
 
 
 def target_sampling(state: RequestState, requests: Tensor, mode: SamplingMode, path: NodeTokens) -> Sampling:
-    """How the target's token after each row of logits (H, V) is sampled.
+    """Returns the sampling of the target's token after each row of logits (H, V).
 
     requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks
     that `state` holds.

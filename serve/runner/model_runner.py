@@ -69,7 +69,7 @@ class InFlight:
         return results.take([*range(num_slots), *range(first, first + num_chunks)], axis=axis)
 
     def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
-        """Where a logit was NaN, the last token that was emitted is -1."""
+        """Returns errors by slot: where a logit was NaN, the last token that was emitted is -1."""
         last = tokens[np.arange(len(tokens)), np.maximum(counts, 1) - 1]
         wrong = (last < 0) & (counts > 0)
         return {slots[index]: NOT_FINITE for index in np.flatnonzero(wrong).tolist()} if wrong.any() else {}
@@ -100,14 +100,14 @@ class ModelRunner:
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._set_number = 0  # likewise, whose proposals
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
-        self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
+        self._started: torch.cuda.Event | None = None  # start of that plan's pass, on a GPU
         self._clock = CpuClock()
         self._behind: tuple[int, ...] = ()  # slots of the last pass that the drafter is behind,
         self._rows_behind = 0  # and rows of all such passes; of one that does not attend to context:
         self._lagging = set[int]()  # slots whose requests may have deferred rows,
         self._counted = frozenset[int]()  # those of the last pass that was deferred,
         self._most_due = 0  # and at least as many as these had then
-        self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
+        self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
 
     def prepare(self, plan: StepPlan) -> None:
         """Packs what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
@@ -220,10 +220,10 @@ class ModelRunner:
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
     def _extends_later(self, plan: StepPlan) -> bool:
-        """Where no pass is captured, those over roots and prompts alone, after which nothing is drafted, leave the
-        drafter behind: many rows at once take it little more than half of the time that they take pass by pass, and
-        most of them need not be computed at all if it does not attend to context. Not where KV behind a window may be
-        given to another request."""
+        """Whether the plan's pass leaves the drafter behind. Passes that are not captured do, if they are over roots
+        and prompts alone and nothing is drafted after them: many rows at once take the drafter little more than half of
+        the time that they take pass by pass, and most need not be computed at all if it does not attend to context. Not
+        where KV behind a window may go to another request."""
         if self.steps is not None or self.passes.order is not None:
             return False
         if plan.nodes != len(plan.slots) or self._drafts(plan) or rows_of(plan) > MOST_BEHIND:
@@ -236,8 +236,8 @@ class ModelRunner:
         return plan.width > 1 and bool(drafting_slots(plan))
 
     def _catch_up(self, plan: StepPlan) -> None:
-        """Before anyone reads what the drafter would have written: it drafts or, if it attends to context, extends
-        itself by later rows or looks for it in slots and pages that go to other requests."""
+        """Extends the drafter by earlier rows before anyone reads its KV of them: it drafts or, if it attends to
+        context, extends itself by later rows or reads slots and pages that go to other requests."""
         if self._rows_behind:
             is_same = self._behind == plan.slots and not plan.admissions
             if not (is_same and self._rows_behind + rows_of(plan) <= MOST_BEHIND and self._extends_later(plan)):

@@ -22,7 +22,7 @@ from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, Sam
 from slipstream.serve.request import Request
 from slipstream.serve.runner.kv import KVSlots
 
-MOST_ENTRIES = 1024  # of page tables that are uploaded at a time
+MOST_ENTRIES = 1024  # entries of page tables that are uploaded at a time
 
 
 class RequestState:
@@ -73,7 +73,7 @@ class RequestState:
             bias=_zeros((num_slots, vocab_size), torch.float32, device),
         )
 
-        # What captured passes read: how many nodes to verify, then, from index 2 on, slots of decoding requests, slots
+        # Inputs of captured passes: how many nodes to verify, then, from index 2 on, slots of decoding requests, slots
         # to draft for, and changes. Each part begins at 16 bytes: Triton compiles a kernel anew for others.
         room = self.padding + self.padding % 2
         parts = (2, room, room, most_changes(num_slots, MOST_ENTRIES))
@@ -189,8 +189,8 @@ class RequestState:
             self.copy(bias, processors.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks], *, beside: bool = False) -> None:
-        """For the next pass in mode "all": in one copy, since the device waits for it. `beside`: while that pass runs
-        and has not come to them, and none before it that reads masks is left."""
+        """Copies masks for the next pass in mode "all", at once, since the device waits for them. `beside`: that pass
+        runs already, has not come to them, and no earlier pass that reads masks is left."""
         if not masks and not self._is_masked:
             return
         self._is_masked = bool(masks)

@@ -89,11 +89,11 @@ class Runner:
     drafter: Drafter
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
-    usual_nodes: int = MAX_NODES  # of a proposal, but for rare ones that have more
+    usual_nodes: int = MAX_NODES  # nodes of a proposal, but for rare ones that have more
     branches: bool = False  # some proposals are trees, by the drafter or by the host
-    order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
+    order: FixedOrder | None = None  # order of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
-    logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
+    logprobs_of_samples: bool = False  # log-probabilities of the sampled distribution, not of the target's logits
     # What the drafter has not been extended by: passes, if it attends to context, or else rows.
     pending_passes: list[tuple[PassRows, Tensor]] = field(default_factory=list)
     deferred: DeferredRows | None = None
@@ -283,7 +283,7 @@ class Runner:
         nodes = Nodes.of(counts, self.state.device)
         attention = PartsAttention(nodes, verify, prefill)
         is_tree = mask == "tree" and nodes.max_nodes > 1
-        of_nodes = self._nodes(layout, nodes, host, pads=not verify.takes_unlike_counts, is_tree=is_tree)
+        of_nodes = self._nodes(layout, nodes, host, pads=not verify.supports_ragged_nodes, is_tree=is_tree)
         of_prompts = self._prompts(layout, len(counts), nodes.total, host)
         attention.plan(of_nodes, of_prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
@@ -417,7 +417,7 @@ class Runner:
         later: bool,
     ) -> None:
         """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
-        if verified.order is not None and not later:  # of roots and prompts alone it is the rows' own
+        if verified.order is not None and not later:  # roots and prompts alone are in order already
             aux_states = aux_states[verified.order]
         rows = PassRows(
             positions=layout.places,

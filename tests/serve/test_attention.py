@@ -306,10 +306,10 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     of_prompts = None
     if counts:
         ancestors = None if ragged.ancestors is None else split.pad(ragged.ancestors).view(len(counts), -1)
-        own_counts = counts if nodes.takes_unlike_counts else (split.max_nodes,) * len(counts)
+        own_counts = counts if nodes.supports_ragged_nodes else (split.max_nodes,) * len(counts)
         bounds = tuple(length + count for length, count in zip(case.lengths, own_counts, strict=False))
         shape: dict[str, Any] = {"query_lens": own_counts, "kv_bounds": bounds, "ancestors": ancestors}
-        rows_of = (lambda x: x[:first]) if nodes.takes_unlike_counts else split.pad
+        rows_of = (lambda x: x[:first]) if nodes.supports_ragged_nodes else split.pad
         of_nodes = part("verify", slice(len(counts)), rows_of, **shape)
     if lens:
         ends = tuple(scene.ends[len(counts) :])
