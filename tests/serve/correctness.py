@@ -117,7 +117,7 @@ def find_target(kind: str, folder: Path) -> Path:
 
 @cache
 def features(target: Path = TARGET) -> dict[str, dict[str, Any]]:
-    """By name, the sampling parameters of a request that asks for it."""
+    """Sampling parameters by the name of the feature that they ask for."""
     ids = tokenizer(target).encode
     words = [tuple(ids(word, add_special_tokens=False)) for word in (" the", " a", " is", ".", " of the")]
     common = {word[0]: 2.0 for word in words}
@@ -195,7 +195,7 @@ def engine_of(target: Path, drafter: str, folder: Path, expected: dict[str, Answ
 
 
 def answers_alone(target: Path) -> dict[str, Answer]:
-    """Without a draft and without drafts of what grammars force, one at a time."""
+    """The answers to requests that run alone, without a draft and without drafts of forced tokens."""
     engine = build_engine(target, device="cpu", max_running=1)
     return run(engine, requests_of(target, all_cases()))
 

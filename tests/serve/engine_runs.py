@@ -53,7 +53,7 @@ def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> En
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
-    """Without the targets' special ids."""
+    """Returns random tokens without the targets' special ids."""
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
@@ -155,7 +155,7 @@ def run_aborting(
 
 
 def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]]]:
-    """From now on, by request slot: tokens and scores of the last proposal."""
+    """Records from now on the tokens and scores of the last proposal, by request slot."""
     propose = drafter.propose
     proposed = dict[int, tuple[list[int], list[float]]]()
 
@@ -170,8 +170,8 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
 
 
 def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
-    """As `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for its
-    text."""
+    """Runs as `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for
+    its text."""
     proposed = record_proposals(engine.runner.drafter)
 
     def check(*_: object) -> None:

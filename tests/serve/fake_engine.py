@@ -25,7 +25,8 @@ def info(max_model_len: int = CONTEXT, vocab_size: int = VOCABULARY) -> EngineIn
 
 
 def logprobs_of(tokens: list[int], k: int) -> Logprobs:
-    """Its own in quarters below 0; beside it the ids that follow, one less likely than the other."""
+    """Returns log-probabilities: the token's own in quarters below 0, and those of the ids after it, each less likely
+    than the one before."""
     return Logprobs(
         [-1 - token % 7 / 4 for token in tokens],
         [k + 1 + token % 3 for token in tokens],
@@ -50,9 +51,10 @@ def manner(request: Request) -> str:
 
 
 class FakeEngine:
-    """By the namespace of a request, or the salt of a call: "refuse" is refused, "confuse" cannot be queued, "crash"
-    fails in the step, "fail" ends with an error after its first token, "fault" with one that the request is to blame
-    for, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
+    """An engine that follows the namespace of a request, or the salt of a call: "refuse" is refused, "confuse" cannot
+    be queued, "crash" fails in the step, "fail" ends with an error after its first token, "fault" with one that the
+    request is to blame for, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would
+    be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = info(config.max_model_len or CONTEXT)

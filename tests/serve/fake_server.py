@@ -90,7 +90,7 @@ def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Ite
 
 @contextmanager
 def engine_held(server: Server) -> Iterator[None]:
-    """Its engine stands still, so no request ends, however slow what the block does."""
+    """Stops the engine, so that no request ends however slow the block is."""
     engine = psutil.Process(server.api.engine.pid)
     engine.suspend()
     try:
@@ -122,7 +122,7 @@ def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
 
 
 def read_banner(server: subprocess.Popen[str]) -> tuple[str, str, str]:
-    """Its two lines, which come once the server answers, and the address in the first."""
+    """Returns the banner's two lines, which come once the server answers, and the address in the first."""
     assert server.stdout is not None
     first = server.stdout.readline()
     second = server.stdout.readline()

@@ -29,13 +29,13 @@ def known_texts(target: Path) -> list[tuple[int, list[int]]]:
 
 
 def save_dflash(target: Path, folder: Path) -> None:
-    """With windows and a reduced vocabulary."""
+    """Saves a draft with windows and a reduced vocabulary."""
     texts = known_texts(target)
     save_random_dflash(target, folder, texts, sliding_window=24, windowed_layers=(0,), draft_vocab_size=100)
 
 
 def save_dflash2(target: Path, folder: Path) -> None:
-    """With a window that slots of a block see through, and a reduced vocabulary."""
+    """Saves a draft with a window that slots of a block see through, and a reduced vocabulary."""
     window = {"sliding_window": 24, "windowed_layers": (0,), "sliding_window_non_causal": True}
     joined = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6}
     save_random_dflash(target, folder, known_texts(target), draft_vocab_size=100, **window, **joined)

@@ -19,7 +19,7 @@ VISITS_PER_NODE = 4
 
 @dataclass(slots=True)
 class History:
-    """Where the last tokens of a request occur in a namespace."""
+    """The occurrences of a request's last tokens in a namespace."""
 
     root: Node
     num_read: int = 0
@@ -63,7 +63,7 @@ class NgramModel:
     def advance(
         self, gained: dict[int, list[int]], width: int, dropped: bool = False
     ) -> list[tuple[list[int], list[int], int]]:
-        """By row; what `propose` returns for each. `dropped`: the queue has no room for the tokens gained before."""
+        """Returns what `propose` returns, by row. `dropped`: the queue has no room for the tokens gained before."""
         for row, tokens in gained.items():
             self.requests[row].tokens += tokens
         self.scores = []

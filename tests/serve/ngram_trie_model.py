@@ -222,7 +222,7 @@ class Trie:
         return bool(node.children) or self.log.read(node.tail, place.depth - node.depth) is not None
 
     def branches(self) -> list[tuple[str, list[int], list[int]]]:
-        """As NgramCore.branches."""
+        """Returns the branches as NgramCore.branches does."""
         names = {root: name for name, root in self.roots.items()}
         result = []
         for leaf in self.leaves:

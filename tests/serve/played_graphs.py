@@ -60,7 +60,7 @@ class EqualTimes(StepCosts):
 def play_all(
     passes: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
 ) -> tuple[StepGraphs, DraftGraphs | None]:
-    """As `capture_all` of the captured passes."""
+    """Makes played passes, as `capture_all` makes captured ones."""
     steps, drafts = make_graphs(passes, config, widths, node_rows, Player())
     steps.capture_all()
     if drafts is not None:
@@ -92,7 +92,8 @@ class PlayingBuilder(Builder):
         return play_all(passes, self.config, self.widths, self.node_rows)
 
     def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
-        """As if passes of more than 16 rows cost by the row: numbers of nodes then change with the load."""
+        """Returns costs as if passes of more than 16 rows cost by the row: numbers of nodes then change with the
+        load."""
         if steps is None:
             return super().find_costs(steps, drafts)
         target = {rows: max(1.0, rows / 16) for rows in (*steps.sizes, *steps.prompt_sizes)}
@@ -120,14 +121,14 @@ def play(config: EngineConfig) -> Engine:
 
 
 def replays_of(engine: Engine) -> dict[StepKey, int]:
-    """How often each captured target pass has run."""
+    """The number of runs of each captured target pass."""
     steps = engine.runner.steps
     assert steps is not None
     return {key: graphs[-1].num_replays for key, graphs in steps._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]
 
 
 def drafts_of(engine: Engine) -> dict[tuple[int, int, str], int]:
-    """How often each captured draft pass has run: requests, width, mode."""
+    """The number of runs of each captured draft pass: requests, width, mode."""
     drafts = engine.runner.drafts
     assert drafts is not None
     return {key: graphs[-1].num_replays for key, graphs in drafts._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]

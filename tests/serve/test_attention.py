@@ -36,7 +36,8 @@ DTYPES = {
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Backend]:
-    """By its name. Triton's runs under the interpreter; where kernels are compiled for a GPU, their references run."""
+    """Returns the backend of this name. Triton's runs under the interpreter; where kernels are compiled for a GPU,
+    their references run."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         for op in (rotate_and_store, tree_attention, plan_work, ragged_attention):
             monkeypatch.setattr(op, "when", lambda *_args, **_options: request.param == "triton")
@@ -259,7 +260,7 @@ def test_a_ragged_pass_by_the_references_equals_a_loop(name: str) -> None:
 
 
 def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """With rows that nobody uses behind the others."""
+    """Checks a ragged pass with unused rows at its end."""
     scene = scene_of(name, dtype)
     num_used = sum(scene.case.query_lens)
     reference = expected(scene)[:num_used]

@@ -277,7 +277,8 @@ def choices(model: PreTrainedModel, tokens: list[int]) -> NDArray[np.bool_]:
 
 
 def hit_shares(experts: NDArray[np.bool_], requests: int) -> dict[int, float]:
-    """By number of rows: the share of a layer's experts that so many rows hit, as many neighbours of each request."""
+    """The share of a layer's experts that rows hit, by the number of rows, which are equal numbers of neighbours of
+    each request."""
     rng = np.random.default_rng(0)
     shares = dict[int, float]()
     for size in (size for size in SIZES if size >= requests):

@@ -17,7 +17,7 @@ NUM_PAGES = 40
 
 
 def random_state(num_slots: int = 6) -> RequestState:
-    """With two page tables."""
+    """Returns a state with two page tables."""
     state = RequestState(num_slots, NUM_PAGES, PAGE_SIZE, 1, torch.device("cpu"), num_groups=2)
     for pages in state.pages:
         pages[:num_slots] = 1 + torch.randperm(num_slots * NUM_PAGES).view(num_slots, NUM_PAGES)

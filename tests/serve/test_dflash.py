@@ -133,7 +133,7 @@ class Oracle:
 
 
 def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
-    """How often a step accepted none, some and all of the `depth` drafted tokens of a request."""
+    """Counts the steps that accepted none, some and all of the `depth` drafted tokens of a request."""
     counts = [answer.counts for answer in answers.values()]
     at_least = [sum(count.rounds for count in counts)]
     at_least += [sum((count.accepted_by_position + [0] * depth)[j] for count in counts) for j in range(depth)]

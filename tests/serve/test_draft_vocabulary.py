@@ -43,7 +43,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def save_map(folder: Path, size: int = 60, special_ids: tuple[int, ...] = (EOS,)) -> str:
-    """Its path, for drafter.token_map."""
+    """Saves a token map and returns its path, for drafter.token_map."""
     counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
     TokenMap.build(counts, size, list(special_ids), {}).write(folder / "map.safetensors")
     return str(folder / "map.safetensors")

@@ -1,4 +1,4 @@
-"""How drafters are found by name or checkpoint, and which of their options are refused."""
+"""Tests the choice of drafters by name or checkpoint, and the options that are refused."""
 
 import json
 from collections.abc import Callable

@@ -46,7 +46,7 @@ HEADS = SHAPE["num_key_value_heads"]
 
 
 def scales_of(engine: Engine) -> list[list[list[float]]]:
-    """By layer, of keys and of values, by head."""
+    """The scales of keys and of values, by layer and head."""
     return [scale.tolist() for scale in engine.runner.passes.kv[0].layer_scales if scale is not None]
 
 

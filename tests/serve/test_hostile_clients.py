@@ -37,7 +37,8 @@ VALUES = NUMBERS + [shape % number for shape, number in product(SHAPES, NUMBERS)
 
 
 def raw(server: Server, request: bytes, *, half_closes: bool = False) -> bytes:
-    """All that comes back on a connection that sends `request` and, with `half_closes`, says that it is done."""
+    """Returns all that comes back on a connection that sends `request` and, with `half_closes`, closes its sending
+    side."""
     with socket.create_connection(server.listener.getsockname()[:2], timeout=120) as connection:
         try:
             connection.sendall(request)

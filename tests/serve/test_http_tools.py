@@ -141,7 +141,7 @@ def test_stop_strings_and_lengths_end_a_call(url: str) -> None:
 
 
 def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[float]]]:
-    """By choice: the spelling of the tokens that have log-probabilities, and these."""
+    """The spelling of the tokens that have log-probabilities, and the log-probabilities, by choice."""
     answer = httpx.post(url + CHAT, json={**body, "logprobs": True, "top_logprobs": 1, "stream": stream}, timeout=120)
     assert answer.status_code == 200, answer.text
     choices: dict[int, tuple[str, list[float]]] = {}

@@ -14,7 +14,7 @@ Text = tuple[str, tuple[int, ...]]
 
 
 def store(cache: PageCache, tokens: list[int], namespace: str = "", lookahead: int = 0) -> None:
-    """As if a sequence had computed all of `tokens` but the last one, and ended."""
+    """Stores pages as a sequence does that has computed all of `tokens` but the last one, and ended."""
     table = PageTable(namespace, lookahead)
     assert cache.admit(table, tokens, len(tokens), headroom=0)
     cache.release(table, tokens, len(tokens) - 1)
@@ -424,7 +424,7 @@ class GroupsModel(TextModel):
         return all(attached.issuperset(texts[first:]) for first, attached in zip(firsts, self.attached, strict=True))
 
     def run_pass(self, run: Run, end: int, num_spoiled: int, tokens: list[int]) -> None:
-        """A pass over tokens [num_computed, end): it reads what windows show, and writes; `tokens` are all."""
+        """Runs a pass over tokens [num_computed, end): it reads the pages of windows, and writes; `tokens` are all."""
         start = run.num_computed
         size = self.page_size
         for window, pages, texts_of_pages in zip(self.windows, run.table.windows, self.written, strict=True):

@@ -111,8 +111,8 @@ BuildDrafted = Callable[..., Engine]
 def drafted(
     drafters: Collection[str], *factors: Collection[Any], in_gate: Collection[tuple[Any, ...]] = ()
 ) -> list[Any]:
-    """For parametrize: the product of all drafters and `factors`. The gate runs `drafters`, as `rotating` has it, and
-    `in_gate`."""
+    """Returns cases for parametrize: the product of all drafters and `factors`. The gate runs `drafters`, as `rotating`
+    has it, and `in_gate`."""
     other_drafters = [name for name in (*DRAFTERS, *BLOCKS) if name not in drafters]
     return [*rotating(drafters, *factors), *gate_of(product(other_drafters, *factors), in_gate)]
 
@@ -529,7 +529,7 @@ Proposals = dict[tuple[int, ...], list[list[int]]]  # by request's seed and text
 
 
 def record(engine: Engine, proposals: Proposals) -> None:
-    """From now on notes what is proposed. Raises AssertionError where a text had another proposal before."""
+    """Records all proposals from now on. Raises AssertionError where a text had another proposal before."""
 
     def look(event: str, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
@@ -587,8 +587,8 @@ def preempt_some(engine: Engine, rng: random.Random) -> None:
 
 
 def watch(engine: Engine) -> Counter[str]:
-    """From now on counts steps with nodes and chunks, steps that verify different numbers of nodes of their requests,
-    accepted tokens, and prompts that begin in the cache."""
+    """Counts from now on the steps with nodes and chunks, steps that verify different numbers of nodes of their
+    requests, accepted tokens, and prompts that begin in the cache."""
     counts = Counter[str]()
     read = engine._read
 

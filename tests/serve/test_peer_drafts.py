@@ -128,7 +128,8 @@ def test_speculators_dflash(fields: dict[str, Any], target: Path, tmp_path: Path
 
 
 def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]) -> None:
-    """As their trainer does: a model from its arguments, here with the weights of `draft`, saved in bf16."""
+    """Saves a draft as the package's trainer does: a model from its arguments, here with the weights of `draft`, in
+    bf16."""
     speculators = pytest.importorskip("speculators", reason="the package speculators is not installed")
     from speculators.train.cli import create_transformer_layer_config
 
@@ -157,7 +158,7 @@ def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers
 
 
 def assert_same_files(written_folder: Path, other: Path) -> None:
-    """But for the versions of libraries."""
+    """Asserts that both folders are equal but for the versions of libraries."""
     first, second = (json.loads((folder / "config.json").read_text()) for folder in (written_folder, other))
     for values in (first, second):
         del values["transformers_version"], values["transformer_layer_config"]["initializer_range"]

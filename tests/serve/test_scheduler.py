@@ -60,7 +60,7 @@ class Recorder:
     def step(
         self, *emitted: list[int], drafted: int = 3, prompt_tokens: int | None = None
     ) -> tuple[list[tuple[str, int, int]], list[Output]]:
-        """Its chunks, and what the decoding requests output, of which there are none if none emits anything."""
+        """Runs a step and returns its chunks and the outputs of the decoding requests, none if nothing is emitted."""
         scheduler = self.scheduler
         sequences = scheduler.next_decodes(RESERVE) if emitted else []
         scheduler.check()
@@ -75,7 +75,7 @@ class Recorder:
         return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks], outputs
 
     def decoding(self) -> list[str]:
-        """Who would decode in a step; it is not launched."""
+        """The requests that would decode in a step, which is not launched."""
         sequences = self.scheduler.next_decodes(RESERVE)
         for sequence in sequences:
             sequence.in_flight.pop()

@@ -255,7 +255,7 @@ class Grower:
 
 
 def compare(seeds: range) -> int:
-    """How many schemas were compared."""
+    """Compares schemas and returns their number."""
     compared = 0
     for seed in seeds:
         rng = random.Random(seed)

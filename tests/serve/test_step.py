@@ -172,7 +172,7 @@ def build_tree_engine(
 
 
 def watch_moves(engine: Engine) -> list[int]:
-    """By step from now on: accepted nodes whose KV had to be moved."""
+    """Records from now on the accepted nodes whose KV had to be moved, by step."""
     moves = list[int]()
     read = engine._read
 

@@ -86,7 +86,7 @@ def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempP
 
 
 def record(engine: Engine) -> Recorded:
-    """From now on: the plans that are launched, and what they yield if that is read."""
+    """Records from now on the plans that are launched, and their outputs if they are read."""
     recorded = Recorded()
     places = dict[int, int]()
     read = engine._read
@@ -133,7 +133,7 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
 
 
 def committed_places(engine: Engine, group: int, slots: Sequence[int]) -> Tensor:
-    """Where the cache has the tokens of the requests in these slots."""
+    """The places in the cache of the tokens of the requests in these slots."""
     state = engine.runner.state
     size = engine.config.page_size
     pages = state.pages[group].cpu()

@@ -14,7 +14,7 @@ TASKS = ["choices", "continuations"]
 
 
 def answers(manager: Any, kind: str, **options: Any) -> dict[str, Any]:
-    """By task: what the model gave to each request."""
+    """The model's answers to each request, by task."""
     results = simple_evaluate(model=kind, model_args=options, tasks=TASKS, task_manager=manager, bootstrap_iters=0)
     return {task: [sample["resps"] for sample in results["samples"][task]] for task in TASKS}
 
