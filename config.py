@@ -9,6 +9,8 @@ A dataclass of options may also have these attributes, without annotations since
     ALIASES = {"--fast": "--no-exact"}              words that stand for others
     FIRST = "run"                                   the option that a first word without a flag gives
     HIDDEN = frozenset({"width"})                   fields that programs set and users do not
+    choose_defaults(values) -> defaults             (class method) by dotted names, in view of all values: they hold
+                                                    where neither a file nor a flag gives the option
 """
 
 import argparse
@@ -109,6 +111,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     if first is not None and words and not words[0].startswith("-"):
         words[0] = f"--{first}={words[0]}"
     words = expand(config_class, files_first(words))
+    if hasattr(config_class, "choose_defaults"):
+        values = parse_or_exit(parser, [word for word in words if not word.startswith("--print")])
+        parser.set_defaults(config_class.choose_defaults(values.as_dict()))
     return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 

@@ -37,6 +37,7 @@ from slipstream.models.drafts.block_layouts import (
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
+from slipstream.models.drafts.interchange import SERVERS, broken_rules, draft_values, shown
 from slipstream.models.drafts.speculators_layout import (
     AUX_LAYERS,
     DECODER_FIELDS,
@@ -94,6 +95,7 @@ class Draft(NamedTuple):
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     layers: tuple[int, ...]  # target states it picks (ids of models/targets/config.py); EAGLE picks none
+    options: Mapping[str, Any]  # those that made it (models/drafts/interchange.py)
 
 
 class TargetFiles(NamedTuple):
@@ -201,7 +203,7 @@ def read_draft(form: Form, path: Path, target: TargetFiles, choices: Choices) ->
     dtype = str(dtype_of(tensors)).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
     layers = module.config.aux_layers if module.layers_field else ()
-    return Draft(values, tensors, layers)
+    return Draft(values, tensors, layers, draft_values(module.config))
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -214,27 +216,24 @@ def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
 
 def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     """z-lab's files of DFLASH and DFlash 2, SpecForge's of DSpark, NVIDIA's of LiLiCorr; ours beside their fields."""
+    check_loads_in_sglang(draft)
     fields = draft.values["dflash_config"]
-    from_anchor = draft.values["sample_from_anchor"]
     heads = heads_of(fields)
-    if "markov" in heads or "confidence" in heads:
-        if not from_anchor:
-            raise ValueError(
-                "this draft has a Markov or a confidence head and does not predict at the anchor (sample_from_anchor); "
-                "SGLang's DSPARK does: use layout speculators"
-            )
-        if heads - {"markov", "confidence"} or "markov" not in heads:
-            raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))}: use layout slipstream")
-        nested = {**fields, "projector_type": "dspark", "attention_mode": "gqa"}
-        nested.setdefault("confidence_head_with_markov", "confidence" in heads)
-        return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
-    if from_anchor:
+    if "markov" not in heads:
+        return draft
+    nested = {**fields, "projector_type": "dspark", "attention_mode": "gqa"}
+    nested.setdefault("confidence_head_with_markov", "confidence" in heads)
+    return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
+
+
+def check_loads_in_sglang(draft: Draft) -> None:
+    """Raises ValueError for a draft that SGLang does not load."""
+    drafter = draft.values["drafter"]
+    for rule in broken_rules("sglang", drafter, draft.options):
         raise ValueError(
-            "this draft also predicts at the anchor (sample_from_anchor); SGLang's DFLASH does not: use layout deepspec"
+            f"{rule.option} is {shown(draft.options[rule.option])} in this draft, but {SERVERS['sglang']} "
+            f"{rule.reason}: use layout slipstream or another server's"
         )
-    if "scorer" in heads and "selector" in heads or ("conv" in heads and not heads & {"scorer", "selector"}):
-        raise ValueError(f"SGLang has no draft with {', '.join(sorted(heads))} alone: use layout slipstream")
-    return draft
 
 
 def heads_of(values: Mapping[str, Any]) -> set[str]:
@@ -271,7 +270,8 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
     values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
     dtype = dtype_of(draft.tensors)
     copies = {key: copy.to(dtype) for key, copy in target.shared.items()}
-    return Draft({**values, **flat, "architectures": ["Qwen3DSparkModel"]}, {**copies, **draft.tensors}, draft.layers)
+    values |= {**flat, "architectures": ["Qwen3DSparkModel"]}
+    return draft._replace(values=values, tensors={**copies, **draft.tensors})
 
 
 def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
@@ -295,7 +295,7 @@ def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
     names = {prefix: name for name, prefix in HEAD_NAMES.items() if name != "logit_head."}
     tensors = {_renamed(key, names): tensor for key, tensor in draft.tensors.items()}
     values = {**draft.values, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
-    return Draft(values, tensors, draft.layers)
+    return draft._replace(values=values, tensors=tensors)
 
 
 def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
@@ -311,12 +311,17 @@ def block_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     return _speculators_draft(draft, draft.tensors, copies, target)
 
 
-def eagle3_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
-    if draft.values["model_type"] == "qwen3":
-        raise ValueError(
-            "this draft has norms of queries and keys (qk_norm); SGLang's EAGLE3 has none: use layout speculators"
-        )
+def checked_for_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+    check_loads_in_sglang(draft)
     return draft
+
+
+def eagle_to_sglang(draft: Draft, target: TargetFiles) -> Draft:
+    """With a bias of zeros where fc has none, since SGLang's always has one."""
+    weight = draft.tensors["fc.weight"]
+    tensors = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **draft.tensors}
+    values = {name: value for name, value in draft.values.items() if name != "bias"}
+    return checked_for_sglang(Draft(values, tensors, draft.layers, {**draft.options, "bias": True}), target)
 
 
 def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
@@ -336,7 +341,8 @@ def _speculators_draft(
 ) -> Draft:
     dtype = dtype_of(draft.tensors)
     values = to_speculators(draft.values, draft.values["target"], target.architectures)
-    return Draft(values, {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}, draft.layers)
+    tensors = {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}
+    return draft._replace(values=values, tensors=tensors)
 
 
 FORMS = {
@@ -353,10 +359,10 @@ FORMS = {
     ),
     "eagle3": Form(
         Eagle3,
-        {"sglang": eagle3_to_sglang, "speculators": eagle3_to_speculators, "slipstream": as_it_is},
+        {"sglang": checked_for_sglang, "speculators": eagle3_to_speculators, "slipstream": as_it_is},
         (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", POST_NORM, *EAGLE3_FLAGS, *MODELOPT_FIELDS),
     ),
-    "eagle": Form(Eagle, {"sglang": as_it_is, "slipstream": as_it_is}, ("bias", "qkv_bias")),
+    "eagle": Form(Eagle, {"sglang": eagle_to_sglang, "slipstream": as_it_is}, ("bias", "qkv_bias")),
 }
 
 

@@ -41,6 +41,7 @@ WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # 
 # Options that may change when a run continues.
 FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
+    "draft.interchange",  # the options that it chooses are compared
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
     "evaluation.patience",
 )

@@ -150,5 +150,7 @@ class BlockEvaluationOptions(EvaluationOptions):
 class DFlashOptions(DraftRunOptions):
     """Trains a DFLASH block draft for a target."""
 
+    DRAFTER = "dflash"
+
     draft: DraftOptions = field(default_factory=DraftOptions)
     evaluation: BlockEvaluationOptions = field(default_factory=BlockEvaluationOptions)

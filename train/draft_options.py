@@ -1,10 +1,12 @@
 """Options that the programs of several drafts share. Imports nothing that takes long, so that wrong ones are refused at
 once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from slipstream.models.drafts.interchange import check_options, nearest_values
 from slipstream.models.files.names import check_checkpoint, check_file, check_folder
 from slipstream.models.files.outputs import step_folders
 from slipstream.train.options import RunOptions
@@ -18,6 +20,9 @@ class BaseDraftOptions:
     """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
     intermediate_size: int | None = None
     """width of the draft's MLPs; default: the target's"""
+    interchange: Literal["own", "sglang", "vllm"] = "own"
+    """server that has to load the draft, too: sets the other defaults of `draft` so, and refuses options that it does
+    not load (docs/convert.md); own: this project's alone"""
 
     def __post_init__(self) -> None:
         size = self.intermediate_size
@@ -50,6 +55,8 @@ class ChainDraftOptions(BaseDraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRunOptions(RunOptions):
+    DRAFTER: ClassVar[str]  # its kind, as files name it
+
     draft: BaseDraftOptions
     target: str
     """target model: folder or hub id"""
@@ -65,8 +72,19 @@ class DraftRunOptions(RunOptions):
     """compile the target's layers at the first step, which makes later ones faster; for dense targets that transformers
     runs, sharded ones among them, on a GPU"""
 
+    @classmethod
+    def choose_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of `draft` that `draft.interchange` chooses, given all options as they are without it."""
+        draft = values["draft"]
+        server = draft["interchange"]
+        if server == "own":
+            return {}
+        nearest = nearest_values(server, cls.DRAFTER, draft)
+        return {f"draft.{name}": value for name, value in nearest.items() if name != "interchange"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_options(self.draft.interchange, self.DRAFTER, vars(self.draft))
         if self.target_sharding != "none" and self.data.aux_states is not None:
             reason = "processes would run the target unequally often"
             if self.data.aux_states_missing == "error":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.models.drafts.base import HEAD, DraftNetwork, Network
+from slipstream.models.drafts.interchange import check_options, draft_values
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.atomic import FolderLock
 from slipstream.models.files.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
@@ -188,6 +189,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     options = files.options
     own = options.draft if files.start is None else inherit(options.draft, files.start.config)
     draft: Any = kind.new_draft(own, files)
+    check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
     target = files.freeze(draft.config.aux_layers)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)

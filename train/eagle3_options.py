@@ -59,4 +59,6 @@ class DraftOptions(ChainDraftOptions):
 class Eagle3Options(DraftRunOptions):
     """Trains an EAGLE3 draft for a target."""
 
+    DRAFTER = "eagle3"
+
     draft: DraftOptions = field(default_factory=DraftOptions)

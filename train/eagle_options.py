@@ -35,4 +35,6 @@ class DraftOptions(ChainDraftOptions):
 class EagleOptions(DraftRunOptions):
     """Trains an EAGLE draft for a target."""
 
+    DRAFTER = "eagle"
+
     draft: DraftOptions = field(default_factory=DraftOptions)

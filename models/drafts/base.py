@@ -42,6 +42,7 @@ OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash
 FOREIGN_ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
     "LlamaForCausalLMEagle": "eagle",
     "EagleLlamaForCausalLM": "eagle",
     "Qwen2ForCausalLMEagle": "eagle",

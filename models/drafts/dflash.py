@@ -156,8 +156,10 @@ class DFlashConfig(DraftConfig):
     def to_json(self) -> dict[str, Any]:
         """Layer ids count outputs, which is also the convention of the public field."""
         windowed = [layer in self.windowed_layers for layer in range(self.num_layers)]
-        public = {"sliding_window_non_causal": True, "is_causal": False}  # speculators' and z-lab's
-        non_causal = public if self.sliding_window_non_causal else {}
+        non_causal = self.sliding_window_non_causal
+        window: dict[str, Any] = {}
+        if self.windowed_layers:  # the fields of speculators and z-lab; DFlash 2 without them is not causal here
+            window = {"sliding_window_non_causal": non_causal} | ({"is_causal": False} if non_causal else {})
         fields = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)}
         return {
             "architectures": [self.architecture],
@@ -165,13 +167,14 @@ class DFlashConfig(DraftConfig):
             "block_size": self.block_size,
             "num_target_layers": self.target_num_layers,
             "dflash_config": fields | self._heads_to_json(),
+            **self._markov_to_json(),
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
             "layer_types": ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed],
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
-            **non_causal,
+            **window,
             "sample_from_anchor": self.sample_from_anchor,
             "drafter": "dflash",
         }
@@ -184,6 +187,17 @@ class DFlashConfig(DraftConfig):
         if self.markov_rank or self.confidence_head or self.sample_from_anchor:
             return "DSparkDraftModel"
         return "DFlash2DraftModel" if self.conv_kernel_size or self.selector_rank else "DFlashDraftModel"
+
+    def _markov_to_json(self) -> dict[str, Any]:
+        """Fields of a Markov head at the top level, the only place where SGLang's DSPARK and vLLM's read them."""
+        if not self.markov_rank:
+            return {}
+        return {
+            "markov_rank": self.markov_rank,
+            "markov_head_type": self.markov_head_type,
+            "enable_confidence_head": self.confidence_head,
+            "confidence_head_with_markov": self.confidence_head,
+        }
 
     def _heads_to_json(self) -> dict[str, Any]:
         """Fields of `dflash_config` that differ from a plain draft's."""

@@ -59,7 +59,7 @@ class EagleConfig(DraftConfig):
             "architectures": ["LlamaForCausalLMEagle"],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            "bias": self.fc_bias,
+            **({} if self.fc_bias else {"bias": False}),  # SGLang takes true for biases of attention
             "qkv_bias": self.qkv_bias,
             **decoder_to_json(self),
             **window_to_json(self),

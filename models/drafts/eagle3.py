@@ -86,7 +86,7 @@ class Eagle3Config(DraftConfig):
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "architectures": ["Qwen3ForCausalLMEagle3" if self.qk_norm else "LlamaForCausalLMEagle3"],
+            "architectures": ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"],  # as vLLM does
             "model_type": "qwen3" if self.qk_norm else "llama",
             "target_hidden_size": self.target_hidden_size,
             "num_hidden_layers": self.num_layers,

@@ -108,9 +108,11 @@ def _block_kind(values: Mapping[str, Any]) -> str:
 
 
 def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
-    """Tokens drafted in a round, and this draft's own fields."""
+    """Tokens drafted in a round, and this draft's own fields. Of a draft without windows vLLM applies
+    `sliding_window_non_causal` to all layers, so there it is true."""
     config = values["dflash_config"]
     from_anchor = values.get("sample_from_anchor", False)
+    has_window = values.get("sliding_window") is not None
     heads = {name: config.get(name, False) for name in BLOCK_HEADS[kind]}
     if kind == "dspark":
         heads |= {
@@ -125,7 +127,7 @@ def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, 
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
         "mask_token_id": config["mask_token_id"],
         "sample_from_anchor": from_anchor,
-        "sliding_window_non_causal": values.get("sliding_window_non_causal", False),
+        "sliding_window_non_causal": values.get("sliding_window_non_causal", False) or not has_window,
         **heads,
     }
 

@@ -39,10 +39,10 @@ class Runs:
         return self.capsys.readouterr().err
 
     def assert_round_trips(self, draft: Path) -> None:
-        """public -> speculators -> speculators -> public: the same files, bit by bit."""
+        """ours -> speculators -> speculators -> ours: the same files, bit by bit."""
         first, _ = self.convert(draft, "speculators")
         again, _ = self.convert(first, "speculators")
-        back, _ = self.convert(again, "sglang")
+        back, _ = self.convert(again, "slipstream")
         assert_equal_checkpoints(draft, back)
         assert_equal_checkpoints(first, again)
         assert json.loads((back / "run.json").read_text())["converted"] == str(again)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from slipstream.data_tools.convert import main, read_target
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.targets.decoder import load_config
@@ -300,9 +301,9 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
         **dict.fromkeys(absent),
         architectures=["LlamaForCausalLM"],
     )
-    assert "the draft names no target; add --target" in llama.refused(draft, "sglang")
-    assert f"draft config lacks {AUX_LAYERS}" in llama.refused(draft, "sglang", "--target", str(llama.target))
-    folder, _ = llama.convert(draft, "sglang", "--target", str(llama.target), "--aux-layers", "[1, 2, 3]")
+    assert "the draft names no target; add --target" in llama.refused(draft, "slipstream")
+    assert f"draft config lacks {AUX_LAYERS}" in llama.refused(draft, "slipstream", "--target", str(llama.target))
+    folder, _ = llama.convert(draft, "slipstream", "--target", str(llama.target), "--aux-layers", "[1, 2, 3]")
     output = load_file(folder / "model.safetensors")
     assert torch.equal(
         fused(output)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
@@ -371,14 +372,19 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) 
     }
     embedding = load_file(llama.target / "model.safetensors")["model.embed_tokens.weight"]
     torch.save(tensors | {"embed_tokens.weight": embedding.bfloat16()}, foreign / "pytorch_model.bin")
-    folder, printed = llama.convert(foreign, "sglang")
+    folder, printed = llama.convert(foreign, "slipstream")
     assert_equal_checkpoints(draft, folder)
     assert "note:" not in printed
+    if fields == {"fc_bias": False}:
+        folder, _ = llama.convert(foreign, "sglang")
+        bias = load_draft(Eagle, folder, load_config(llama.target), None, torch.device("cpu")).fc.bias
+        assert not bias.any(), "SGLang's fc has a bias, random where the file has none"
+        assert "bias" not in values_of(folder), "by which SGLang means biases of attention"
     torch.save(tensors | {"embed_tokens.weight": embedding + 1}, foreign / "pytorch_model.bin")
-    output = load_file(llama.convert(foreign, "sglang")[0] / "model.safetensors")
+    output = load_file(llama.convert(foreign, "slipstream")[0] / "model.safetensors")
     assert torch.equal(output["embed_tokens.weight"], embedding + 1)
     torch.save(tensors | {"lm_head.weight": embedding + 1}, foreign / "pytorch_model.bin")
-    assert "lm_head.weight is not the target's" in llama.refused(foreign, "sglang")
+    assert "lm_head.weight is not the target's" in llama.refused(foreign, "slipstream")
 
 
 def test_speculators_cannot_hold_eagle(llama: Runs) -> None:

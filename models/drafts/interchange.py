@@ -1,0 +1,185 @@
+"""Which drafts SGLang and vLLM load, by the options that made them.
+
+This table decides for `draft.interchange` of training, for `slipstream convert` and for model cards; docs/convert.md
+shows it. It states what the loaders in the sources of these versions do; the servers were not run. Imports nothing that
+takes long.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Server = Literal["sglang", "vllm"]
+Values = Mapping[str, Any]  # options of `draft` by name; an absent one, or None, takes a default that loads
+
+SERVERS: dict[Server, str] = {"sglang": "SGLang 0.5.23", "vllm": "vLLM 0.33"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a server's loader needs of one option of `draft`."""
+
+    option: str
+    holds: Callable[[Values], bool]
+    value: Any  # the nearest one that loads; None: leave the option out
+    reason: str  # continues a sentence that begins with the server
+
+    @property
+    def remedy(self) -> str:
+        return "leave it out" if self.value is None else f"give {shown(self.value)}"
+
+
+def shown(value: Any) -> str:
+    """A value as users write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def requires(option: str, value: Any, reason: str, *, unless: Iterable[str] = ()) -> Rule:
+    """The option has this value; any of the options `unless` lifts that."""
+
+    def holds(values: Values) -> bool:
+        return values.get(option, value) in (value, None) or any(values.get(name) for name in unless)
+
+    return Rule(option, holds, value, reason)
+
+
+def is_ascending(values: Values) -> bool:
+    layers = values.get("aux_layers")
+    return layers is None or all(first < second for first, second in zip(layers, layers[1:], strict=False))
+
+
+def states_before_end(margin: int) -> Callable[[Values], bool]:
+    """No state is one of the last `margin` layer outputs, or the one after the final norm; as far as the target's depth
+    is known. A draft without fc reads the latter in another way."""
+
+    def holds(values: Values) -> bool:
+        layers = values.get("aux_layers")
+        depth = values.get("target_num_layers")
+        return layers is None or depth is None or not values.get("has_fc", True) or max(layers) < depth - margin
+
+    return holds
+
+
+def has_several_states(values: Values) -> bool:
+    layers = values.get("aux_layers")
+    return layers is None or len(layers) > 1 or not values.get("has_fc", True)
+
+
+ASCENDING = Rule("aux_layers", is_ascending, None, "hands states over in the order of the layers")
+SGLANG_STATES = Rule("aux_layers", states_before_end(1), None, "has no state after the last layer")
+VLLM_STATES = Rule("aux_layers", states_before_end(0), None, "has no state after the final norm")
+ANCHOR = requires(
+    "sample_from_anchor", False, "lets the anchor predict only in drafts with a Markov head", unless=["markov_rank"]
+)
+CONFIDENCE = requires(
+    "confidence_head", False, "has confidence heads only beside a Markov head", unless=["markov_rank"]
+)
+CONVOLUTIONS = requires(
+    "conv", False, "has convolutions only beside a selector or LiLiCorr", unless=["selector_rank", "lilicorr"]
+)
+RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
+    ("sglang", "eagle3"): (
+        requires("norm_before_residual", False, "adds to the hidden state before its norm, whatever the file says"),
+        requires("qk_norm", False, "has no norms of queries and keys in an EAGLE3 layer"),
+        requires("num_layers", 1, "looks for the norms of further layers under another name"),
+        requires("attention_bias", False, "has no biases of queries, keys and values in an EAGLE3 layer"),
+        Rule("aux_layers", has_several_states, None, "does not apply fc to a single state"),
+        ASCENDING,
+        SGLANG_STATES,
+    ),
+    ("vllm", "eagle3"): (ASCENDING, VLLM_STATES),
+    ("sglang", "eagle"): (
+        requires("bias", True, "leaves the bias of fc random where the file has none"),
+        requires("qkv_bias", False, "has no biases of queries, keys and values in an EAGLE layer"),
+        requires("vocabulary", None, "ignores the token map of an EAGLE draft (it has --speculative-token-map)"),
+    ),
+    ("vllm", "eagle"): (
+        Rule("interchange", lambda _: False, "own", "has no loader for the architecture LlamaForCausalLMEagle"),
+    ),
+    ("sglang", "dflash"): (
+        requires("vocabulary", None, "ignores the token map of a block draft"),
+        ANCHOR,
+        CONFIDENCE,
+        CONVOLUTIONS,
+        ASCENDING,
+        SGLANG_STATES,
+    ),
+    ("vllm", "dflash"): (
+        ANCHOR,
+        CONFIDENCE,
+        CONVOLUTIONS,
+        Rule(
+            "conv",
+            lambda values: bool(values.get("conv")) or not values.get("selector_rank"),
+            True,
+            "has the selector only beside convolutions",
+        ),
+        Rule(
+            "markov_head_type",
+            lambda values: values.get("markov_head_type", "vanilla") == "vanilla" or not values.get("markov_rank"),
+            "vanilla",
+            "has no gated Markov head",
+        ),
+        Rule(
+            "vocabulary",
+            lambda values: (
+                values.get("vocabulary") is None or not (values.get("selector_rank") or values.get("lilicorr"))
+            ),
+            None,
+            "has the selector and LiLiCorr only with the target's whole vocabulary",
+        ),
+        Rule(
+            "vocabulary",
+            lambda values: values.get("vocabulary") is None or values.get("sliding_window") is None,
+            None,
+            "reads windows otherwise in the layout that a token map needs (speculators)",
+        ),
+        ASCENDING,
+        VLLM_STATES,
+    ),
+}
+
+
+def broken_rules(server: Server, drafter: str, values: Values) -> list[Rule]:
+    """Why the server does not load such a draft; empty: it does."""
+    return [rule for rule in RULES[server, drafter] if not rule.holds(values)]
+
+
+def nearest_values(server: Server, drafter: str, values: Values) -> dict[str, Any]:
+    """The options to change, and to what, so that the server loads such a draft."""
+    changed = dict[str, Any]()
+    for rule in RULES[server, drafter]:
+        if not rule.holds({**values, **changed}):
+            changed[rule.option] = rule.value
+    return changed
+
+
+def check_options(server: str, drafter: str, values: Values) -> None:
+    """Raises ValueError for an option of training that gives a draft which the server `draft.interchange` does not
+    load."""
+    if server == "own":
+        return
+    for rule in broken_rules(server, drafter, values):  # type: ignore[arg-type]
+        remedy = rule.remedy if rule.option == "interchange" else f"{rule.remedy}, or set draft.interchange to own"
+        raise ValueError(
+            f"draft.{rule.option} is {shown(values.get(rule.option))}, but draft.interchange is {server}: "
+            f"{SERVERS[server]} {rule.reason}; {remedy}"  # type: ignore[index]
+        )
+
+
+def draft_values(config: Any) -> dict[str, Any]:
+    """A draft's config under the names of the options that made it."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    size = values["draft_vocab_size"]
+    values["vocabulary"] = None if size == values["vocab_size"] else size
+    values["conv"] = bool(values.get("conv_kernel_size"))
+    values["bias"] = values.get("fc_bias", True)
+    return values
+
+
+def layout_for(server: Server, drafter: str, values: Values) -> str:
+    """The layout of `slipstream convert` in which the server loads such a draft; slipstream: as training writes it."""
+    needs_head = server == "vllm" and drafter == "dflash" and values.get("vocabulary") is not None
+    return "speculators" if needs_head else "slipstream"

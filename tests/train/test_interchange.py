@@ -1,0 +1,236 @@
+"""`draft.interchange`: what a server loads is accepted and written so that it does, all else is refused by name. The
+oracle is tests/server_loaders.py, which states the servers' rules again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate import Accelerator
+
+from slipstream.config import parse
+from slipstream.data_tools.convert import convert
+from slipstream.data_tools.verb_options import ConvertConfig
+from slipstream.models.drafts.interchange import RULES, Rule, broken_rules, draft_values, layout_for
+from slipstream.tests import server_loaders
+from slipstream.train.dflash import DFlashTraining
+from slipstream.train.dflash_options import DFlashOptions
+from slipstream.train.draft_setup import TargetFiles, build
+from slipstream.train.eagle import EagleTraining
+from slipstream.train.eagle3 import Eagle3Training
+from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
+from slipstream.train.eagle_options import EagleOptions
+
+DEPTH = 4  # layers of the target
+KINDS: dict[str, tuple[Any, Any]] = {
+    "eagle3": (Eagle3Options, Eagle3Training),
+    "eagle": (EagleOptions, EagleTraining),
+    "dflash": (DFlashOptions, DFlashTraining),
+}
+SIZES = {"dflash": ["--draft.num_layers=2", "--draft.block_size=4", "--draft.mask_token_id=7"]}
+MAP = "--draft.vocabulary=MAP"  # stands for a token map
+CONV = "--draft.conv=true"
+SELECTOR = "--draft.selector_rank=8"
+MARKOV = "--draft.markov_rank=8"
+GATED = "--draft.markov_head_type=gated"
+CONFIDENCE = "--draft.confidence_head=true"
+ANCHOR = "--draft.sample_from_anchor=true"
+LILICORR = "--draft.lilicorr={candidate_topk: 4, hidden_size: 16, num_layers: 1, num_heads: 2, factor_dim: 12}"
+WINDOWS = ("--draft.sliding_window=6", "--draft.windowed_layers=[0]")
+NON_CAUSAL = "--draft.sliding_window_non_causal=true"
+CASES: dict[str, list[tuple[str, ...]]] = {
+    "eagle3": [
+        (),
+        (MAP,),
+        ("--draft.norm_before_residual=true",),
+        ("--draft.norm_before_fc=true", "--draft.norm_output=true"),
+        ("--draft.fc_norm=true", "--draft.norm_output=true", "--draft.head=frozen"),
+        ("--draft.qk_norm=true",),
+        ("--draft.qk_norm=true", "--draft.aux_layers=[0, 1]", MAP),
+        ("--draft.num_layers=2",),
+        ("--draft.aux_layers=[2]",),
+        ("--draft.aux_layers=[0, 2]",),
+        ("--draft.aux_layers=[2, 0]",),
+        ("--draft.aux_layers=[1, 3]",),
+        ("--draft.aux_layers=[1, 4]",),
+        ("--draft.intermediate_size=80",),
+    ],
+    "eagle": [(), ("--draft.bias=false",), (MAP,)],
+    "dflash": [
+        (),
+        (MAP,),
+        (CONV,),
+        (SELECTOR, "--draft.conv=false"),
+        (CONV, SELECTOR),
+        (CONV, SELECTOR, MAP),
+        (MARKOV,),
+        (MARKOV, ANCHOR, CONFIDENCE),
+        (MARKOV, GATED),
+        (MARKOV, CONFIDENCE, MAP),
+        (CONFIDENCE,),
+        (ANCHOR,),
+        (LILICORR,),
+        (LILICORR, CONV),
+        (LILICORR, MAP),
+        WINDOWS,
+        (*WINDOWS, MAP),
+        (*WINDOWS, NON_CAUSAL, CONV, SELECTOR),
+        (*WINDOWS, CONV, SELECTOR),
+        ("--draft.aux_layers=[2, 0]",),
+        ("--draft.aux_layers=[0, 3]",),
+        ("--draft.aux_layers=[0, 4]",),
+    ],
+}
+PARAMETERS = [
+    pytest.param(drafter, words, id=f"{drafter} {' '.join(words).replace('--draft.', '')}")
+    for drafter in CASES
+    for words in CASES[drafter]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    folder: Path
+    values: dict[str, Any]  # options of `draft`
+
+
+WriteDraft = Callable[..., Draft]
+
+
+@pytest.fixture
+def write(target_path: Path, data_path: Path, vocabulary_path: Path, tmp_path: Path) -> WriteDraft:
+    """Writes an untrained draft as training does."""
+
+    def run(drafter: str, *words: str) -> Draft:
+        program, kind = KINDS[drafter]
+        flags = [f"--target={target_path}", f"--data.path={data_path}", "--output=o", *SIZES.get(drafter, ())]
+        flags += [word.replace("MAP", str(vocabulary_path)) for word in words]
+        options = parse(program, flags, prog="train", description="")
+        training = build(kind, TargetFiles.find(options, Accelerator(cpu=True), kind))
+        folder = tmp_path / "draft"
+        folder.mkdir()
+        training.write(training.state_dict(), folder, {})
+        return Draft(folder, draft_values(training.draft.config))
+
+    return run
+
+
+def loads(server: str, folder: Path) -> bool:
+    try:
+        server_loaders.check(server, folder, DEPTH)
+    except (AssertionError, KeyError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+@pytest.mark.parametrize(("drafter", "words"), PARAMETERS)
+def test_what_a_server_loads_is_accepted_and_the_rest_refused(
+    drafter: str, words: tuple[str, ...], server: Any, write: WriteDraft, tmp_path: Path
+) -> None:
+    draft = write(drafter, *words)
+    rules = broken_rules(server, drafter, draft.values)
+    flag = f"--draft.interchange={server}"
+    folder = draft.folder
+    layout = layout_for(server, drafter, draft.values)
+    if not rules and layout != "slipstream":
+        folder = tmp_path / "converted"
+        convert(ConvertConfig(input=str(draft.folder), output=str(folder), layout=layout))
+    assert loads(server, folder) == (not rules)
+    if server == "sglang":
+        assert_convert_agrees(drafter, draft, tmp_path / "sglang")
+    draft.folder.rename(tmp_path / "draft-before")
+    if rules:
+        assert_refused(rules[0], flag, partial(write, drafter, *words))
+    else:
+        write(drafter, *words, flag)
+
+
+def assert_refused(rule: Rule, flag: str, write: Callable[[str], Draft]) -> None:
+    """By the message of the parser or, where the target's depth decides, of the program."""
+    with pytest.raises((SystemExit, ValueError)) as stop:
+        write(flag)
+    error = stop.value.__context__ if isinstance(stop.value, SystemExit) else stop.value
+    message = str(error)
+    assert f"draft.{rule.option} is " in message
+    assert rule.reason in message
+    assert rule.remedy in message
+
+
+def assert_convert_agrees(drafter: str, draft: Draft, output: Path) -> None:
+    """EAGLE drafts without a bias get one of zeros."""
+    config = ConvertConfig(input=str(draft.folder), output=str(output), layout="sglang")
+    rules = [rule for rule in broken_rules("sglang", drafter, draft.values) if rule.option != "bias"]
+    if rules:
+        with pytest.raises(ValueError, match=f"^{rules[0].option} is .*: use layout slipstream"):
+            convert(config)
+        return
+    convert(config)
+    assert loads("sglang", output)
+
+
+def test_every_rule_is_tried() -> None:
+    from_files = ("attention_bias", "qkv_bias")  # no options of training
+    pairs = [(server, drafter) for server, drafter in RULES]
+    tried = {
+        rule.reason
+        for server, drafter in pairs
+        for words in CASES[drafter]
+        for rule in broken_rules(server, drafter, {**OFF, **options_of(words)})
+    }
+    rules = [rule for rules in RULES.values() for rule in rules if rule.option not in from_files]
+    assert not {rule.reason for rule in rules} - tried
+
+
+OFF = {"target_num_layers": DEPTH, "markov_head_type": "vanilla"}
+
+
+def options_of(words: tuple[str, ...]) -> dict[str, Any]:
+    pairs = [word.removeprefix("--draft.").split("=", 1) for word in words]
+    return {name: yaml.safe_load(value) for name, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherDraftOptions(DraftOptions):
+    norm_before_residual: bool = True
+    qk_norm: bool = True
+    norm_output: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherOptions(Eagle3Options):
+    draft: OtherDraftOptions = field(default_factory=OtherDraftOptions)
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ((), (True, True, True)),
+        (("--draft.interchange=vllm",), (True, True, True)),
+        (("--draft.interchange=sglang",), (False, False, True)),
+        (("--config=FILE",), (False, False, True)),
+        (("--draft.interchange=sglang", "--draft.norm_output=false"), (False, False, False)),
+        (("--config=FILE", "--draft.interchange=own"), (True, True, True)),
+    ],
+)
+def test_interchange_chooses_the_nearest_defaults(
+    words: tuple[str, ...], flags: tuple[bool, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file.yaml").write_text("draft:\n  interchange: sglang\n")
+    given = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
+    draft = parse(OtherOptions, ["--target=t", "--output=o", "--data.path=d", *given], prog="", description="").draft
+    assert (draft.norm_before_residual, draft.qk_norm, draft.norm_output) == flags
+
+
+def test_a_default_that_the_user_writes_down_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target=t", "--output=o", "--data.path=d", "--draft.interchange=sglang", "--draft.qk_norm=true"]
+    with pytest.raises(SystemExit) as stop:
+        parse(OtherOptions, words, prog="", description="")
+    assert stop.value.code == 2
+    assert (
+        "draft.qk_norm is true, but draft.interchange is sglang: SGLang 0.5.23 has no norms of queries and keys in an "
+        "EAGLE3 layer; give false, or set draft.interchange to own"
+    ) in capsys.readouterr().err
