@@ -91,8 +91,8 @@ def sglang_eagle3(values: Values, shapes: Shapes, depth: int) -> None:
     assert len(layers) > 1 or values["target_hidden_size"] != values["hidden_size"], "fc is left out"
     assert not values.get("norm_before_residual"), "not read"
     assert not values.get("attention_bias"), "not read"
-    named = {name.replace("midlayer.", "layers.0."): shape for name, shape in shapes.items()}
-    check_tensors(named, eagle3_shapes(values, len(layers), "hidden_norm", qk_norm=False), ("d2t", "t2d"))
+    public = {name.replace("midlayer.", "layers.0."): shape for name, shape in shapes.items()}
+    check_tensors(public, eagle3_shapes(values, len(layers), "hidden_norm", qk_norm=False), ("d2t", "t2d"))
 
 
 def vllm_eagle3(values: Values, shapes: Shapes, depth: int, *, qk_norm: bool = False) -> None:
@@ -100,9 +100,9 @@ def vllm_eagle3(values: Values, shapes: Shapes, depth: int, *, qk_norm: bool = F
     check_states("vllm", [layer - 1 for layer in inputs], depth)
     nested = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     count = len(inputs) if qk_norm and not nested else len(nested or "abc")  # by Llama's loader from there alone
-    named = {name.replace("midlayer.", "layers.0."): shape for name, shape in shapes.items()}
+    public = {name.replace("midlayer.", "layers.0."): shape for name, shape in shapes.items()}
     expected = eagle3_shapes(values, count, "input_layernorm", qk_norm=qk_norm)
-    check_tensors(named, expected, ("d2t", "t2d", "embed_tokens.weight"))
+    check_tensors(public, expected, ("d2t", "t2d", "embed_tokens.weight"))
 
 
 def vllm_qwen3_eagle3(values: Values, shapes: Shapes, depth: int) -> None:

@@ -32,7 +32,7 @@ class DraftOptions(ChainDraftOptions):
     norm_output: bool = False
     """the next step reads the state after the final norm"""
     qk_norm: bool = False
-    """norms of queries and keys, as in Qwen3's layers; SGLang cannot read such a draft"""
+    """norms of queries and keys, as in Qwen3's layers"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

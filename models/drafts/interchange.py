@@ -17,7 +17,7 @@ SERVERS: dict[Server, str] = {"sglang": "SGLang 0.5.23", "vllm": "vLLM 0.33"}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a server's loader needs of one option of `draft`."""
+    """A limit that a server's loader sets on one option of `draft`."""
 
     option: str
     holds: Callable[[Values], bool]

@@ -220,8 +220,8 @@ def test_interchange_chooses_the_nearest_defaults(
     words: tuple[str, ...], flags: tuple[bool, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file.yaml").write_text("draft:\n  interchange: sglang\n")
-    given = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
-    draft = parse(OtherOptions, ["--target=t", "--output=o", "--data.path=d", *given], prog="", description="").draft
+    options = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
+    draft = parse(OtherOptions, ["--target=t", "--output=o", "--data.path=d", *options], prog="", description="").draft
     assert (draft.norm_before_residual, draft.qk_norm, draft.norm_output) == flags
 
 
