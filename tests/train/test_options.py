@@ -20,10 +20,10 @@ SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
     data.max_length data.path draft.interchange draft.intermediate_size draft.vocabulary dry_run evaluation.depth
     evaluation.documents evaluation.every evaluation.patience evaluation.samples evaluation.temperature init_from
-    optim.accumulation optim.betas optim.clip optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name optim.schedule
-    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_compile
-    target_sharding tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard
-    tracker.wandb trust_remote_code
+    optim.accumulation optim.betas optim.clip optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name
+    optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target
+    target_compile target_sharding tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags
+    tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
