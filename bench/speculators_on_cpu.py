@@ -18,4 +18,5 @@ trainer.get_local_rank = lambda: CPU
 torch.accelerator.is_available = lambda: False
 torch.accelerator.synchronize = lambda *_: None
 torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else CPU
-cli.main(TrainConfig.resolve(sys.argv[1:]))
+if __name__ == "__main__":  # a loader process (--num-workers) imports this file
+    cli.main(TrainConfig.resolve(sys.argv[1:]))
