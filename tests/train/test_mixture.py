@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -98,6 +99,8 @@ def test_a_run_of_a_mixture_goes_on_exactly(
     run = read_json(tmp_path / "whole" / "best" / "run.json")
     hashes = {str(folders[0]): ("a" * 64, 1), str(folders[1]): ("b" * 64, 0.5)}
     assert {path: (data["data_hash"], data["weight"]) for path, data in run["data_folders"].items()} == hashes
+    moved = shutil.copytree(folders[1], tmp_path / "moved")
+    eagle3.main(arguments(tmp_path / "parts", data__path=json.dumps({str(folders[0]): 1, str(moved): 0.5})))
     other = json.dumps({str(folders[0]): 1, str(folders[1]): 0.75})
     assert "pass the original data.path to continue it" in refusal(arguments(tmp_path / "parts", data__path=other))
 
@@ -139,7 +142,7 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
 def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
     tmp_path: Path, arguments: Arguments, save_data: SaveData
 ) -> None:
-    """All weights doubled: the same run. Beside a folder without weights: its rows weigh as in one folder."""
+    """All weights doubled: the same run. Some of them: another one, however its steps are divided into passes."""
     parts = [random_dataset(30, seed=5), random_dataset(20, seed=7)]
     heldout = random_dataset(4, seed=6)
 
@@ -153,6 +156,10 @@ def test_weights_of_tokens_change_neither_counts_nor_the_scale_of_the_loss(
         runs[name] = tmp_path / name
         eagle3.main(arguments(runs[name], data__path=json.dumps({str(path): 1 for path in paths})))
     assert_like_run(runs["double"], runs["plain"])
+    mixed = json.dumps({str(plain[0]): 1, str(double[1]): 1})
+    small = {"data__batch_size": 1, "optim__accumulation": 2}
+    eagle3.main(arguments(tmp_path / "small", data__path=mixed, **small))
+    assert_like_run(tmp_path / "small", runs["mixed"])
     tokens = [[record["tokens"] for record in records(run)] for run in runs.values()]
     assert tokens[0] == tokens[1] == tokens[2]
     losses = [[record["loss"] for record in records(run)] for run in runs.values()]
