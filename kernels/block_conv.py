@@ -62,7 +62,7 @@ class _BlockConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """What programs add to the gradient of `base` is summed in a fixed order."""
+        """Sums the programs' shares of the gradient of `base` in a fixed order."""
         x, delta, base = ctx.saved_tensors
         rows = _as_rows(x)
         deltas = _as_deltas(delta)
@@ -117,11 +117,13 @@ def _block_conv(
     inside = channel < size
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
-        there = inside & (channel < tl.where(row % block_size >= tap, size, 0))
-        own = tl.load(delta_ptr + row * delta_stride + tap * tap_stride + channel // group_size, mask=there, other=0.0)
-        base = tl.load(base_ptr + tap * base_stride + channel, mask=there, other=0.0)
-        x = tl.load(x_ptr + (row - tap) * x_stride + channel, mask=there, other=0.0)
-        total += (own.to(tl.float32) + base.to(tl.float32)) * x.to(tl.float32)
+        valid = inside & (channel < tl.where(row % block_size >= tap, size, 0))
+        delta = tl.load(
+            delta_ptr + row * delta_stride + tap * tap_stride + channel // group_size, mask=valid, other=0.0
+        )
+        base = tl.load(base_ptr + tap * base_stride + channel, mask=valid, other=0.0)
+        x = tl.load(x_ptr + (row - tap) * x_stride + channel, mask=valid, other=0.0)
+        total += (delta.to(tl.float32) + base.to(tl.float32)) * x.to(tl.float32)
     tl.store(out_ptr + row * size + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -131,7 +133,7 @@ def _block_conv_gradient(
     tap_stride, base_stride, upstream_stride, num_rows, size, groups, block_size,
     TAPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS rows and BLOCK channels; parts (programs, TAPS, size) of the gradient of `base`."""
+    """Computes gradients of ROWS rows and BLOCK channels; parts (programs, TAPS, size) of the gradient of `base`."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < size
@@ -141,23 +143,23 @@ def _block_conv_gradient(
         total = tl.zeros((BLOCK,), tl.float32)
         for index in range(count):
             row = first + index
-            there = inside & (channel < tl.where(row % block_size >= tap, size, 0))
-            upstream = tl.load(upstream_ptr + row * upstream_stride + channel, mask=there, other=0.0).to(tl.float32)
-            product = upstream * tl.load(x_ptr + (row - tap) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
+            valid = inside & (channel < tl.where(row % block_size >= tap, size, 0))
+            upstream = tl.load(upstream_ptr + row * upstream_stride + channel, mask=valid, other=0.0).to(tl.float32)
+            product = upstream * tl.load(x_ptr + (row - tap) * x_stride + channel, mask=valid, other=0.0).to(tl.float32)
             total += product
-            own = tl.sum(tl.reshape(product, (BLOCK // GROUP, GROUP)), axis=1)
+            delta_sum = tl.sum(tl.reshape(product, (BLOCK // GROUP, GROUP)), axis=1)
             cells = delta_gradient_ptr + (row * TAPS + tap) * groups + group
-            tl.store(cells, own.to(delta_gradient_ptr.dtype.element_ty), mask=group < groups)
+            tl.store(cells, delta_sum.to(delta_gradient_ptr.dtype.element_ty), mask=group < groups)
         tl.store(parts_ptr + (tl.program_id(0).to(tl.int64) * TAPS + tap) * size + channel, total, mask=inside)
     for index in range(count):
         row = first + index
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(TAPS):
             reader = row + tap  # which has read this row with that tap
-            there = inside & (channel < tl.where(row % block_size + tap < block_size, size, 0))
+            valid = inside & (channel < tl.where(row % block_size + tap < block_size, size, 0))
             cells = delta_ptr + reader * delta_stride + tap * tap_stride + channel // GROUP
-            kernel = tl.load(cells, mask=there, other=0.0).to(tl.float32)
-            kernel += tl.load(base_ptr + tap * base_stride + channel, mask=there, other=0.0).to(tl.float32)
-            upstream = tl.load(upstream_ptr + reader * upstream_stride + channel, mask=there, other=0.0)
+            kernel = tl.load(cells, mask=valid, other=0.0).to(tl.float32)
+            kernel += tl.load(base_ptr + tap * base_stride + channel, mask=valid, other=0.0).to(tl.float32)
+            upstream = tl.load(upstream_ptr + reader * upstream_stride + channel, mask=valid, other=0.0)
             total += kernel * upstream.to(tl.float32)
         tl.store(x_gradient_ptr + row * size + channel, total.to(x_gradient_ptr.dtype.element_ty), mask=inside)

@@ -74,12 +74,12 @@ class _Compiled(AsyncCompileMode):
         super().__init__(executor)
         self._description = description
 
-    def submit(self, key: str, compile_kernel: Callable[[], Any], *others: Any) -> Any:
-        known = self.future_kernels.get(key)
-        if known is not None:
-            if known.kernel is None and known.future.done():
-                known.result()  # Triton 3.6 looks for it in vain until then, which takes longer than a launch
-            return known
+    def submit(self, key: str, compile_kernel: Callable[[], Any], *args: Any) -> Any:
+        future_kernel = self.future_kernels.get(key)
+        if future_kernel is not None:
+            if future_kernel.kernel is None and future_kernel.future.done():
+                future_kernel.result()  # Triton 3.6 looks for it in vain until then, which takes longer than a launch
+            return future_kernel
 
         def compile_both() -> Any:
             kernel = compile_kernel()
@@ -87,7 +87,7 @@ class _Compiled(AsyncCompileMode):
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
-        return super().submit(key, compile_both, *others)
+        return super().submit(key, compile_both, *args)
 
     def __exit__(self, *exception: Any) -> None:
         bar = tqdm(as_completed(self.raw_futures), self._description, len(self.raw_futures), leave=False, unit="kernel")

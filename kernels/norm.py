@@ -67,8 +67,9 @@ def add_rms_norm_triton(
     sums = summed.view(-1, summed.shape[-1])
     assert sums.stride(1) == 1
     if len(old):
-        strides = old.stride(0), new.stride(0), sums.stride(0)
-        _add_rms_norm[(len(old),)](old, new, weight, normed, sums, *strides, eps, **_launch(weight))
+        _add_rms_norm[(len(old),)](
+            old, new, weight, normed, sums, old.stride(0), new.stride(0), sums.stride(0), eps, **_launch(weight)
+        )
     return normed, summed
 
 
@@ -89,8 +90,9 @@ def norm_add_norm_triton(
     old = as_rows(residual)
     new = as_rows(delta)
     if len(old):
-        strides = old.stride(0), new.stride(0)
-        _norm_add_norm[(len(old),)](old, new, *weights, normed, summed, *strides, eps, **_launch(weights[0]))
+        _norm_add_norm[(len(old),)](
+            old, new, *weights, normed, summed, old.stride(0), new.stride(0), eps, **_launch(weights[0])
+        )
     return normed, summed
 
 
@@ -108,8 +110,9 @@ def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, T
     left = as_rows(first)
     right = as_rows(second)
     if len(left):
-        strides = left.stride(0), right.stride(0)
-        _rms_norm_pair[(len(left), 2)](left, right, *weights, out, *strides, eps, **_launch(weights[0]))
+        _rms_norm_pair[(len(left), 2)](
+            left, right, *weights, out, left.stride(0), right.stride(0), eps, **_launch(weights[0])
+        )
     return out
 
 

@@ -1,4 +1,5 @@
-"""What the host changes of request slots between two passes: one copy to a buffer, which the next pass reads first.
+"""Changes that the host makes to request slots between two passes: one copy to a buffer, which the next pass reads
+first.
 
 A kernel between two CUDA graphs lets the device wait: the second starts 21 us after it, but 8 us after a copy (H200).
 Letters: R request slots, A admitted requests, C changed entries of page tables.
@@ -22,7 +23,7 @@ FIELDS: tl.constexpr = tl.constexpr(8)  # of an admitted request
 
 
 class SlotColumns(NamedTuple):
-    """What a request brings along when it gets its slot; (R,) each."""
+    """Columns that a request fills when it gets its slot; (R,) each."""
 
     lengths: Tensor  # int32 committed tokens: 0 at first
     keys: Tensor  # int64 noise keys
@@ -69,13 +70,20 @@ def pack_changes(admitted: Sequence[Admitted], entries: Sequence[tuple[int, int]
 
 @Op
 def write_changes(columns: SlotColumns, pages: Tensor, changes: Tensor) -> None:
-    """Writes what `pack_changes` gave, at the beginning of `changes`, and entries of contiguous page tables `pages`
-    (...) int64. None may be named twice. Then there are no changes: another call writes nothing."""
+    """Writes the changes of `pack_changes`, at the beginning of `changes`, and entries of contiguous page tables
+    `pages` (...) int64. None may be named twice. Then there are no changes: another call writes nothing."""
     num_admitted, num_entries = changes[: HEADER.value].tolist()
     sizes = [HEADER.value, FIELDS.value * num_admitted, 2 * num_entries]
     header, requests, entries = changes[: sum(sizes)].split(sizes)
     slots, keys, top_k, flags, logprobs, *bits = requests.view(-1, FIELDS.value).unbind(dim=1)
-    values = (torch.zeros_like(slots), keys, top_k, flags, logprobs, *(each.int().view(torch.float32) for each in bits))
+    values = (
+        torch.zeros_like(slots),
+        keys,
+        top_k,
+        flags,
+        logprobs,
+        *(column_bits.int().view(torch.float32) for column_bits in bits),
+    )
     for column, new in zip(columns, values, strict=True):
         column[slots] = new.to(column.dtype)
     indices, new_pages = entries.view(-1, 2).unbind(dim=1)

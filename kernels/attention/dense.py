@@ -50,8 +50,8 @@ def dense_attention(
     count = max(1, MOST_SCORES // (q[..., 0, 0].numel() * k.shape[-2]))
     parts = []
     for start in range(0, q.shape[-2], count):
-        own = slice(start, start + count)
-        scores = cap(torch.matmul(q[..., own, :].float(), keys) * scale, softcap) + bias[..., own, :]
-        weights = softmax_beside(scores, None if sinks is None else sinks[..., own])
+        part = slice(start, start + count)
+        scores = cap(torch.matmul(q[..., part, :].float(), keys) * scale, softcap) + bias[..., part, :]
+        weights = softmax_beside(scores, None if sinks is None else sinks[..., part])
         parts.append(torch.matmul(weights, values).to(q.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

@@ -54,37 +54,39 @@ def takes(v: Tensor) -> bool:
     return v.dtype in DTYPES and v.shape[-1] % 8 == 0 and v.shape[-1] <= MAX_HEAD_DIM
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, runs: Runs, own: list[KeyValue]) -> Tensor:
-    """q (N, Q, D) over the shared k and v (K, G, D), as `runs` says, and over a row's own keys and values `own`,
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, runs: Runs, row_pairs: list[KeyValue]) -> Tensor:
+    """q (N, Q, D) over the shared k and v (K, G, D), as `runs` says, and over a row's own keys and values `row_pairs`,
     (N, G, D) each: (N, Q, D). All on a GPU and of one dtype. Differentiable in all."""
-    return _PackedAttention.apply(q, k, v, runs, *(x for pair in own for x in pair))
+    return _PackedAttention.apply(q, k, v, runs, *(x for pair in row_pairs for x in pair))
 
 
 class _PackedAttention(torch.autograd.Function):
     """Saves own keys by reference: they are stacked only while a kernel runs."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: Runs, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: Runs, *row_tensors: Tensor) -> Tensor:
         q = q.contiguous()
         output, lse = flash_forward(q, *_seen(k, v, runs), runs)
-        if own:
-            output, lse = extend_attention(q, output, lse, torch.stack(own[::2]), torch.stack(own[1::2]))
-        ctx.save_for_backward(q, k, v, output, lse, *own)
+        if row_tensors:
+            output, lse = extend_attention(
+                q, output, lse, torch.stack(row_tensors[::2]), torch.stack(row_tensors[1::2])
+            )
+        ctx.save_for_backward(q, k, v, output, lse, *row_tensors)
         ctx.runs = runs
         return output
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse, *own = ctx.saved_tensors
+        q, k, v, output, lse, *row_tensors = ctx.saved_tensors
         upstream = upstream.contiguous()
         runs = ctx.runs
         q_grad, k_grad, v_grad = flash_backward(upstream, q, *_seen(k, v, runs), output, lse, runs)
         if runs.keys is not None:
-            k_grad, v_grad = (_returned(seen, x, runs.keys) for seen, x in ((k_grad, k), (v_grad, v)))
-        if not own:
+            k_grad, v_grad = (_returned(gradient, x, runs.keys) for gradient, x in ((k_grad, k), (v_grad, v)))
+        if not row_tensors:
             return q_grad, k_grad, v_grad, None
-        keys = torch.stack(own[::2])
-        values = torch.stack(own[1::2])
+        keys = torch.stack(row_tensors[::2])
+        values = torch.stack(row_tensors[1::2])
         own_q_grad, keys_grad, values_grad = own_keys_gradients(upstream, q, output, lse, keys, values)
         own_grads = (x for pair in zip(keys_grad, values_grad, strict=True) for x in pair)
         return q_grad + own_q_grad, k_grad, v_grad, None, *own_grads
@@ -92,19 +94,47 @@ class _PackedAttention(torch.autograd.Function):
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output (N, Q, D) and lse (Q, N) over the runs' concatenated keys."""
-    run = torch.ops.aten._flash_attention_forward
-    ends = runs.row_ends, runs.key_ends, runs.most_rows, runs.most_keys
-    output, lse, *_ = run(q, k, v, *ends, 0.0, True, False)  # no dropout; causal, aligned to the last key; no mask
+    dropout = 0.0
+    is_causal = True  # aligned to the last key
+    has_debug_mask = False
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        runs.row_ends,
+        runs.key_ends,
+        runs.most_rows,
+        runs.most_keys,
+        dropout,
+        is_causal,
+        has_debug_mask,
+    )
     return output, lse
 
 
 def flash_backward(
     upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = torch.ops.aten._flash_attention_backward
-    ends = runs.row_ends, runs.key_ends, runs.most_rows, runs.most_keys
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return run(upstream, q, k, v, output, lse, *ends, 0.0, True, *no_dropout)
+    dropout = 0.0
+    is_causal = True
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        upstream,
+        q,
+        k,
+        v,
+        output,
+        lse,
+        runs.row_ends,
+        runs.key_ends,
+        runs.most_rows,
+        runs.most_keys,
+        dropout,
+        is_causal,
+        rng_state,
+        unused,
+    )
 
 
 def _seen(k: Tensor, v: Tensor, runs: Runs) -> KeyValue:
@@ -132,8 +162,8 @@ def extend_attention(q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, value
     before = lse.t().to(dtype)
     total = torch.logsumexp(torch.cat((before.unsqueeze(0), scores)), dim=0)  # (N, Q)
     weights = (scores - total).exp().unsqueeze(-1)
-    whole = output.to(dtype) * (before - total).exp().unsqueeze(-1) + (weights * values).sum(0)
-    return whole.to(output.dtype), total.t().to(lse.dtype).contiguous()
+    extended = output.to(dtype) * (before - total).exp().unsqueeze(-1) + (weights * values).sum(0)
+    return extended.to(output.dtype), total.t().to(lse.dtype).contiguous()
 
 
 @extend_attention.kernel(when=on_gpu)
@@ -141,29 +171,28 @@ def extend_attention_triton(
     q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     assert all(x.is_contiguous() for x in (q, output, lse, keys, values))
-    whole = torch.empty_like(output)
+    extended = torch.empty_like(output)
     total = torch.empty_like(lse)
     if len(q):
         grid, sizes = _launch(q, keys)
-        _extend_forward[grid](q, output, lse, keys, values, whole, total, q.shape[-1] ** -0.5, **sizes)
-    return whole, total
+        _extend_forward[grid](q, output, lse, keys, values, extended, total, q.shape[-1] ** -0.5, **sizes)
+    return extended, total
 
 
 @Op
 def own_keys_gradients(
-    upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
+    upstream: Tensor, q: Tensor, extended: Tensor, total: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients through the own keys: of q (N, Q, D), of `keys` and of `values` (S, N, G, D).
 
-    `upstream` (N, Q, D) is the gradient of `whole`, which extend_attention returned with `total`. The gradients through
-    the shared keys are those of attention over them alone with the output `whole` and the lse `total`.
-    """
+    `upstream` (N, Q, D) is the gradient of `extended`, which extend_attention returned with `total`. The gradients
+    through the shared keys are those of attention over them alone with the output `extended` and the lse `total`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     upstream = upstream.to(dtype)
     scale = q.shape[-1] ** -0.5
     groups = keys.shape[2]
     p = (_scores(q, keys, dtype) - total.t().to(dtype)).exp()  # (S, N, Q)
-    mean = (upstream * whole.to(dtype)).sum(-1)  # (N, Q)
+    mean = (upstream * extended.to(dtype)).sum(-1)  # (N, Q)
     score_grad = (p * ((upstream * _by_head(q, values, dtype)).sum(-1) - mean)).unsqueeze(-1) * scale  # (S, N, Q, 1)
     q_grad = (score_grad * _by_head(q, keys, dtype)).sum(0)
     by_group = [x.unflatten(2, (groups, -1)).sum(3) for x in (score_grad * q.to(dtype), p.unsqueeze(-1) * upstream)]
@@ -172,14 +201,19 @@ def own_keys_gradients(
 
 @own_keys_gradients.kernel(when=on_gpu)
 def own_keys_gradients_triton(
-    upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
+    upstream: Tensor, q: Tensor, extended: Tensor, total: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert all(x.is_contiguous() for x in (upstream, q, whole, total, keys, values))
-    gradients = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)
+    assert all(x.is_contiguous() for x in (upstream, q, extended, total, keys, values))
+    q_grad = torch.empty_like(q)
+    keys_grad = torch.empty_like(keys)
+    values_grad = torch.empty_like(values)
     if len(q):
         grid, sizes = _launch(q, keys)
-        _extend_backward[grid](q, keys, values, whole, total, upstream, *gradients, q.shape[-1] ** -0.5, **sizes)
-    return gradients
+        scale = q.shape[-1] ** -0.5
+        _extend_backward[grid](
+            q, keys, values, extended, total, upstream, q_grad, keys_grad, values_grad, scale, **sizes
+        )
+    return q_grad, keys_grad, values_grad
 
 
 def _by_head(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,22 +248,22 @@ def _extend_forward(
     inside = is_head & (column < D)
     cells = (row * (G * R) + heads) * D + column
     q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
-    whole = tl.load(output_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.load(output_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     peak = tl.load(lse_ptr + heads * N + row, mask=is_head, other=0.0)
     weight = tl.full((GROUPS, HEADS, 1), 1.0, tl.float32)  # of all keys so far: their sum is exp(peak) weight
     is_own = (group < G) & (column < D)  # (GROUPS, 1, WIDTH)
     for s in range(S):
-        own = ((s * N + row) * G + group) * D + column
-        k = tl.load(keys_ptr + own, mask=is_own, other=0.0).to(tl.float32)
-        v = tl.load(values_ptr + own, mask=is_own, other=0.0).to(tl.float32)
+        kv_cells = ((s * N + row) * G + group) * D + column
+        k = tl.load(keys_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
+        v = tl.load(values_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
         score = tl.sum(q * k, axis=2, keep_dims=True)
         higher = tl.maximum(peak, score)
         before = tl.exp(peak - higher)
         new = tl.exp(score - higher)
-        whole = whole * before + new * v
+        acc = acc * before + new * v
         weight = weight * before + new
         peak = higher
-    tl.store(whole_ptr + cells, (whole / weight).to(whole_ptr.dtype.element_ty), mask=inside)
+    tl.store(whole_ptr + cells, (acc / weight).to(whole_ptr.dtype.element_ty), mask=inside)
     tl.store(total_ptr + heads * N + row, peak + tl.log(weight), mask=is_head)
 
 
@@ -248,22 +282,22 @@ def _extend_backward(
     cells = (row * (G * R) + heads) * D + column
     q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
     upstream = tl.load(upstream_ptr + cells, mask=inside, other=0.0).to(tl.float32)
-    whole = tl.load(whole_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+    output = tl.load(whole_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     total = tl.load(total_ptr + heads * N + row, mask=is_head, other=0.0)
-    mean = tl.sum(upstream * whole, axis=2, keep_dims=True)
+    mean = tl.sum(upstream * output, axis=2, keep_dims=True)
     q_grad = tl.zeros((GROUPS, HEADS, WIDTH), tl.float32)
     is_own = (group < G) & (column < D)
     for s in range(S):
-        own = ((s * N + row) * G + group) * D + column
-        k = tl.load(keys_ptr + own, mask=is_own, other=0.0).to(tl.float32)
-        v = tl.load(values_ptr + own, mask=is_own, other=0.0).to(tl.float32)
+        kv_cells = ((s * N + row) * G + group) * D + column
+        k = tl.load(keys_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
+        v = tl.load(values_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
         p = tl.exp(tl.sum(q * k, axis=2, keep_dims=True) - total)
         score_grad = p * (tl.sum(upstream * v, axis=2, keep_dims=True) - mean)
         q_grad += score_grad * k
         k_grad = tl.sum(score_grad * q, axis=1, keep_dims=True)  # heads beyond R have q = upstream = 0
         v_grad = tl.sum(p * upstream, axis=1, keep_dims=True)
-        tl.store(keys_grad_ptr + own, k_grad.to(keys_grad_ptr.dtype.element_ty), mask=is_own)
-        tl.store(values_grad_ptr + own, v_grad.to(values_grad_ptr.dtype.element_ty), mask=is_own)
+        tl.store(keys_grad_ptr + kv_cells, k_grad.to(keys_grad_ptr.dtype.element_ty), mask=is_own)
+        tl.store(values_grad_ptr + kv_cells, v_grad.to(values_grad_ptr.dtype.element_ty), mask=is_own)
     tl.store(q_grad_ptr + cells, (q_grad * scale).to(q_grad_ptr.dtype.element_ty), mask=inside)
 
 

@@ -18,7 +18,7 @@ PATH_NODES: tl.constexpr = tl.constexpr(MAX_NODES)  # that `Paths.nodes` keeps o
 
 
 class Paths(NamedTuple):
-    """Of the trees of a ragged pass; a segment's paths are numbered from 0, by leaf. Other rows hold anything."""
+    """Paths of the trees of a ragged pass, numbered from 0 in a segment, by leaf. Other rows hold anything."""
 
     positions: Tensor  # (T,) int64 committed tokens + depth
     of_row: Tensor  # (T,) int32 the first path that a node lies on
@@ -33,11 +33,11 @@ def trace_paths(starts: Tensor, num_decoding: int, ancestors: Tensor, positions:
     begins = starts.tolist()
     bits = ancestors.tolist()
     for start, end in zip(begins[:num_decoding], begins[1:], strict=False):
-        own = bits[start:end]
-        parents = {node for index, mask in enumerate(own) for node in range(index) if mask >> node & 1}
+        masks = bits[start:end]
+        parents = {node for index, mask in enumerate(masks) for node in range(index) if mask >> node & 1}
         leaves = [node for node in range(end - start) if node not in parents]
         for path, leaf in reversed(list(enumerate(leaves))):
-            nodes = [node for node in range(leaf + 1) if own[leaf] >> node & 1]
+            nodes = [node for node in range(leaf + 1) if masks[leaf] >> node & 1]
             paths.of_row[[start + node for node in nodes]] = path
             paths.nodes[start + path] = torch.tensor((nodes + [leaf] * PATH_NODES.value)[: PATH_NODES.value])
     return paths
@@ -78,7 +78,7 @@ def _trace_paths(starts, ancestors, positions, path_of_row, nodes_of_path, PDL: 
     is_on = holds & is_leaf[:, None]
     first = tl.min(tl.where(is_on, path[:, None], PATH_NODES), axis=0)
     tl.store(path_of_row + start + node, first, mask=node < count)
-    kept = nodes_of_path + (start + path[:, None]).to(tl.int64) * PATH_NODES
-    tl.store(kept + depth[None, :], node[None, :] + tl.zeros_like(path)[:, None], mask=is_on)
+    node_lists = nodes_of_path + (start + path[:, None]).to(tl.int64) * PATH_NODES
+    tl.store(node_lists + depth[None, :], node[None, :] + tl.zeros_like(path)[:, None], mask=is_on)
     is_after = is_leaf[:, None] & (node[None, :] > depth[:, None])
-    tl.store(kept + node[None, :], node[:, None] + tl.zeros_like(path)[None, :], mask=is_after)
+    tl.store(node_lists + node[None, :], node[:, None] + tl.zeros_like(path)[None, :], mask=is_after)

@@ -106,11 +106,11 @@ class Tiles(NamedTuple):
     most_shared: int  # tiles: those that hold more than 1 / most_shared of all quanta
     queries: int  # of a tile, at most
     blocks: Blocks
-    own: tuple[int, int] = (1, 0)  # if they are so many, each has a program, unless some are far longer than others
+    solo_range: tuple[int, int] = (1, 0)  # of so many tiles each has a program, unless some are far longer than others
 
 
 class Work(NamedTuple):
-    """What the programs of a pass do in each layer; None: there are no segments of the kind."""
+    """Work of a pass's programs in each layer; None: there are no segments of the kind."""
 
     nodes: Tiles | None
     prompts: Tiles | None
@@ -158,21 +158,21 @@ def ragged_attention(
         if start == end:
             continue
         length = segments.lengths[s : s + 1]
-        own = slice(start, end)
+        rows = slice(start, end)
         positions = torch.arange(int(length) + end - start, device=q.device)
         nodes = positions - length[:, None]
         queries = torch.arange(end - start, device=q.device)
         is_tree = mask == "tree" and s < segments.num_decoding
-        bits = ancestors[None, own] if is_tree and ancestors is not None else None
+        bits = ancestors[None, rows] if is_tree and ancestors is not None else None
         visible = sees(nodes, queries, bits, "tree" if is_tree else "causal", window)[0]  # (N, places)
         read = visible.any(dim=0)
         places = pages[segments.slots[s], positions // page_size] * page_size + positions % page_size
         places = places.masked_fill(~read, 0)
         k, v = (x.masked_fill(~read[:, None, None], 0) for x in read_cache(keys, values, places, scales))
-        scores = torch.einsum("ngrd,sgd->ngrs", q[own].float().unflatten(1, (-1, group)), k) * scale
+        scores = torch.einsum("ngrd,sgd->ngrs", q[rows].float().unflatten(1, (-1, group)), k) * scale
         scores = cap(scores, softcap).masked_fill(~visible[:, None, None], -torch.inf)
         weights = softmax_beside(scores, None if sinks is None else sinks.view(-1, group))
-        out[own] = torch.einsum("ngrs,sgd->ngrd", weights, v).flatten(1, 2).to(q.dtype)
+        out[rows] = torch.einsum("ngrs,sgd->ngrd", weights, v).flatten(1, 2).to(q.dtype)
     return out
 
 
@@ -185,18 +185,18 @@ def plan_work(
     work = allot_work(segments, T, Q, G, D, dtype)
     num_segments = len(segments.slots)
     decoding = segments.num_decoding
-    for tiles, own in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
+    for tiles, indices in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
         if tiles is not None:
-            _fill(tiles, segments, own, window)
+            _fill(tiles, segments, indices, window)
     return work
 
 
-def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> None:
+def _fill(tiles: Tiles, segments: Segments, indices: range, window: int | None) -> None:
     starts, slots, lengths = (x.tolist() for x in segments[:3])
     records: list[list[int]] = []
     total = 0
-    for s in own:
-        is_chunk = own.start > 0 or segments.num_decoding == 0
+    for s in indices:
+        is_chunk = indices.start > 0 or segments.num_decoding == 0
         n = starts[s + 1] - starts[s]
         length = lengths[s]
         lead = length % tiles.queries if is_chunk else 0
@@ -219,7 +219,10 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
     per = max(1, triton.cdiv(total, len(tiles.ranges)), per)
     longest = max((record[QUANTA.value] for record in records), default=1)
     most_shared = tiles.most_shared
-    if tiles.own[0] <= len(records) <= tiles.own[1] and 100 * longest * len(records) <= EVEN.value * total:
+    if (
+        tiles.solo_range[0] <= len(records) <= tiles.solo_range[1]
+        and 100 * longest * len(records) <= EVEN.value * total
+    ):
         per = longest
         total = longest * len(records)
         most_shared = 0
@@ -231,9 +234,9 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
         record += [per, index]
     after = [NO_TILE.value if field == START.value else 0 for field in range(USED.value)]
     tiles.records[: len(records) + 1, : USED.value] = torch.tensor([*records, after])
-    for j, kept in enumerate(tiles.ranges):
+    for j, range_record in enumerate(tiles.ranges):
         at = bisect_right(records, j * per, key=lambda record: record[START.value]) - 1
-        kept.copy_(tiles.records[at if j * per < total else len(records)])
+        range_record.copy_(tiles.records[at if j * per < total else len(records)])
 
 
 def _first_place(base: int, window: int | None) -> int:
@@ -259,9 +262,9 @@ def places_of_parts_triton(lengths):
 
 
 def _part(base: int, window: int | None) -> int:
-    seen = base if window is None else min(base, window)
+    tokens = base if window is None else min(base, window)
     part = QUANTUM.value.bit_length() - 1
-    while seen >= MOST_PARTS.value << part:
+    while tokens >= MOST_PARTS.value << part:
         part += 1
     return part
 
@@ -280,34 +283,38 @@ def allot_work(
     choice made here (benchmarks, tests)."""
     device = segments.starts.device
     group = Q // G
-    most = segments.most_nodes
-    usual = min(most, segments.usual_nodes)
+    max_nodes = segments.most_nodes
+    usual = min(max_nodes, segments.usual_nodes)
     decoding = segments.num_decoding
     chunks = len(segments.slots) - segments.num_decoding
-    assert most <= MAX_NODES
+    assert max_nodes <= MAX_NODES
     if blocks is None:
         blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize, by_path=segments.by_path)
     fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
     (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
-    node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
+    node_tiles = min(decoding * triton.cdiv(max_nodes, node_queries), T // node_queries + decoding, T)
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
 
-    def allot(kind: Blocks, queries: int, most_tiles: int, busy: float, own: tuple[int, int] = (1, 0)) -> Tiles:
+    def allot(kind: Blocks, queries: int, most_tiles: int, busy: float, solo_range: tuple[int, int] = (1, 0)) -> Tiles:
         residents = choose_residents(kind, D, dtype.itemsize)
-        if own[1]:  # programs without a range take time, too; where tiles are shared, one more on a multiprocessor pays
+        if solo_range[
+            1
+        ]:  # programs without a range take time, too; where tiles are shared, one more on a multiprocessor pays
             residents = min(residents, 1 + own_programs(decoding, G))
         at_a_time = programs or max(1, processors(device) * residents // G)
-        waves = WAVES if own[1] == 0 else 1
-        ranges = max(1, own[1], min(waves * at_a_time, most_tiles * SCRATCH_PARTS))
+        waves = WAVES if solo_range[1] == 0 else 1
+        ranges = max(1, solo_range[1], min(waves * at_a_time, most_tiles * SCRATCH_PARTS))
         most_shared = min(programs or max(2, int(busy * processors(device) / G)), 2 * most_tiles)
         assert most_shared * G <= MAX_ROWS
         records = torch.empty(most_tiles + 1, FIELDS.value, dtype=torch.int32, device=device)
-        return Tiles(records, records.new_empty(ranges, FIELDS.value), at_a_time, most_shared, queries, kind, own)
+        return Tiles(
+            records, records.new_empty(ranges, FIELDS.value), at_a_time, most_shared, queries, kind, solo_range
+        )
 
     filled = own_programs(decoding, G) * PROGRAMS if programs is None and D <= 128 and nodes.rows <= 32 else 0
-    own = (math.ceil(FILLED * filled / G), filled // G) if filled else (1, 0)
+    solo_range = (math.ceil(FILLED * filled / G), filled // G) if filled else (1, 0)
     return Work(
-        allot(nodes, node_queries, node_tiles, BUSY_NODES, own) if decoding else None,
+        allot(nodes, node_queries, node_tiles, BUSY_NODES, solo_range) if decoding else None,
         allot(prompts, prompt_queries, prompt_tiles, BUSY_PROMPTS) if chunks else None,
     )
 
@@ -327,17 +334,19 @@ def choose_blocks(
     """
     tokens = tile_tokens(D, element_size)
     group = Q // G
-    least = max(16, triton.next_power_of_2(group))
-    wanted = triton.next_power_of_2(nodes * group)
+    min_rows = max(16, triton.next_power_of_2(group))
+    needed_rows = triton.next_power_of_2(nodes * group)
     if element_size == 4:
-        return Blocks(least, tokens, 4, 2), Blocks(least, tokens, 4, 2)
-    is_small = wanted <= 16 or (wanted <= 64 and by_path and decoding <= FEW_REQUESTS)
-    rows = max(least, 16 if is_small else 32 if wanted <= 64 else 64)
+        return Blocks(min_rows, tokens, 4, 2), Blocks(min_rows, tokens, 4, 2)
+    is_small = needed_rows <= 16 or (needed_rows <= 64 and by_path and decoding <= FEW_REQUESTS)
+    rows = max(min_rows, 16 if is_small else 32 if needed_rows <= 64 else 64)
     if D > 128:
-        return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
+        return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(
+            max(64, min_rows), tokens, 8, 2
+        )
     is_deep = decoding <= FEW_REQUESTS or own_programs(decoding, G) > 0
     stages = 2 if rows >= 64 or (rows == 16 and not is_deep) else 3
-    prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or least > 64 else Blocks(64, tokens, 4, 2)
+    prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or min_rows > 64 else Blocks(64, tokens, 4, 2)
     return Blocks(rows, tokens, 4 if rows <= 64 else 8, stages), prompts
 
 
@@ -345,8 +354,8 @@ def own_programs(decoding: int, G: int) -> int:
     """Programs of a multiprocessor of an H100 or H200 where there are as many as requests times KV heads, if these fill
     the device once or twice, else 0. Then there is memory for longer pipelines, and no tile needs more than one."""
     tiles = decoding * G
-    own = triton.cdiv(tiles, PROGRAMS)
-    return own if own <= 2 and tiles >= FILLED * own * PROGRAMS else 0
+    per_processor = triton.cdiv(tiles, PROGRAMS)
+    return per_processor if per_processor <= 2 and tiles >= FILLED * per_processor * PROGRAMS else 0
 
 
 def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:
@@ -369,7 +378,7 @@ def processors(device: torch.device) -> int:
 
 
 def _queries(blocks: Blocks, group: int) -> int:
-    """Of a tile; a power of two, so that tiles of chunks begin at multiples of it and divide a part."""
+    """Queries of a tile; a power of two, so that tiles of chunks begin at multiples of it and divide a part."""
     return 1 << ((blocks.rows // group).bit_length() - 1)
 
 
@@ -407,7 +416,7 @@ def plan_work_triton(
 def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
     if tiles is None:
         return (None, None), (0, 0, 0, 0, 1, 0), 1
-    sizes = len(tiles.records) - 1, len(tiles.ranges), tiles.at_a_time, tiles.most_shared, *tiles.own
+    sizes = len(tiles.records) - 1, len(tiles.ranges), tiles.at_a_time, tiles.most_shared, *tiles.solo_range
     return (tiles.records, tiles.ranges), sizes, tiles.queries
 
 
@@ -428,18 +437,18 @@ def plan_kernel(
 ):  # fmt: skip
     """A program per segment writes its tiles; the last two end the lists of nodes and of prompts."""
     wait_for_inputs(PDL)
-    own = tl.program_id(0)
+    segment = tl.program_id(0)
     if node_records is not None:  # noqa: SIM102  a constant, which Triton evaluates apart
-        if (own < num_decoding) | (own == num_segments):
+        if (segment < num_decoding) | (segment == num_segments):
             _plan_tiles(
-                starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, own, own == num_segments,
+                starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, segment, segment == num_segments,
                 0, num_decoding, node_most_tiles, node_programs, node_at_a_time, node_most_shared,
                 node_least_own, node_most_own, False, NODE_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
     if prompt_records is not None:  # noqa: SIM102
-        if (own >= num_decoding) & (own != num_segments):
+        if (segment >= num_decoding) & (segment != num_segments):
             _plan_tiles(
-                starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_ranges, own, own > num_segments,
+                starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_ranges, segment, segment > num_segments,
                 num_decoding, num_segments, prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
                 prompt_least_own, prompt_most_own, True, PROMPT_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
@@ -447,12 +456,13 @@ def plan_kernel(
 
 @triton.jit
 def _plan_tiles(
-    starts_ptr, slots_ptr, lengths_ptr, records_ptr, ranges_ptr, own, is_end, first, last,
+    starts_ptr, slots_ptr, lengths_ptr, records_ptr, ranges_ptr, index, is_end, first, last,
     most_tiles, programs, at_a_time, most_shared, least_own, most_own,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end. least_own to most_own
-    tiles of nodes, none far longer than others, have a program each: its range is as long as the longest."""
+    """Lists the tiles of segment `index`, one of the segments first..last - 1 of a kind, or the list's end. least_own
+    to most_own tiles of nodes, none far longer than others, have a program each: its range is as long as the
+    longest."""
     segment = tl.arange(0, SEGMENTS)
     inside = (segment >= first) & (segment < last)
     starts = tl.load(starts_ptr + segment, mask=inside, other=0)
@@ -462,7 +472,7 @@ def _plan_tiles(
     total = tl.sum(quanta)
     per = tl.minimum(tl.cdiv(total, at_a_time), LONG_RANGE)
     per = tl.maximum(tl.maximum(tl.cdiv(total, programs), per), 1)
-    is_before = segment < own
+    is_before = segment < index
     first_tile = tl.sum(tl.where(is_before, tiles, 0))
     first_quantum = tl.sum(tl.where(is_before, quanta, 0))
     step = 0
@@ -478,10 +488,10 @@ def _plan_tiles(
     if is_end:
         _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
     else:
-        start = tl.load(starts_ptr + own)
-        rows = tl.load(starts_ptr + own + 1) - start
-        length = tl.load(lengths_ptr + own).to(tl.int32)
-        slot = tl.load(slots_ptr + own).to(tl.int32)
+        start = tl.load(starts_ptr + index)
+        rows = tl.load(starts_ptr + index + 1) - start
+        length = tl.load(lengths_ptr + index).to(tl.int32)
+        slot = tl.load(slots_ptr + index).to(tl.int32)
         _list_tiles(
             records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, total, most_shared,
             per, step, most_tiles, programs, CHUNKS, QUERIES, WINDOW,
@@ -503,7 +513,7 @@ def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW:
 
 @triton.jit
 def _node_quanta(length, rows, WINDOW: tl.constexpr):
-    """Of a tile of nodes. Many are rounded: the few nodes after a multiple of a quantum make no other."""
+    """Quanta of a tile of nodes. Rounds to whole quanta, so a few nodes past a boundary do not add one."""
     tokens = length + rows - _lowest(length, WINDOW)
     spare = tl.where(tokens < FEW_TOKENS, QUANTUM - 1, QUANTUM // 2)
     return tl.where(tokens < LEAST_SHARED, 1, (tokens + spare) // QUANTUM)
@@ -576,33 +586,33 @@ def _list_tiles(
             base = length + index * 0
             quanta = _node_quanta(length, rows, WINDOW) + index * 0
             before = index * tl.where(step > 0, step, quanta)
-        seen = base
+        tokens = base
         if WINDOW is not None:
-            seen = tl.minimum(seen, WINDOW)
+            tokens = tl.minimum(tokens, WINDOW)
         part = tl.full((BLOCK,), 7, tl.int32)
         limit = tl.full((BLOCK,), FIRST_PARTS, tl.int32)  # MOST_PARTS << part
         tl.static_assert(QUANTUM == 1 << 7)
-        while tl.max(tl.where(seen >= limit, 1, 0)) > 0:
-            part = part + tl.where(seen >= limit, 1, 0)
-            limit = limit * tl.where(seen >= limit, 2, 1)
+        while tl.max(tl.where(tokens >= limit, 1, 0)) > 0:
+            part = part + tl.where(tokens >= limit, 1, 0)
+            limit = limit * tl.where(tokens >= limit, 2, 1)
         quantum = first_quantum + before
         shared = tl.where(quanta * most_shared > total, 1 + quantum * most_shared // tl.maximum(total, 1), 0)
         fields = (start + first, count, length + first, base, slot, part, shared, quantum, quanta, per)
         tile = first_tile + index
-        kept = (count > 0) & (tile < most_tiles)
-        _store_record(records_ptr + tile * FIELDS, fields, tile, kept)
+        valid = (count > 0) & (tile < most_tiles)
+        _store_record(records_ptr + tile * FIELDS, fields, tile, valid)
         program = tl.cdiv(quantum, per)
-        after = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta, per), programs), 0)
+        after = tl.where(valid, tl.minimum(tl.cdiv(quantum + quanta, per), programs), 0)
         while tl.max(after - program) > 0:
             _store_record(ranges_ptr + program * FIELDS, fields, tile, program < after)
             program += 1
 
 
 @triton.jit
-def _store_record(record, fields, tile, kept):
+def _store_record(record, fields, tile, valid):
     for field in tl.static_range(INDEX):
-        tl.store(record + field, fields[field] + tile * 0, mask=kept)
-    tl.store(record + INDEX, tile, mask=kept)
+        tl.store(record + field, fields[field] + tile * 0, mask=valid)
+    tl.store(record + INDEX, tile, mask=valid)
 
 
 @ragged_attention.kernel()
@@ -634,13 +644,20 @@ def ragged_attention_triton(
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    cache = (q, keys, values, scales, pages)
     factors = score_factors(scale, softcap)
     if work.nodes is not None:
-        tree = (ancestors, paths) if mask == "tree" else (None, None)
-        _attend(*cache, *tree, sinks, out, work.nodes, segments.most_nodes, factors, window, is_old_plan)
+        is_tree = mask == "tree"
+        tree_ancestors = ancestors if is_tree else None
+        tree_paths = paths if is_tree else None
+        _attend(
+            q, keys, values, scales, pages, tree_ancestors, tree_paths, sinks, out, work.nodes, segments.most_nodes,
+            factors, window, is_old_plan,
+        )  # fmt: skip
     if work.prompts is not None:
-        _attend(*cache, None, None, sinks, out, work.prompts, segments.most_nodes, factors, window, is_old_plan)
+        _attend(
+            q, keys, values, scales, pages, None, None, sinks, out, work.prompts, segments.most_nodes, factors, window,
+            is_old_plan,
+        )  # fmt: skip
     return out
 
 
@@ -782,10 +799,10 @@ def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
 
     It is the first that begins there, but a rest of the tile that is short against a range stays with the range before.
     """
-    found = ((quantum + lowest // QUANTUM - 1) >> (part - 7)) + 1
-    found = tl.minimum(tl.maximum(found, first_part + 1), parts_end)
-    found = tl.where((shared > 0) & (quantum < quanta - per // SLACK), found, parts_end)
-    return tl.where(quantum <= 0, first_part, found)
+    boundary = ((quantum + lowest // QUANTUM - 1) >> (part - 7)) + 1
+    boundary = tl.minimum(tl.maximum(boundary, first_part + 1), parts_end)
+    boundary = tl.where((shared > 0) & (quantum < quanta - per // SLACK), boundary, parts_end)
+    return tl.where(quantum <= 0, first_part, boundary)
 
 
 @triton.jit
@@ -809,7 +826,7 @@ def _attend_tile(
     q = _load_queries(q_ptr, _cell_of(first_row, clipped, head, G, GROUP), D, BLOCK_D, PACKED)
     place = position + clipped // GROUP
     end = position + count
-    seen = None
+    node_bits = None
     path = None
     before = place
     certain = position + 1
@@ -821,18 +838,18 @@ def _attend_tile(
         certain = base
         end = tl.max(place) + 1
     if ancestors_ptr is not None:
-        seen = tl.load(ancestors_ptr + first_row + clipped // GROUP).to(WORD)
+        node_bits = tl.load(ancestors_ptr + first_row + clipped // GROUP).to(WORD)
         certain = base
     if WINDOW is not None:
         before = place - WINDOW
         if ancestors_ptr is not None:
-            seen, depth = _apply_window(seen, place - base, position + count - base, "tree", WINDOW)
+            node_bits, depth = _apply_window(node_bits, place - base, position + count - base, "tree", WINDOW)
             before = base + depth - WINDOW
     pieces = tl.where(begin == first_part, 1, finish - begin)
     for piece in range(begin, begin + pieces):
         stop = tl.where(begin == first_part, finish, piece + 1)
         merged, top, total = _attend_parts(
-            q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
+            q, node_bits, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
             tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
             lowest, certain, base, end, scale, squash,
             G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
@@ -858,7 +875,7 @@ def _attend_tile(
 
 @triton.jit
 def _attend_parts(
-    q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
+    q, node_bits, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
     start, stop, part, lowest, certain, base, end, scale, squash,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
@@ -866,9 +883,10 @@ def _attend_parts(
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
     Returns values weighted relative to the largest score (ROWS, dims), these scores, and the weights' sums (ROWS,).
-    seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
-    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
-    that hold new tokens are read once for each path, by the rows on it. D, BLOCK_D: elements of the cache.
+    node_bits (ROWS,): the nodes that a tree's rows see; None: rows see up to their own place. before (ROWS,): the last
+    position before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path
+    (ROWS,) tiles that hold new tokens are read once for each path, by the rows on it. D, BLOCK_D: elements of the
+    cache.
 
     A part ends where the first tile of the next one has its scores: one loop over all parts loads ahead without a
     break, and products with values, which the branch does not follow, overlap with the next tile's scores."""
@@ -882,7 +900,7 @@ def _attend_parts(
     all_total = tl.zeros((ROWS,), tl.float32)
     merged = tl.zeros(q.shape, tl.float32)
     if WINDOW is not None:  # noqa: SIM102
-        if seen is None and path is None:
+        if node_bits is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
     new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
     page = _load_pages(table, start, end, PAGE, TOKENS)
@@ -900,10 +918,10 @@ def _attend_parts(
             merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
         position = (tile_start + token)[None, :]
         if WINDOW is not None:
-            visible = _visible(seen, place, position, base, end) & (position > before[:, None])
+            visible = _visible(node_bits, place, position, base, end) & (position > before[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         elif tile_start + TOKENS > certain:
-            scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
+            scores = tl.where(_visible(node_bits, place, position, base, end), scores, float("-inf"))
         top, total, acc = _add_tile(scores, values_ptr + cells, inside, scale, top, total, acc, q.dtype, PRECISION)
     if path is not None:
         for tile_start in range(tl.maximum(start, new), stop, TOKENS):
@@ -926,8 +944,8 @@ def _add_tile(scores, value_cells, loaded, scale, top, total, acc, DTYPE: tl.con
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(value_cells))
     weights = tl.exp2(scores * scale - new_top[:, None]).to(DTYPE)
     rescale = tl.exp2(top - new_top)[:, None]
-    ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
-    total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
+    all_ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
+    total = tl.dot(weights, all_ones, total * rescale, input_precision=PRECISION)
     v = tl.load(value_cells, mask=loaded, other=0)
     return new_top, total, _add_values(weights, v, acc * rescale, PRECISION)
 
@@ -954,8 +972,8 @@ def _attend_paths(
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0)
         is_last = index == last_path
         following = tl.where(is_last, first_path, index + 1)
-        there = tl.where(is_last, position + TOKENS, position)
-        cell = _path_cells(nodes_ptr, table, following, there, lowest, base, end, PAGE, WINDOW)
+        next_position = tl.where(is_last, position + TOKENS, position)
+        cell = _path_cells(nodes_ptr, table, following, next_position, lowest, base, end, PAGE, WINDOW)
         scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
@@ -983,8 +1001,8 @@ def _path_cells(nodes_ptr, table, path, position, lowest, base, end, PAGE: tl.co
     text before all paths."""
     inside = _is_inside(position, lowest, end, WINDOW)
     node = tl.load(nodes_ptr + path * PATH_NODES + position - base, mask=inside & (position >= base), other=0)
-    kept = tl.where(position < base, position, base + node)
-    return tl.load(table + kept // PAGE, mask=inside, other=0) * PAGE + kept % PAGE
+    place = tl.where(position < base, position, base + node)
+    return tl.load(table + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
 
 
 @triton.jit
@@ -996,11 +1014,11 @@ def _is_inside(position, lowest, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _visible(seen, place, position, base, end):
-    if seen is None:
+def _visible(node_bits, place, position, base, end):
+    if node_bits is None:
         visible = position <= place[:, None]
     else:
-        visible = (seen[:, None] & _node_bit(position, base, end, True, seen.dtype)) != 0
+        visible = (node_bits[:, None] & _node_bit(position, base, end, True, node_bits.dtype)) != 0
     return visible
 
 
@@ -1046,10 +1064,10 @@ def _store_part(partial_ptr, sums_ptr, index, acc, top, total, num_rows, ROWS: t
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     cells = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
-    there = row < num_rows
-    tl.store(partial_ptr + cells, acc, mask=there[:, None])
-    tl.store(sums_ptr + index * (2 * ROWS) + row, top, mask=there)
-    tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total, mask=there)
+    valid = row < num_rows
+    tl.store(partial_ptr + cells, acc, mask=valid[:, None])
+    tl.store(sums_ptr + index * (2 * ROWS) + row, top, mask=valid)
+    tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total, mask=valid)
 
 
 @triton.jit
@@ -1074,31 +1092,31 @@ def _merge(
     merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
     top = _nothing(SHARE)
     total = tl.zeros((SHARE,), tl.float32)
-    given = partial_ptr, sums_ptr, tile, row, num_rows, parts
+    stored = partial_ptr, sums_ptr, tile, row, num_rows, parts
     if parts <= HALF:
-        merged, top, total = _merge_parts(merged, top, total, given, 0, BLOCK_D, ROWS, HALF)
+        merged, top, total = _merge_parts(merged, top, total, stored, 0, BLOCK_D, ROWS, HALF)
     else:
         for begin in range(0, parts, AT_ONCE):
-            merged, top, total = _merge_parts(merged, top, total, given, begin, BLOCK_D, ROWS, AT_ONCE)
+            merged, top, total = _merge_parts(merged, top, total, stored, begin, BLOCK_D, ROWS, AT_ONCE)
     total = _add_sinks(sinks_ptr, top, total, head, row, GROUP)
     return merged / tl.where(total > 0, total, 1.0)[:, None]  # 0: a row past the last
 
 
 @triton.jit
 def _merge_parts(
-    merged, top, total, given, begin, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr
+    merged, top, total, stored, begin, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """Adds COUNT parts from `begin` on, of which there may be fewer."""
-    partial_ptr, sums_ptr, tile, row, num_rows, parts = given
+    partial_ptr, sums_ptr, tile, row, num_rows, parts = stored
     dims = tl.arange(0, BLOCK_D)
     for index in tl.static_range(COUNT):
         part = begin + index
-        there = row < tl.where(part < parts, num_rows, 0)
+        valid = row < tl.where(part < parts, num_rows, 0)
         sums = sums_ptr + (tile + part) * (2 * ROWS) + row
-        part_top = tl.load(sums, mask=there, other=-1e30, cache_modifier=".cg")
-        part_total = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        part_top = tl.load(sums, mask=valid, other=-1e30, cache_modifier=".cg")
+        part_total = tl.load(sums + ROWS, mask=valid, other=0.0, cache_modifier=".cg")
         cells = ((tile + part).to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
-        acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        acc = tl.load(partial_ptr + cells, mask=valid[:, None], other=0.0, cache_modifier=".cg")
         merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
     return merged, top, total
 
@@ -1113,8 +1131,8 @@ def _store(
         result = _after_codes(result, tl.load(scales_ptr + G + head))
     dims = tl.arange(0, BLOCK_D)
     cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
-    kept = (row < num_rows)[:, None] & (dims < D)[None, :]
-    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept)
+    valid = (row < num_rows)[:, None] & (dims < D)[None, :]
+    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
 class Parts(NamedTuple):
     """How contexts are split over programs."""
 
-    most: int
+    max_parts: int
     tokens: int = MIN_PART_TOKENS  # of a part, at least
 
 
@@ -100,10 +100,10 @@ def tree_attention(
     positions = torch.arange(int(lengths.max()) + end, device=q.device)  # (S,)
     node = positions - lengths[:, None]  # (B, S): which node a slot holds; negative for committed tokens
     visible = ((node < end) & (prefix | (node >= 0)))[:, None] & sees(node, queries, ancestors, mask, window)
-    used = visible.any(dim=1)  # (B, S)
+    is_read = visible.any(dim=1)  # (B, S)
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
-    slots = slots.masked_fill(~used, 0)
-    k, v = (x.masked_fill(~used[:, :, None, None], 0) for x in read_cache(keys, values, slots, scales))
+    slots = slots.masked_fill(~is_read, 0)
+    k, v = (x.masked_fill(~is_read[:, :, None, None], 0) for x in read_cache(keys, values, slots, scales))
     scores = cap(torch.einsum("bngrd,bsgd->bngrs", q.float().view(B, N, G, Q // G, D), k) * scale, softcap)
     scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
     lse = scores.logsumexp(dim=-1)  # (B, N, G, Q / G)
@@ -115,11 +115,11 @@ def tree_attention(
 
 def read_cache(keys: Tensor, values: Tensor, slots: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys and values (..., G, D) fp32 in `slots` (...) of a layer's cache (num_pages, page_size, G, D)."""
-    own = (None, None) if scales is None else scales[..., None]  # (G, 1) each
+    cache_scales = (None, None) if scales is None else scales[..., None]  # (G, 1) each
     flat = (x.flatten(0, 1) for x in (keys, values))
     k, v = (
         x[slots].float() if scale is None else decode(x.view(torch.uint8)[slots].view(E4M3), scale, torch.float32)
-        for x, scale in zip(flat, own, strict=True)
+        for x, scale in zip(flat, cache_scales, strict=True)
     )
     return k, v
 
@@ -130,9 +130,9 @@ def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, wi
     node = node[:, None]
     if mask == "tree":
         assert ancestors is not None
-        seen = unpack(ancestors, count=64)
+        bits = unpack(ancestors, count=64)
         index = node.clamp(0, 63).expand(-1, N, -1)
-        visible = (node < 0) | seen.gather(2, index)
+        visible = (node < 0) | bits.gather(2, index)
     elif mask == "causal":
         visible = node <= queries[:, None]
     else:
@@ -143,7 +143,7 @@ def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, wi
     depths = node  # (B, 1, S)
     query_depths = queries[:, None]  # (N, 1)
     if mask == "tree":
-        seen_depths = seen.cumsum(dim=2) - 1  # (B, N, 64): right for the nodes that a query sees
+        seen_depths = bits.cumsum(dim=2) - 1  # (B, N, 64): right for the nodes that a query sees
         depths = torch.where(node < 0, node, seen_depths.gather(2, index))
         query_depths = seen_depths[..., -1:]
     return visible & (depths > query_depths - window)
@@ -193,10 +193,10 @@ def tree_attention_triton(
     parts = parts or choose_parts(B, tiles, blocks.rows, capacity, D)
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
-    wait = all_resident(q.device, parts.most)
-    attend_kernel[(parts.most, tiles, B)](
+    wait = all_resident(q.device, parts.max_parts)
+    attend_kernel[(parts.max_parts, tiles, B)](
         q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, sinks, scales, out, lse,
-        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), *score_factors(scale, softcap),
+        *_scratch(q.device, B * tiles, parts.max_parts, blocks.rows, block_dim, wait), *score_factors(scale, softcap),
         N, first_node, pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
@@ -219,13 +219,13 @@ def held_words(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -
 
 
 def load_stages(blocks: Blocks, scales: Tensor | None) -> int:
-    """Of the load pipeline: tiles of codes have half the bytes, so one more is in flight in the same memory."""
+    """Stages of the load pipeline: tiles of codes have half the bytes, so one more is in flight in the same memory."""
     return blocks.stages + (scales is not None)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """Of a kernel that weighs tokens by exp2: what scores are multiplied by and, with a soft cap, what the products of
-    queries and keys are multiplied by before that, for `_score`."""
+    """Factors for kernels that weigh tokens by exp2: of the scores and, with a soft cap, of the products of queries and
+    keys before it, for `_score`."""
     if softcap is None:
         return scale / math.log(2), None
     return softcap / math.log(2), 2 * scale / (softcap * math.log(2))
@@ -271,8 +271,8 @@ def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:
     if programs > PROGRAMS and small:
         numbers = range(1, min(3, triton.cdiv(capacity, MIN_EVEN_PART_TOKENS)) + 1)
         return Parts(max(numbers, key=lambda number: _fullness(programs * number)), MIN_EVEN_PART_TOKENS)
-    most = (SMALL_PROGRAMS if small else PROGRAMS) // programs
-    return Parts(max(1, min(most, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS))))
+    max_parts = (SMALL_PROGRAMS if small else PROGRAMS) // programs
+    return Parts(max(1, min(max_parts, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS))))
 
 
 def _fullness(programs: int) -> float:
@@ -283,9 +283,9 @@ def _fullness(programs: int) -> float:
 
 def choose_shares(blocks: Blocks, parts: Parts, block_dim: int) -> dict[str, int]:
     """SHARE, the rows that a program merges, and AT_ONCE, the parts that it loads together (64 registers a thread)."""
-    share = max(1, blocks.rows >> (parts.most.bit_length() - 1))
+    share = max(1, blocks.rows >> (parts.max_parts.bit_length() - 1))
     fitting = 64 * 32 * blocks.warps // (share * block_dim)
-    return {"SHARE": share, "AT_ONCE": max(1, min(fitting, parts.most, 16))}
+    return {"SHARE": share, "AT_ONCE": max(1, min(fitting, parts.max_parts, 16))}
 
 
 def _scratch(
@@ -336,13 +336,13 @@ def attend_kernel(
     q = _load_queries(q_ptr, _row_of(request, N, head, clipped, G, GROUP), D, BLOCK_D, PACKED)
     scale = _by_head(scale, scales_ptr, head) if squash is None else scale
     squash = _by_head(squash, scales_ptr, head) if squash is not None else None
-    seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
+    node_bits = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     before = None
     if WINDOW is not None:
-        seen, depth = _apply_window(seen, first_node + query, first_node + N, MASK, WINDOW)
+        node_bits, depth = _apply_window(node_bits, first_node + query, first_node + N, MASK, WINDOW)
         before = length + depth - WINDOW
     acc, log_sum = _attend_tokens(
-        q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
+        q, node_bits, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, squash,
         lowest if WINDOW is not None else None, before,
         G, D // PACKED, BLOCK_D // PACKED, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
@@ -374,7 +374,7 @@ def _first_position(length, first_node, PREFIX: tl.constexpr, MASK: tl.constexpr
 
 @triton.jit
 def _attend_tokens(
-    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, squash, lowest, before,
+    q, node_bits, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, squash, lowest, before,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -405,11 +405,11 @@ def _attend_tokens(
         scores = _score(q, k, squash, PRECISION)
         if before is not None:
             position = tile_start + token
-            visible = (seen[:, None] & _node_bit(position, length, end, PREFIX, seen.dtype)[None, :]) != 0
+            visible = (node_bits[:, None] & _node_bit(position, length, end, PREFIX, node_bits.dtype)[None, :]) != 0
             scores = tl.where(visible & (position[None, :] > before[:, None]), scores, float("-inf"))
         elif tile_start + TOKENS > length or not PREFIX:  # a tile of committed tokens alone is visible to all rows
-            bit = _node_bit(tile_start + token, length, end, PREFIX, seen.dtype)
-            scores = tl.where((seen[:, None] & bit[None, :]) != 0, scores, float("-inf"))
+            bit = _node_bit(tile_start + token, length, end, PREFIX, node_bits.dtype)
+            scores = tl.where((node_bits[:, None] & bit[None, :]) != 0, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale - _headroom(keys_ptr))
         weights = tl.exp2(scores * scale - new_top[:, None])
         rescale = tl.exp2(top - new_top)
@@ -457,8 +457,8 @@ def _add_values(weights, loaded, acc, PRECISION: tl.constexpr):
     if loaded.dtype == tl.int16:
         lower, upper = _unpack(loaded, weights.dtype)
         if loaded.shape[1] < 32 or (loaded.shape[1] < 64 and weights.shape[0] >= 64):
-            both = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (loaded.shape[0], acc.shape[1]))
-            acc = tl.dot(weights, both, acc, input_precision=PRECISION)
+            values = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (loaded.shape[0], acc.shape[1]))
+            acc = tl.dot(weights, values, acc, input_precision=PRECISION)
         else:
             even, odd = _halves(acc)
             even = tl.dot(weights, lower, even, input_precision=PRECISION)
@@ -557,31 +557,31 @@ def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr):
-    """Bit j of a row: its node sees node j. Never 0, so `seen & -1` makes committed tokens visible."""
+    """Bit j of a row: its node sees node j. Never 0, so `node_bits & -1` makes committed tokens visible."""
     if MASK == "tree":
-        seen = tl.load(ancestors_ptr + row).to(WORD)
+        node_bits = tl.load(ancestors_ptr + row).to(WORD)
     elif MASK == "causal":
-        own = tl.full(node.shape, 1, WORD) << node.to(WORD)
-        seen = own | (own - 1)
+        bit = tl.full(node.shape, 1, WORD) << node.to(WORD)
+        node_bits = bit | (bit - 1)
     else:
-        seen = tl.full(node.shape, -1, WORD)
-    return seen
+        node_bits = tl.full(node.shape, -1, WORD)
+    return node_bits
 
 
 @triton.jit
-def _apply_window(seen, node, num_nodes, MASK: tl.constexpr, WINDOW: tl.constexpr):
-    """`seen` without the nodes of a tree that lie before each row's window, and the rows' depths.
+def _apply_window(node_bits, node, num_nodes, MASK: tl.constexpr, WINDOW: tl.constexpr):
+    """`node_bits` without the nodes of a tree that lie before each row's window, and the rows' depths.
 
     _attend_tokens compares a window's bound with slots, which are positions but for the nodes of a tree. Of these,
     ancestors are a path with growing indices, so those in the window are the WINDOW highest bits; and none of them is
     hidden by the comparison, since no node's index is below its depth.
     """
     if MASK == "tree":
-        count = _count_bits(seen)
-        for kept in range(WINDOW, num_nodes):
-            seen = tl.where(count > kept, seen & (seen - 1), seen)  # clears the lowest bit
+        count = _count_bits(node_bits)
+        for limit in range(WINDOW, num_nodes):
+            node_bits = tl.where(count > limit, node_bits & (node_bits - 1), node_bits)  # clears the lowest bit
         node = count - 1
-    return seen, node
+    return node_bits, node
 
 
 @triton.jit
@@ -619,10 +619,10 @@ def _merge(
     """
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    own = tl.program_id(0) * ROWS + row
-    kept = row < tl.where(tl.program_id(0) < parts, num_rows, 0)
-    tl.store(partial_ptr + own[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
-    tl.store(partial_lse_ptr + own, log_sum, mask=kept)
+    own_cells = tl.program_id(0) * ROWS + row
+    is_row = row < tl.where(tl.program_id(0) < parts, num_rows, 0)
+    tl.store(partial_ptr + own_cells[:, None] * BLOCK_D + dims[None, :], acc, mask=is_row[:, None])
+    tl.store(partial_lse_ptr + own_cells, log_sum, mask=is_row)
     if WAIT:
         start = tl.program_id(0) * SHARE
         step = ROWS
@@ -638,11 +638,11 @@ def _merge(
         merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
         for begin in range(0, parts, AT_ONCE):
             for index in tl.static_range(AT_ONCE):
-                there = shared < tl.where(begin + index < parts, num_rows, 0)
+                valid = shared < tl.where(begin + index < parts, num_rows, 0)
                 cells = (begin + index) * ROWS + shared
-                lse = tl.load(partial_lse_ptr + cells, mask=there, other=-1e30, cache_modifier=".cg")
+                lse = tl.load(partial_lse_ptr + cells, mask=valid, other=-1e30, cache_modifier=".cg")
                 cells = cells[:, None] * BLOCK_D + dims[None, :]
-                result = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                result = tl.load(partial_ptr + cells, mask=valid[:, None], other=0.0, cache_modifier=".cg")
                 new_top = tl.maximum(top, lse)
                 weight = tl.exp2(lse - new_top)
                 rescale = tl.exp2(top - new_top)
@@ -666,15 +666,15 @@ def _store(
     their heads' sinks join the softmax here."""
     dims = tl.arange(0, BLOCK_D)
     out_row = _row_of(request, N, head, first_row + row, G, GROUP)
-    kept = row < num_rows
+    valid = row < num_rows
     if sinks_ptr is not None:
         result = result / (1.0 + _weigh_sinks(sinks_ptr, head, first_row + row, log_sum, GROUP))[:, None]
     if scales_ptr is not None:
         result = _after_codes(result, tl.load(scales_ptr + G + head))
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
+    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + out_row, log_sum * 0.6931471805599453, mask=kept)
+        tl.store(lse_ptr + out_row, log_sum * 0.6931471805599453, mask=valid)
 
 
 @triton.jit

@@ -51,27 +51,27 @@ def multiply_expert(x: Tensor, matrix: ExpertMatrix, expert: int, bias: Tensor |
         rows = fp8.quantize_rows.reference(x, matrix.inputs)
         return fp8.fp8_linear.reference(rows, matrix.codes[expert], matrix.scales[expert], bias)
     if isinstance(matrix, MXFP4Weight):
-        own = mxfp4.dequantize_words(MXFP4Weight(matrix.words[expert], matrix.scales[expert], matrix.num_inputs))
-        return linear(x, own.to(x.dtype), bias)
+        weight = mxfp4.dequantize_words(MXFP4Weight(matrix.words[expert], matrix.scales[expert], matrix.num_inputs))
+        return linear(x, weight.to(x.dtype), bias)
     if isinstance(matrix, Int4Weight):
         zeros = None if matrix.zeros is None else matrix.zeros[expert]
-        own4 = matrix._replace(words=matrix.words[expert], scales=matrix.scales[expert], zeros=zeros)
-        return int4.int4_linear.reference(x, own4, bias)
+        int4_weights = matrix._replace(words=matrix.words[expert], scales=matrix.scales[expert], zeros=zeros)
+        return int4.int4_linear.reference(x, int4_weights, bias)
     return linear(x, matrix[expert], bias)
 
 
 def pointers(matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Weights, scales and zeros, for `multiply`."""
     if isinstance(matrix, FP8Weight):
-        found: tuple[Tensor, Tensor | None, Tensor | None] = (matrix.codes, matrix.scales, None)
+        tensors: tuple[Tensor, Tensor | None, Tensor | None] = (matrix.codes, matrix.scales, None)
     elif isinstance(matrix, MXFP4Weight):
-        found = (matrix.words, matrix.scales, None)
+        tensors = (matrix.words, matrix.scales, None)
     elif isinstance(matrix, Int4Weight):
-        found = (matrix.words, *int4_weight.unit_words(matrix))
+        tensors = (matrix.words, *int4_weight.unit_words(matrix))
     else:
-        found = (matrix, None, None)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in found)
-    return found
+        tensors = (matrix, None, None)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return tensors
 
 
 def constants(matrix: ExpertMatrix, x: Tensor, depth: int) -> Mapping[str, Any]:

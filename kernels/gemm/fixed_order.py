@@ -64,25 +64,28 @@ class FixedOrder:
         """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows: whole
         products, or parts of them where that is faster than our kernel. `part` as in `linear`."""
         fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
-        wanted = sorted(count for count in set(rows) if count > fewest)
+        counts = sorted(count for count in set(rows) if count > fewest)
         own_part = part or usual_part(weight, gated)
-        found = self.by_library.setdefault((*weight.shape, bias is not None, gated, own_part), {})
-        if not wanted:
+        runs = self.by_library.setdefault((*weight.shape, bias is not None, gated, own_part), {})
+        if not counts:
             return
         generator = torch.Generator(weight.device).manual_seed(0)
-        size = wanted[-1], weight.shape[1]
+        size = counts[-1], weight.shape[1]
         x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
         ours = linear_many_rows_triton(x, weight, bias, part=own_part)
         by_parts = partial(linear_by_parts, part=own_part)
-        for count in wanted:
-            given = x[:count], weight, bias
-            if torch.equal(F.linear(*given), ours[:count]):
-                found[count] = F.linear
-            elif has_equal_parts(weight, own_part) and torch.equal(by_parts(*given), ours[:count]):
-                whole = partial(linear_many_rows_triton, x, weight, bias)
-                times = [milliseconds(partial(way, *given), whole) for way in (by_parts, ours_of(count, part))]
+        for count in counts:
+            rows_x = x[:count]
+            if torch.equal(F.linear(rows_x, weight, bias), ours[:count]):
+                runs[count] = F.linear
+            elif has_equal_parts(weight, own_part) and torch.equal(by_parts(rows_x, weight, bias), ours[:count]):
+                full_product = partial(linear_many_rows_triton, x, weight, bias)
+                times = [
+                    milliseconds(partial(way, rows_x, weight, bias), full_product)
+                    for way in (by_parts, ours_of(count, part))
+                ]
                 if times[0] < times[1]:
-                    found[count] = by_parts
+                    runs[count] = by_parts
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, part: int | None = None) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O). `part`: inputs that are added up in one part, where
@@ -119,7 +122,7 @@ def ours_of(rows: int, part: int | None) -> Multiply:
 
 
 def milliseconds(run: Callable[[], object], meanwhile: Callable[[], object]) -> float:
-    """Of some calls of `run`, which has run before; their launch is hidden behind some of `meanwhile`."""
+    """Times some calls of `run`, which has run before; their launch is hidden behind calls of `meanwhile`."""
     for _ in range(TIMED_CALLS):
         meanwhile()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -209,9 +212,9 @@ def linear_many_rows_triton(
         return out
     part = part or usual_part(weight)
     rows, outputs = tile or _choose_tile(num_rows)
-    given: Any = TensorDescriptor.from_tensor
+    describe: Any = TensorDescriptor.from_tensor
     linear_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
-        given(x, [rows, DEPTH]), given(weight, [outputs, DEPTH]), bias, out, num_rows, num_outputs, num_inputs,
+        describe(x, [rows, DEPTH]), describe(weight, [outputs, DEPTH]), bias, out, num_rows, num_outputs, num_inputs,
         part,
         ROWS=rows, OUTPUTS=outputs, DEPTH=DEPTH, SPLIT=triton.cdiv(num_inputs, part), GROUP=8, PRECISION="ieee",
         num_stages=4 if rows * outputs > 8192 else 5, num_warps=8 if rows * outputs > 8192 else 4,

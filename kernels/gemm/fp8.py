@@ -86,11 +86,11 @@ def runs_kernels(x: Tensor, num_inputs: int) -> bool:
 
 
 @Op
-def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+def quantize_rows(x: Tensor, input_scales: InputScales = BY_ROW) -> QuantizedRows:
     """x (M, I), any float dtype. Without a static scale the largest number of each row, or of each row's blocks of 128,
     becomes 448."""
     rows, columns = x.shape
-    static, by_block = given
+    static, by_block = input_scales
     if static is not None:
         scales = static.float().expand(rows)
         spread = scales[:, None]
@@ -106,11 +106,11 @@ def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
 
 
 @quantize_rows.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
-def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+def quantize_rows_triton(x: Tensor, input_scales: InputScales = BY_ROW) -> QuantizedRows:
     rows, columns = x.shape
-    static, by_block = given
+    static, by_block = input_scales
     x = as_rows(x)
-    codes, scales, *_ = new = _empty_rows(x, given)
+    codes, scales, *_ = new = _empty_rows(x, input_scales)
     if rows == 0:
         return new
     # A program that must find a row's scale reads all of the row. Of few rows several do, each for a share of it.
@@ -125,14 +125,14 @@ def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRow
     return new
 
 
-def _empty_rows(x: Tensor, given: InputScales) -> QuantizedRows:
+def _empty_rows(x: Tensor, input_scales: InputScales) -> QuantizedRows:
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
-    if given.static is not None:
-        return QuantizedRows(codes, given.static.expand(rows), x.dtype)
+    if input_scales.static is not None:
+        return QuantizedRows(codes, input_scales.static.expand(rows), x.dtype)
     blocks = triton.cdiv(columns, BLOCK)
     new = partial(torch.empty, dtype=torch.float32, device=x.device)
-    if not given.by_block:
+    if not input_scales.by_block:
         scales = new(rows)
     elif rows <= FEW_ROWS:  # a program that goes from block to block finds the next one's in its L1 cache
         scales = new(rows, blocks).t()
@@ -150,8 +150,8 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int]:
 
 @Op
 def quantized_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None,
-    *, keeps_rows: bool = False,
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, input_scales: InputScales,
+    out: Tensor | None = None, *, keeps_rows: bool = False,
 ) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     """(quantize_rows(rms_norm(summed)), summed) with summed = residual + delta (M, I), as kernels/norm.py computes it;
     without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`. keeps_rows: the normed rows
@@ -161,52 +161,52 @@ def quantized_rms_norm(
         summed = residual
     else:
         normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
-    return quantize_rows.reference(normed, given)._replace(rows=normed if keeps_rows else None), summed
+    return quantize_rows.reference(normed, input_scales)._replace(rows=normed if keeps_rows else None), summed
 
 
 @quantized_rms_norm.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
 def quantized_rms_norm_triton(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None,
-    *, keeps_rows: bool = False,
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, input_scales: InputScales,
+    out: Tensor | None = None, *, keeps_rows: bool = False,
 ) -> tuple[QuantizedRows, Tensor]:  # fmt: skip
     old = as_rows(residual)
     new = None if delta is None else as_rows(delta)
     sums = residual if delta is None else torch.empty_like(old) if out is None else out
     rows, columns = old.shape
     normed = torch.empty(old.shape, dtype=old.dtype, device=old.device) if keeps_rows else None
-    codes, scales, *_ = quantized = _empty_rows(old, given)._replace(rows=normed)
+    codes, scales, *_ = quantized = _empty_rows(old, input_scales)._replace(rows=normed)
     if rows == 0:
         return quantized, sums
     width = max(triton.next_power_of_2(columns), BLOCK)
-    warps = min(max(width // (BLOCK if given.by_block else 256), 1), 16)
+    warps = min(max(width // (BLOCK if input_scales.by_block else 256), 1), 16)
     _norm_and_quantize[(rows,)](
-        old, new, weight, sums, normed, given.static, codes, scales,
+        old, new, weight, sums, normed, input_scales.static, codes, scales,
         old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), *scale_strides(scales), eps,
-        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=warps,
+        SIZE=columns, WIDTH=width, BY_BLOCK=input_scales.by_block, GROUP=BLOCK, num_warps=warps,
         **pdl_options(old.device),
     )  # fmt: skip
     return quantized, sums
 
 
 @Op
-def quantized_silu_mul(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+def quantized_silu_mul(gate_up: Tensor, input_scales: InputScales) -> QuantizedRows:
     """quantize_rows(silu_mul(gate_up (M, 2 * I))): the inputs of a layer after a gated one."""
-    return quantize_rows.reference(silu_mul.reference(gate_up), given)
+    return quantize_rows.reference(silu_mul.reference(gate_up), input_scales)
 
 
 @quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
-def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+def quantized_silu_mul_triton(gate_up: Tensor, input_scales: InputScales) -> QuantizedRows:
     gate_up = as_rows(gate_up)
     rows = len(gate_up)
     columns = gate_up.shape[1] // 2
-    codes, scales, *_ = quantized = _empty_rows(gate_up[:, :columns], given)
+    codes, scales, *_ = quantized = _empty_rows(gate_up[:, :columns], input_scales)
     if rows == 0:
         return quantized
-    width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
-    warps = min(max(width // (BLOCK if given.by_block else 512), 4), 16)
+    width = 1024 if input_scales.by_block or input_scales.static is not None else triton.next_power_of_2(columns)
+    warps = min(max(width // (BLOCK if input_scales.by_block else 512), 4), 16)
     _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
-        gate_up, given.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
-        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=warps,
+        gate_up, input_scales.static, codes, scales, gate_up.stride(0), *scale_strides(scales), columns,
+        WIDTH=width, BY_BLOCK=input_scales.by_block, GROUP=BLOCK, num_warps=warps,
         **pdl_options(gate_up.device),
     )  # fmt: skip
     return quantized
@@ -279,16 +279,18 @@ def library_linear(
     up alone, in less than fp32 (not where scales are by block)."""
     by_block = scales.dim() == 2
     if (split == 1 or fast) and bias is None:
-        both = (x.scales.t(), scales.t()) if by_block else (x.scales[:, None].contiguous(), scales[None])
-        return torch._scaled_mm(x.codes, weight.t(), *both, out_dtype=x.dtype, use_fast_accum=fast and not by_block)
+        scale_pair = (x.scales.t(), scales.t()) if by_block else (x.scales[:, None].contiguous(), scales[None])
+        return torch._scaled_mm(
+            x.codes, weight.t(), *scale_pair, out_dtype=x.dtype, use_fast_accum=fast and not by_block
+        )
     parts = torch.empty(split, len(x.codes), len(weight), dtype=torch.float32, device=weight.device)
     pairs = [(_one(weight.device), _one(weight.device))] * split
     if by_block:
         of_parts = zip(x.scales.chunk(split), scales.chunk(split, dim=1), strict=True)
         pairs = [(of_rows.t(), of_weight.contiguous().t()) for of_rows, of_weight in of_parts]
     operands = zip(x.codes.chunk(split, dim=1), weight.chunk(split, dim=1), pairs, parts, strict=True)
-    for codes, own, pair, part in operands:
-        torch._scaled_mm(codes, own.t(), *pair, out_dtype=torch.float32, use_fast_accum=False, out=part)
+    for codes, part_weight, pair, part in operands:
+        torch._scaled_mm(codes, part_weight.t(), *pair, out_dtype=torch.float32, use_fast_accum=False, out=part)
     return sum_parts_triton(parts, bias, x.dtype, None if by_block else (scales, x.scales))
 
 
@@ -313,30 +315,32 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
     """The numbers of rows for which `library_linear`, in the parts of few rows, gives the bits of our kernels, and is
     faster."""
     by_block = scales.dim() == 2
-    layer = (weight, scales, bias)
-    wanted = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
+    counts = sorted(count for count in set(rows) if count > (FEW_ROWS if by_block else FEW_GATED_ROWS))
     tiling = replace(choose_tiling(*weight.shape), depth=BLOCK)
     is_even = part_inputs(weight.shape[1], tiling) * tiling.split == weight.shape[1]
-    if not wanted or not knows_library(weight.device, by_block) or not is_even:
+    if not counts or not knows_library(weight.device, by_block) or not is_even:
         return set()
     generator = torch.Generator(weight.device).manual_seed(0)
-    inputs = torch.randn(wanted[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
-    whole = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), *layer)
-    found = set()
-    for count in wanted:
+    inputs = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).bfloat16()
+    full_product = partial(fp8_linear, quantize_rows(inputs, InputScales(by_block=by_block)), weight, scales, bias)
+    equal_counts = set()
+    for count in counts:
         x = quantize_rows(inputs[:count], InputScales(by_block=by_block))
         if not has_library(x, weight, scales, tiling.split):
             continue
-        ways = [partial(library_linear, x, *layer, tiling.split), partial(fp8_linear, x, *layer)]
+        ways = [
+            partial(library_linear, x, weight, scales, bias, tiling.split),
+            partial(fp8_linear, x, weight, scales, bias),
+        ]
         try:
             is_equal = torch.equal(ways[0](), ways[1]())
         except (RuntimeError, ValueError) as error:  # what the library takes depends on its version
             message = "FP8 products of %d x %d stay with our kernels, since torch._scaled_mm does not take them: %s"
             logger.warning(message, *weight.shape, str(error).partition("\n")[0])
             return set()
-        if is_equal and milliseconds(ways[0], whole) < milliseconds(ways[1], whole):
-            found.add(count)
-    return found
+        if is_equal and milliseconds(ways[0], full_product) < milliseconds(ways[1], full_product):
+            equal_counts.add(count)
+    return equal_counts
 
 
 def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: int) -> Tiling:
@@ -402,9 +406,9 @@ def _many_rows(
         return out
     rows, outputs = tile or choose_fp8_tile(num_rows, num_outputs, by_block=scales.dim() == 2)
     parts = replace(choose_tiling(num_outputs, num_inputs), depth=BLOCK, split=split)
-    given: Any = TensorDescriptor.from_tensor
+    describe: Any = TensorDescriptor.from_tensor
     fp8_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
-        given(x.codes, [rows, BLOCK]), given(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
+        describe(x.codes, [rows, BLOCK]), describe(weight, [outputs, BLOCK]), x.scales, scales, bias, out,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, parts), *scale_strides(x.scales),
         ROWS=rows, OUTPUTS=outputs, DEPTH=BLOCK, SPLIT=split, GROUP=8, BLOCKS=scales.dim() == 2,
         num_stages=3 if outputs > 128 else 4, num_warps=8 if outputs > 64 else 4,
@@ -422,12 +426,12 @@ def _quantize_rows(
     first = tl.program_id(1) * SHARE
     columns = first + tl.arange(0, SHARE)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
-    whole = x
+    row_inputs = x
     if SHARE < WIDTH:
         columns = tl.arange(0, WIDTH)
-        whole = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+        row_inputs = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
     strides = block_stride, row_stride
-    _store_codes(x, whole, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
+    _store_codes(x, row_inputs, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
 
 
 @triton.jit
@@ -476,11 +480,11 @@ def _silu_mul_and_quantize(
 
 @triton.jit
 def _store_codes(
-    x, whole, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs,
+    x, row_inputs, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs,
     BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last. whole: all of them, where they share a
-    scale."""
+    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last. row_inputs: all of them, where they share
+    a scale."""
     WIDTH: tl.constexpr = x.shape[0]
     columns = first + tl.arange(0, WIDTH)
     if static_ptr is not None:
@@ -492,7 +496,7 @@ def _store_codes(
         cells = scales_ptr + block.to(tl.int64) * strides[0] + row * strides[1]
         tl.store(cells, scale, mask=block * GROUP < num_inputs)
     else:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(whole), axis=0), 448.0), 1e-12)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(row_inputs), axis=0), 448.0), 1e-12)
         scaled = _divide(x, scale)
         tl.store(scales_ptr + row, scale)  # whoever has a share of the row: the same
     scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
@@ -541,14 +545,14 @@ def _load_step_scales(
     weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """`_load_scales` of COUNT blocks, one's after the other's."""
-    found = ()
+    """Calls `_load_scales` for COUNT blocks, one after the other."""
+    scales = ()
     for index in tl.static_range(COUNT):
-        found = found + _load_scales(
+        scales = scales + _load_scales(
             weight_scale_ptr, x_scales, block_stride, outputs, rows, block + index, num_rows, num_outputs, num_inputs,
             GROUP, BLOCKS,
         )  # fmt: skip
-    return found
+    return scales
 
 
 @triton.jit
@@ -564,7 +568,7 @@ def _add_products(acc, weight, x, scales, INDEX: tl.constexpr, DEPTH: tl.constex
 
 @triton.jit
 def _load_own_scales(scales_ptr, index, count, BLOCKS: tl.constexpr):
-    """Of rows or of outputs `index`, of which there are `count`, where each has a scale of its own."""
+    """Loads the scales of rows or outputs `index`, of which there are `count`, where each has a scale of its own."""
     if BLOCKS:
         scales = ()
     else:
@@ -593,17 +597,25 @@ def _few_products(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_weights = weights + num_outputs.to(tl.int64) * num_inputs
     all_outputs = num_outputs * 2 if GATED else num_outputs
-    given = weight_scale_ptr, x_scales, block_stride
-    sizes = num_rows, all_outputs, num_inputs
-    scales = _load_step_scales(*given, outputs, row, first, *sizes, DEPTH, BLOCKS, AT_ONCE)
+    scales = _load_step_scales(
+        weight_scale_ptr, x_scales, block_stride, outputs, row, first, num_rows, all_outputs, num_inputs,
+        DEPTH, BLOCKS, AT_ONCE,
+    )  # fmt: skip
     if GATED:
-        ups = _load_step_scales(*given, outputs + num_outputs, row, first, *sizes, DEPTH, BLOCKS, AT_ONCE)
+        ups = _load_step_scales(
+            weight_scale_ptr, x_scales, block_stride, outputs + num_outputs, row, first, num_rows, all_outputs,
+            num_inputs, DEPTH, BLOCKS, AT_ONCE,
+        )  # fmt: skip
     for step in range(first, last, AT_ONCE):
-        next_scales = _load_step_scales(*given, outputs, row, step + AT_ONCE, *sizes, DEPTH, BLOCKS, AT_ONCE)
+        next_scales = _load_step_scales(
+            weight_scale_ptr, x_scales, block_stride, outputs, row, step + AT_ONCE, num_rows, all_outputs, num_inputs,
+            DEPTH, BLOCKS, AT_ONCE,
+        )  # fmt: skip
         if GATED:
             next_ups = _load_step_scales(
-                *given, outputs + num_outputs, row, step + AT_ONCE, *sizes, DEPTH, BLOCKS, AT_ONCE
-            )
+                weight_scale_ptr, x_scales, block_stride, outputs + num_outputs, row, step + AT_ONCE, num_rows,
+                all_outputs, num_inputs, DEPTH, BLOCKS, AT_ONCE,
+            )  # fmt: skip
         for index in tl.static_range(AT_ONCE):
             k = (step + index) * DEPTH + tl.arange(0, DEPTH)[None, :]
             inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)

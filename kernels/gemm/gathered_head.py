@@ -288,8 +288,8 @@ def _scores(
         if tl.max(temperature, axis=0) > 0.0:
             bits = row_noise_bits(key[None, :], position[None, :], ids[:, None])
             scores += temperature[None, :] * bits_to_gumbel(bits)
-    used = inside & (ids >= 0) if GATHERED else inside
-    return tl.where(used[:, None], scores, float("-inf"))
+    valid = inside & (ids >= 0) if GATHERED else inside
+    return tl.where(valid[:, None], scores, float("-inf"))
 
 
 @triton.jit

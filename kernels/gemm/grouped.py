@@ -58,7 +58,7 @@ class Clamped(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Of all experts of a layer."""
+    """Weights of all experts of a layer."""
 
     gate_up: ExpertMatrix  # (E, 2 * I, H), gate before up
     down: ExpertMatrix  # (E, H, I)
@@ -179,16 +179,15 @@ def mix_experts_triton(
     shared: Shared | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    given = x
+    inputs = x
     x = plain_rows(x)
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     assert shared is None or (shared.output.is_contiguous() and shared.gate.is_contiguous())
-    mixed = (routing.weights, *(shared or (None, None)), out)
-    if tiling is None and (found := _fp8_outputs(given, routing, weights)) is not None:
-        _sum_all(found, mixed)
+    if tiling is None and (pair_outputs := _fp8_outputs(inputs, routing, weights)) is not None:
+        _sum_all(pair_outputs, routing.weights, shared, out)
         return out
     intermediate = num_inputs_of(weights.down)
     top_k = routing.experts.shape[1]
@@ -197,7 +196,7 @@ def mix_experts_triton(
     block_rows = 1 if blocks is None else blocks.rows
     tile_rows = max(block_rows, least_rows(format_of(weights.gate_up)))
     most_blocks = num_pairs if blocks is None else len(blocks.first)
-    listed = (routing.experts, *((None,) * 4 if blocks is None else blocks[1:]))
+    pairs, first, sizes, num_blocks = (None,) * 4 if blocks is None else blocks[1:]
     options = {"TOP_K": top_k, "ROWS": tile_rows, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
     clamped = weights.clamped or Clamped(0.0, 0.0)
@@ -206,32 +205,33 @@ def mix_experts_triton(
     num_hidden = most_blocks * block_rows if in_blocks else num_pairs
     hidden = torch.empty(num_hidden, intermediate, dtype=x.dtype, device=x.device)
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
-        *_inputs(given, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden, *listed,
-        num_rows, size, intermediate,
+        *_inputs(inputs, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden,
+        routing.experts, pairs, first, sizes, num_blocks, num_rows, size, intermediate,
         CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, IN_BLOCKS=in_blocks,
         **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     if in_blocks:
-        _down_large(hidden, block_rows, weights, outputs, listed[1:], num_rows)
+        _down_large(hidden, block_rows, weights, outputs, (pairs, first, sizes, num_blocks), num_rows)
     else:
         split = 2 if format_of(weights.down) == "mxfp4" and intermediate >= SPLIT_INPUTS else 1
         parts = split if blocks is None and is_fused else 1  # side by side
         partial = torch.empty(parts, num_pairs, size, dtype=torch.float32, device=x.device) if parts > 1 else None
         down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs), parts)](
-            *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial, *listed,
-            *mixed, done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
+            *_inputs(hidden, weights.down), *pointers(weights.down), weights.down_bias, outputs, partial,
+            routing.experts, pairs, first, sizes, num_blocks, routing.weights, *(shared or (None, None)), out,
+            done_counters(x.device), num_rows, intermediate, size, FUSED=is_fused, SPLIT=split, PARTS=parts,
             **plain.options(), **options, **constants(weights.down, x, plain.depth),
         )  # fmt: skip
     if not is_fused:
-        _sum_all(outputs, mixed)
+        _sum_all(outputs, routing.weights, shared, out)
     return out
 
 
 def _fp8_outputs(x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWeights) -> Tensor | None:
     """(P, H), where the kernels for many tokens of FP8 experts take them."""
-    gate_up, down, *others = weights
-    if routing.blocks is None or any(other is not None for other in others):
+    gate_up, down, *unfit = weights
+    if routing.blocks is None or any(other is not None for other in unfit):
         return None
     if not isinstance(gate_up, FP8Weight) or not isinstance(down, FP8Weight):
         return None
@@ -241,18 +241,18 @@ def _fp8_outputs(x: Tensor | QuantizedRows, routing: Routing, weights: ExpertWei
     return grouped_fp8.expert_outputs(rows, routing.blocks, gate_up, down, routing.experts.shape[1])
 
 
-def _sum_all(outputs: Tensor, mixed: tuple[Tensor, Tensor | None, Tensor | None, Tensor]) -> None:
-    """outputs (P, H); `mixed`: the pairs' weights, what is shared with its gates, and where the sums go."""
-    num_rows, size = mixed[-1].shape
+def _sum_all(outputs: Tensor, weights: Tensor, shared: Shared | None, out: Tensor) -> None:
+    """Sums outputs (P, H) of pairs, times their `weights`, and `shared` to `out`."""
+    num_rows, size = out.shape
     columns = min(512, triton.next_power_of_2(size))
     sum_outputs_kernel[(triton.cdiv(num_rows, SUM_ROWS), triton.cdiv(size, columns))](
-        outputs, *mixed, num_rows, size,
+        outputs, weights, *(shared or (None, None)), out, num_rows, size,
         TOP_K=len(outputs) // num_rows, ROWS=SUM_ROWS, COLUMNS=columns, num_warps=4, **pdl_options(outputs.device),
     )  # fmt: skip
 
 
 def least_rows(format: Format) -> int:
-    """Of the smallest tile. Those of 8 rows were tried for MXFP4 alone: rows have the same bits in them."""
+    """Rows of the smallest tile. Tiles of 8 rows were tried for MXFP4 alone: rows have the same bits in them."""
     return min(rows for rows in TILINGS[format] if rows > 1)
 
 
@@ -267,7 +267,7 @@ def _inputs(x: Tensor | QuantizedRows, matrix: ExpertMatrix) -> tuple[Tensor, in
 
 
 def choose_tiling(block_rows: int, matrix: ExpertMatrix, x: Tensor) -> Tiling:
-    """Of tiles that the inputs fill, and as many stages as the device has room for."""
+    """Chooses tiles that the inputs fill, and as many stages as the device has room for."""
     format = format_of(matrix)
     num_inputs = num_inputs_of(matrix)
     tiling = TILINGS[format].get(block_rows) or TILINGS[format][least_rows(format)]
@@ -301,9 +301,9 @@ def _down_large(
     intermediate = hidden.shape[1]
     matrix = weights.down
     assert isinstance(matrix, Tensor)
-    given: Any = TensorDescriptor.from_tensor
-    x_desc = given(hidden, [block_rows, LARGE.depth])
-    weight_desc = given(matrix.view(-1, intermediate), [LARGE.outputs, LARGE.depth])
+    describe: Any = TensorDescriptor.from_tensor
+    x_desc = describe(hidden, [block_rows, LARGE.depth])
+    weight_desc = describe(matrix.view(-1, intermediate), [LARGE.outputs, LARGE.depth])
     down_large_kernel[(PROGRAMS,)](
         x_desc, weight_desc, weights.down_bias, outputs, *listed, num_rows, intermediate, size,
         ROWS=block_rows, OUTPUTS=LARGE.outputs, DEPTH=LARGE.depth, PRECISION="ieee",
@@ -332,8 +332,8 @@ def gated_experts_kernel(
         if block >= tl.load(num_blocks_ptr):
             return
     expert, pair, valid = _block(block, first, count, experts_ptr, pairs_ptr, num_rows, ROWS)
-    both = tl.arange(0, OUTPUTS)
-    feature = both // HALF * size + tl.minimum(tile * HALF + both % HALF, size - 1)
+    place = tl.arange(0, OUTPUTS)
+    feature = place // HALF * size + tl.minimum(tile * HALF + place % HALF, size - 1)
     if bias_ptr is not None:  # to load it here makes Triton 3.6 compile misaligned accesses for tall tiles of MXFP4
         prefetch_lines(bias_ptr + expert.to(tl.int64) * 2 * size + feature)
     acc = multiply(

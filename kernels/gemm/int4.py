@@ -94,13 +94,13 @@ def int4_linear_triton(
     if len(x) <= FEW_ROWS:
         return _launch(x, weight, bias, gated, tiling, rotation)
     assert rotation is None
-    whole = dequantize.triton(weight, x.dtype)
+    dequantized = dequantize.triton(weight, x.dtype)
     if order is None:
-        out = F.linear(x, whole, bias)
+        out = F.linear(x, dequantized, bias)
         return silu_mul(out) if gated else out
     if gated:
-        return order.gated_linear(x, whole)
-    return order.linear(x, whole, bias, part_of(weight))
+        return order.gated_linear(x, dequantized)
+    return order.linear(x, dequantized, bias, part_of(weight))
 
 
 def part_of(weight: Int4Weight, gated: bool = False) -> int:

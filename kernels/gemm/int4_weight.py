@@ -117,11 +117,11 @@ def dequantize_triton(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
 def unit_words(weight: Int4Weight) -> tuple[Tensor, Tensor | None]:
     """Scales and zeros as kernels take them: packed, a pair of units is a word."""
-    given = (weight.scales, weight.zeros)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in given)
+    units = (weight.scales, weight.zeros)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in units)
     if not is_packed(weight):
-        return given
-    scales, zeros = (None if tensor is None else tensor.view(torch.int32) for tensor in given)
+        return units
+    scales, zeros = (None if tensor is None else tensor.view(torch.int32) for tensor in units)
     assert scales is not None
     return scales, zeros
 
@@ -153,7 +153,7 @@ def _scale_pair(pair, BY: tl.constexpr):
 
 @triton.jit
 def _factors(pairs, zeros, INDEX: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """What `plane` multiplies by and adds for unit INDEX, twice in a register. HIGH: the integers are 16 * code."""
+    """The factor and the summand of `plane` for unit INDEX, twice in a register. HIGH: the integers are 16 * code."""
     TWICE: tl.constexpr = TWICE_HIGH if INDEX % 2 else TWICE_LOW
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
     scale = tl.inline_asm_elementwise(TWICE, "=r,r,r,r", [pairs[INDEX // 2], 0, 0], tl.int32, is_pure=True, pack=1)
@@ -163,8 +163,8 @@ def _factors(pairs, zeros, INDEX: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.co
     # -zero, -64 - zero or -1024 - zero
     SIGN: tl.constexpr = 0x80008000 if IS_BF16 else 0xD400D400 if HIGH else 0xE400E400
     if len(zeros) > 0:
-        given = [zeros[INDEX // 2], 4 if HIGH else 0, SIGN]
-        add = tl.inline_asm_elementwise(TWICE, "=r,r,r,r", given, tl.int32, is_pure=True, pack=1)
+        args = [zeros[INDEX // 2], 4 if HIGH else 0, SIGN]
+        add = tl.inline_asm_elementwise(TWICE, "=r,r,r,r", args, tl.int32, is_pure=True, pack=1)
     elif IS_BF16:
         add = _scale_pair(scale, 0xB900B900)  # -8 * 2^-16
     else:
@@ -184,14 +184,14 @@ def plane(words, scales, zeros, PLACE: tl.constexpr, UNIT: tl.constexpr, DTYPE: 
         by, add = _factors(scales, zeros, INDEX, HIGH, DTYPE)
         if tl.float16 == DTYPE:
             ASM: tl.constexpr = FIRST_FP16 if PLACE < 4 else SECOND_FP16
-            given = [words, SHIFT, MASK, by, add, 0x2C002C00 if HIGH else 0x3C003C00]  # 1 / 16, 1
-            weight = tl.inline_asm_elementwise(ASM, REGISTERS, given, tl.float16, is_pure=True, pack=2)
+            args = [words, SHIFT, MASK, by, add, 0x2C002C00 if HIGH else 0x3C003C00]  # 1 / 16, 1
+            weight = tl.inline_asm_elementwise(ASM, REGISTERS, args, tl.float16, is_pure=True, pack=2)
         else:
             BY_ONE: tl.constexpr = FIRST_BY_ONE if PLACE < 4 else SECOND_BY_ONE
             BY_TWO: tl.constexpr = FIRST_BY_TWO if PLACE < 4 else SECOND_BY_TWO
             BY: tl.constexpr = BY_TWO if len(zeros) > 0 else BY_ONE
-            given = [words, SHIFT, MASK, by, add, 0x3F803F80]
-            weight = tl.inline_asm_elementwise(BY, REGISTERS, given, tl.bfloat16, is_pure=True, pack=2)
+            args = [words, SHIFT, MASK, by, add, 0x3F803F80]
+            weight = tl.inline_asm_elementwise(BY, REGISTERS, args, tl.bfloat16, is_pure=True, pack=2)
     else:
         first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
         word = (first if PLACE < 4 else second) >> 4 * (PLACE % 4)
@@ -223,7 +223,8 @@ def decode_half(
 
 @triton.jit
 def unit_pointers(pointer, row, output, num_outputs, PACKED: tl.constexpr):
-    """Of outputs (OUTPUTS, 1) in the pair of units `row`, in the words of `unit_words` or, not packed, numbers."""
+    """Pointers to outputs (OUTPUTS, 1) of the pair of units `row`, in the words of `unit_words` or, not packed,
+    numbers."""
     STEP: tl.constexpr = 1 if PACKED else 2
     return pointer + (row * num_outputs + output) * STEP
 
@@ -231,20 +232,20 @@ def unit_pointers(pointer, row, output, num_outputs, PACKED: tl.constexpr):
 @triton.jit
 def load_units(pointers, chunk, num_outputs, COUNT: tl.constexpr, PACKED: tl.constexpr):
     """Scales or zeros of the COUNT units of a chunk: of words a tensor for two units, else one for each."""
-    found = ()
+    units = ()
     if PACKED:
         for pair in tl.static_range(COUNT // 2):
-            found = found + (tl.load(pointers + (chunk * (COUNT // 2) + pair) * num_outputs),)  # type: ignore[assignment]
+            units = units + (tl.load(pointers + (chunk * (COUNT // 2) + pair) * num_outputs),)  # type: ignore[assignment]
     else:
         for unit in tl.static_range(COUNT):
             cells = (chunk * (COUNT // 2) + unit // 2) * num_outputs * 2 + unit % 2
-            found = found + (tl.load(pointers + cells),)  # type: ignore[assignment]
-    return found
+            units = units + (tl.load(pointers + cells),)  # type: ignore[assignment]
+    return units
 
 
 @triton.jit
 def unscaled(numbers, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """What weights times 2^-16 made, times 2^16."""
+    """Multiplies the products of weights times 2^-16 by 2^16."""
     return numbers * 65536.0 if PACKED and tl.bfloat16 == DTYPE else numbers
 
 

@@ -59,8 +59,8 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> 
 
 def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether our kernel computes the product: few rows, 16-bit weights, row lengths that load 16 bytes at once."""
-    most = MAX_GATED_ROWS if gated else FAST_ROWS
-    if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or shared_memory(x.device) < SHARED_MEMORY:
+    max_rows = MAX_GATED_ROWS if gated else FAST_ROWS
+    if not use_triton(x) or not 0 < x.numel() <= max_rows * x.shape[-1] or shared_memory(x.device) < SHARED_MEMORY:
         return False
     fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16)
     return fits and x.shape[-1] % 64 == 0 and weight.stride(-1) == 1

@@ -195,11 +195,11 @@ def _fill_ring(
 
 @gluon.jit
 def _load_units(ring, OUTPUTS: gl.constexpr, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
-    found = ()
+    scales = ()
     for pair in gl.static_range(PAIRS):
         units = ring.slice(pair * OUTPUTS, OUTPUTS, 0).load(gl.SliceLayout(1, LAYOUT))
-        found = found + (gl.expand_dims(units, 1),)  # type: ignore[assignment]
-    return found
+        scales = scales + (gl.expand_dims(units, 1),)  # type: ignore[assignment]
+    return scales
 
 
 @gluon.jit
@@ -329,11 +329,11 @@ def pipelined_int4_kernel(
         pointers, x, is_row, rings, first, steps, part_steps, all_outputs,
         OUTPUTS, UNIT, PARTS, SLOTS, LAUNCH, ZEROS, PDL, ACC,
     )  # fmt: skip
-    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
     last = num_rows > 0
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (OUTPUTS * ROWS)
-        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, valid, SPLIT)
     if bias is not None:
         sums += bias[:, None]
     rounded = sums.to(out_ptr.dtype.element_ty)
@@ -343,4 +343,4 @@ def pipelined_int4_kernel(
             values_ptr, Q, G, D, OUT,
         )  # fmt: skip
     else:
-        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
+        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=valid & last)

@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
     pairs: Tensor  # (E, T) int32: the pairs of each expert, in any order
     first: Tensor  # (most blocks,) int32: where a block begins in the flattened `pairs`
     sizes: Tensor  # (most blocks,) int32: its pairs
-    used: Tensor  # (1,) int32: how many blocks there are
+    num_blocks: Tensor  # (1,) int32
 
 
 class Routing(NamedTuple):
@@ -69,9 +69,9 @@ def route(
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    chosen = logits.gather(1, experts)
-    total = (chosen if normalise else logits).logsumexp(dim=-1, keepdim=True)
-    return Routing(experts.int(), (chosen - total).exp())
+    top = logits.gather(1, experts)
+    total = (top if normalise else logits).logsumexp(dim=-1, keepdim=True)
+    return Routing(experts.int(), (top - total).exp())
 
 
 @route.kernel()
@@ -125,19 +125,19 @@ def choose_block_rows(num_pairs: int, num_experts: int, least_rows: int = LEAST_
     if num_pairs <= min(UNSORTED_PAIRS, num_experts // 4):
         return 1
     mean = num_pairs / num_experts
-    return max(least_rows, next((rows for most, rows in BLOCK_ROWS if mean <= most), 128))
+    return max(least_rows, next((rows for max_mean, rows in BLOCK_ROWS if mean <= max_mean), 128))
 
 
 def _empty_blocks(num_rows: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> Blocks:
     """With room for the most blocks that there can be: where as many experts as possible are hit."""
     pairs = num_rows * top_k
     hit = min(num_experts, pairs)
-    most = hit + (pairs - hit) // rows
+    max_blocks = hit + (pairs - hit) // rows
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    return Blocks(rows, empty(num_experts, num_rows), empty(most), empty(most), empty(1))
+    return Blocks(rows, empty(num_experts, num_rows), empty(max_blocks), empty(max_blocks), empty(1))
 
 
 @functools.cache
@@ -231,30 +231,30 @@ def _choose(
     keys = (ordered.to(tl.int64) << 32) | (PADDED - 1 - expert).to(tl.int64)
     lowest = tl.full(keys.shape, -(1 << 63), tl.int64)
     keys = tl.where(expert < EXPERTS, keys, lowest)
-    chosen = tl.zeros((rows.shape[0], PADDED_K), tl.int32)
+    experts = tl.zeros((rows.shape[0], PADDED_K), tl.int32)
     weights = tl.zeros((rows.shape[0], PADDED_K), tl.float32)
     total = tl.zeros((rows.shape[0],), tl.float32)
     top = total
     for index in tl.static_range(TOP_K):
         best = tl.max(keys, axis=1)
-        found = PADDED - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        keys = tl.where(expert == found[:, None], lowest, keys)
+        expert_number = PADDED - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        keys = tl.where(expert == expert_number[:, None], lowest, keys)
         high = (best >> 32).to(tl.int32)
         score = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         top = score if index == 0 else top
         exponential = tl.exp(score - top)
         total += exponential
-        chosen = tl.where(choice == index, found[:, None], chosen)
+        experts = tl.where(choice == index, expert_number[:, None], experts)
         weights = tl.where(choice == index, exponential[:, None], weights)
     if not NORMALISE:
         total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logits - top[:, None]), 0.0), axis=1)
     valid = (rows < num_rows)[:, None] & (choice < TOP_K)
     pair = rows[:, None] * TOP_K + choice
-    tl.store(experts_ptr + pair, chosen, mask=valid)
+    tl.store(experts_ptr + pair, experts, mask=valid)
     tl.store(weights_ptr + pair, weights / total[:, None], mask=valid)
     if BLOCK > 1:
-        place = tl.atomic_add(counts_ptr + chosen, 1, mask=valid, sem="relaxed")
-        tl.store(pairs_ptr + chosen * num_rows + place, pair, mask=valid)
+        place = tl.atomic_add(counts_ptr + experts, 1, mask=valid, sem="relaxed")
+        tl.store(pairs_ptr + experts * num_rows + place, pair, mask=valid)
 
 
 @triton.jit

@@ -30,8 +30,8 @@ AHEAD_ROWS = 16
 
 
 def inputs_ahead(weight: Tensor, part: int, ahead: int = AHEAD) -> int:
-    """Of `part` inputs, those whose weights are prefetched, `ahead` bytes of each output at most: whole pairs of 16
-    bytes, as `prefetch` asks for them; none where rows are not aligned."""
+    """Counts the inputs, of `part`, whose weights are prefetched, `ahead` bytes of each output at most: whole pairs of
+    16 bytes, as `prefetch` asks for them; none where rows are not aligned."""
     size = weight.element_size()
     num_inputs = weight.shape[1]
     if num_inputs * size % 16 or weight.stride(0) * size % 16:
@@ -188,8 +188,9 @@ def store_outputs(
 ):  # fmt: skip
     """rounded (ROWS, OUTPUTS) to out (M, num_outputs), or as `store_heads` where heads have D dims."""
     if D > 0:
-        where = out_ptr, keys_ptr, values_ptr, kv_scales_ptr
-        store_heads(rounded, angles, valid, row[:, None], tile, *where, Q, G, D)
+        store_heads(
+            rounded, angles, valid, row[:, None], tile, out_ptr, keys_ptr, values_ptr, kv_scales_ptr, Q, G, D
+        )  # fmt: skip
     else:
         cells = row[:, None] * num_outputs + outputs[None, :]
         tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])

@@ -37,9 +37,9 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def streams(x: Tensor, most: int) -> bool:
-    """Whether such kernels, for up to `most` rows, take x (M, I)."""
-    return use_triton(x) and is_hopper(x.device) and 0 < len(x) <= most <= programs_of(x.device)
+def streams(x: Tensor, max_rows: int) -> bool:
+    """Whether such kernels, for up to `max_rows` rows, take x (M, I)."""
+    return use_triton(x) and is_hopper(x.device) and 0 < len(x) <= max_rows <= programs_of(x.device)
 
 
 def programs_of(device: torch.device) -> int:
@@ -53,7 +53,7 @@ def tile_rows(num_rows: int) -> int:
 
 
 def tiles_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Of a contiguous matrix, as the tensor memory accelerator brings them. Rows beyond the last are zeros."""
+    """Describes tiles of a contiguous matrix to the tensor memory accelerator. Rows beyond the last are zeros."""
     layout = gl.NVMMASharedLayout(128, 8 * tensor.element_size(), 2)
     return TensorDescriptor.from_tensor(tensor, block, layout)
 
@@ -73,8 +73,8 @@ def launch_next(PDL: gl.constexpr):
 
 @gluon.jit
 def ring_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr = 1):
-    """Those of a ring's slots: full, and empty when all READERS have arrived. `share_barriers` comes before their first
-    use."""
+    """Allocates the barriers of a ring's slots: full, and empty when all READERS have arrived. `share_barriers` comes
+    before their first use."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -130,15 +130,15 @@ def wait_for_all(point_ptr, program, programs):
 
 
 @gluon.jit
-def store_part(partial_ptr, counter_ptr, sums, part, outputs, rows, there, SPLIT: gl.constexpr):
-    """Stores a part's sums (outputs, rows) where they are `there`. Returns the sum of all parts in their order, and
+def store_part(partial_ptr, counter_ptr, sums, part, outputs, rows, valid, SPLIT: gl.constexpr):
+    """Stores a part's sums (outputs, rows) where they are `valid`. Returns the sum of all parts in their order, and
     whether this program is the last of a tile's to store; in others the sum is of zeros."""
     SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     cells = rows[None, :] * sums.shape[0] + outputs[:, None]
-    gl.store(partial_ptr + part * SIZE + cells, sums, mask=there)
+    gl.store(partial_ptr + part * SIZE + cells, sums, mask=valid)
     last = is_last_done(counter_ptr, SPLIT)
-    there &= last
+    valid &= last
     total = gl.zeros_like(sums)
     for index in gl.static_range(SPLIT):  # unrolled, so that no load waits for another
-        total += gl.load(partial_ptr + index * SIZE + cells, mask=there, other=0.0, cache_modifier=".cg")
+        total += gl.load(partial_ptr + index * SIZE + cells, mask=valid, other=0.0, cache_modifier=".cg")
     return total, last

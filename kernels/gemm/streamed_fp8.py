@@ -170,7 +170,8 @@ def _bring_inputs(
 
 @gluon.jit
 def _scale(bits, largest):
-    """Of a row whose largest number has these bits (`_store_codes` of fp8.py). largest: MOST, shaped like `bits`."""
+    """Scale of a row whose largest number has these bits (`_store_codes` of fp8.py). largest: MOST, shaped like
+    `bits`."""
     return gl.maximum(gl.div_rn(bits.to(gl.float32, bitcast=True), largest), LEAST_SCALE)
 
 
@@ -179,16 +180,16 @@ def _quantize(hidden_ptr, codes_ptr, most_ptr, row, share, size, WIDTH: gl.const
     """Stores a share of a row's codes, divided as by `_divide` of fp8.py."""
     EACH: gl.constexpr = WIDTH // THREADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([8 if EACH > 8 else EACH], [32], [THREADS // 32], [0])
-    own = gl.cdiv(size, SHARES * ALIGNED) * ALIGNED
+    share_size = gl.cdiv(size, SHARES * ALIGNED) * ALIGNED
     column = gl.arange(0, WIDTH, LAYOUT)
-    at = share * own + column
-    inside = (column < own) & (at < size)
+    at = share * share_size + column
+    inside = (column < share_size) & (at < size)
     x = gl.load(hidden_ptr + row.to(gl.int64) * size + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     scale = _scale(gl.load(most_ptr + row, cache_modifier=".cg"), MOST)
     inverse = gl.div_rn(1.0, scale)
-    ones = gl.full((WIDTH,), 1.0, gl.float32, LAYOUT)
+    all_ones = gl.full((WIDTH,), 1.0, gl.float32, LAYOUT)
     quotient = x * inverse
-    scaled = gl.fma(gl.fma(-quotient, ones * scale, x), ones * inverse, quotient)
+    scaled = gl.fma(gl.fma(-quotient, all_ones * scale, x), all_ones * inverse, quotient)
     scaled = gl.minimum(gl.maximum(scaled, -MOST), MOST)
     gl.store(codes_ptr + row.to(gl.int64) * size + at, scaled.to(gl.float8e4nv), mask=inside)
 
@@ -205,7 +206,7 @@ def _multiply_gated(
     zeros = gl.zeros((TILE, ROWS), gl.float32, ACC)
     number = 0
     x_number = 0
-    most = zeros
+    largest = zeros
     for index in range(units):
         first = (gl.program_id(0) + index * gl.num_programs(0)) * TILE
         gate_scales = gl.load(scales_ptr + first + output)
@@ -238,8 +239,8 @@ def _multiply_gated(
         cells = hidden_ptr + row[None, :].to(gl.int64) * size + (first + output)[:, None]
         hidden = round_silu_mul(gate, up)
         gl.store(cells, hidden, mask=(row < num_rows)[None, :] & (output >= 0)[:, None])
-        most = gl.maximum(most, gl.abs(hidden.to(gl.float32)))
-    bits = gl.max(most, axis=0).to(gl.int32, bitcast=True)
+        largest = gl.maximum(largest, gl.abs(hidden.to(gl.float32)))
+    bits = gl.max(largest, axis=0).to(gl.int32, bitcast=True)
     gl.atomic_max(most_ptr + row, bits, mask=row < num_rows, sem="relaxed")
     return number, x_number
 
@@ -275,7 +276,7 @@ def _multiply(
     if program == 0:
         gl.store(most_ptr + row, 0 * row, mask=row < num_rows)
     zeros = gl.zeros((TILE, ROWS), gl.float32, ACC)
-    there = (row < num_rows)[None, :] & (output >= 0)[:, None]
+    valid = (row < num_rows)[None, :] & (output >= 0)[:, None]
     for index in range(down_units):
         unit = programs - 1 - program + index * programs
         tile = unit // SPLIT
@@ -299,10 +300,10 @@ def _multiply(
             x_number += 1
         launch_next(PDL)
         place = partial_ptr + tile * SPLIT * (TILE * ROWS)
-        sums, last = store_part(place, counters_ptr + tile, sums, part, output, row, there, SPLIT)
+        sums, last = store_part(place, counters_ptr + tile, sums, part, output, row, valid, SPLIT)
         result = sums * scales[:, None] * row_scales[None, :]
         cells = out_ptr + row[None, :].to(gl.int64) * num_outputs + (tile * TILE + output)[:, None]
-        gl.store(cells, result.to(out_ptr.dtype.element_ty), mask=there & last)
+        gl.store(cells, result.to(out_ptr.dtype.element_ty), mask=valid & last)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

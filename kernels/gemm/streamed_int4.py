@@ -105,11 +105,11 @@ def bring_inputs(
 def load_unit_words(pointers, step, num_outputs, UNIT: gl.constexpr):
     """`load_units` of int4_weight.py, as words of two units; of no pointers none."""
     PAIRS: gl.constexpr = DEPTH // UNIT // 2
-    found = ()
+    words = ()
     if pointers is not None:
         for pair in gl.static_range(PAIRS):
-            found = found + (gl.load(pointers + (step * PAIRS + pair) * num_outputs),)  # type: ignore[assignment]
-    return found
+            words = words + (gl.load(pointers + (step * PAIRS + pair) * num_outputs),)  # type: ignore[assignment]
+    return words
 
 
 @gluon.jit
@@ -117,8 +117,8 @@ def two_planes(words, scales, zeros, PLACE: gl.constexpr, UNIT: gl.constexpr, TY
     """Weights (TILE, 64) of two planes of a step. Threads keep their numbers."""
     first = plane(words, scales, zeros, PLACE, UNIT, TYPE, True)
     second = plane(words, scales, zeros, PLACE + 1, UNIT, TYPE, True)
-    both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
-    return gl.convert_layout(both, LAYOUT)
+    planes = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
+    return gl.convert_layout(planes, LAYOUT)
 
 
 @gluon.jit
@@ -162,9 +162,9 @@ def _multiply(
     place = gl.arange(0, OUTPUTS, gl.SliceLayout(1, OUT))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     outputs = tile * OUTPUTS + place
-    own = gl.arange(0, TILE, gl.SliceLayout(1, A))
-    features = tile * OUTPUTS + own % OUTPUTS
-    features += own // OUTPUTS * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
+    weight_row = gl.arange(0, TILE, gl.SliceLayout(1, A))
+    features = tile * OUTPUTS + weight_row % OUTPUTS
+    features += weight_row // OUTPUTS * (part_steps * (DEPTH // UNIT // 2)) * num_outputs
     scale_pointers = (scales_ptr + features)[:, None]
     zero_pointers = None
     bias = None
@@ -183,15 +183,15 @@ def _multiply(
     )  # fmt: skip
     launch_next(PDL)
     sums = add_parts(sums, ROWS, PARTS, OUT)
-    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
-        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
-        there &= last
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, valid, SPLIT)
+        valid &= last
     if bias is not None:
         sums += bias[:, None]
     cells = out_ptr + row[None, :] * num_outputs + outputs[:, None]
-    gl.store(cells, sums.to(out_ptr.dtype.element_ty), mask=there)
+    gl.store(cells, sums.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

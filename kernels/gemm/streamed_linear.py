@@ -214,8 +214,8 @@ def _add_products(
 
 @gluon.jit
 def add_parts(sums, ROWS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of sums (TILE, PARTS * ROWS) of each part's weights by each part's inputs those that belong together, added in
-    order: (TILE / PARTS, ROWS)."""
+    """Adds in order the sums whose weights and inputs belong to the same part, of sums (TILE, PARTS * ROWS) of each
+    part's weights by each part's inputs: (TILE / PARTS, ROWS)."""
     if PARTS > 1:
         OUTPUTS: gl.constexpr = TILE // PARTS
         CELLS: gl.constexpr = LAYOUT.parent
@@ -249,19 +249,19 @@ def store_head_tile(
     cos, sin, slot = angles
     halves = gl.permute(gl.reshape(rounded, [2, OUTPUTS // 2, rounded.shape[1]]), (1, 2, 0))
     first, second = gl.split(gl.convert_layout(halves, LAYOUT))
-    one = gl.fma(first, cos, -(second * sin))
-    other = gl.fma(second, cos, first * sin)
+    turned = gl.fma(first, cos, -(second * sin))
+    other_turned = gl.fma(second, cos, first * sin)
     head = tile // (D // OUTPUTS)
     mask = inside[None, :] & (dim >= 0)[:, None]
     if head < Q:
         cells = out_ptr + (row[None, :].to(gl.int64) * Q + head) * D + dim[:, None]
-        gl.store(cells, one.to(cells.dtype.element_ty), mask=mask)
-        gl.store(cells + D // 2, other.to(cells.dtype.element_ty), mask=mask)
+        gl.store(cells, turned.to(cells.dtype.element_ty), mask=mask)
+        gl.store(cells + D // 2, other_turned.to(cells.dtype.element_ty), mask=mask)
     else:
         place = (slot[None, :] * G + (head - Q) % G) * D + dim[:, None]
         if head < Q + G:
-            gl.store(keys_ptr + place, one.to(keys_ptr.dtype.element_ty), mask=mask)
-            gl.store(keys_ptr + place + D // 2, other.to(keys_ptr.dtype.element_ty), mask=mask)
+            gl.store(keys_ptr + place, turned.to(keys_ptr.dtype.element_ty), mask=mask)
+            gl.store(keys_ptr + place + D // 2, other_turned.to(keys_ptr.dtype.element_ty), mask=mask)
         else:
             gl.store(values_ptr + place, first.to(values_ptr.dtype.element_ty), mask=mask)
             gl.store(values_ptr + place + D // 2, second.to(values_ptr.dtype.element_ty), mask=mask)
@@ -307,11 +307,11 @@ def _multiply(
         ring, full, empty, x_ring, x_full, x_empty, steps, PARTS * ROWS, IS_FP8, LAUNCH, PDL, ACC
     )  # fmt: skip
     sums = add_parts(sums, ROWS, PARTS, OUT)
-    there = (row < num_rows)[None, :] & (place >= 0)[:, None]
+    valid = (row < num_rows)[None, :] & (place >= 0)[:, None]
     last = num_rows > 0
     if SPLIT > 1:
         parts = partial_ptr + tile * SPLIT * (TILE * ROWS)
-        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, there, SPLIT)
+        sums, last = store_part(parts, counters_ptr + tile, sums, gl.program_id(1), place, row, valid, SPLIT)
     if IS_FP8:
         # In the order of the library.
         sums = sums * scales[:, None] * row_scales[None, :]  # type: ignore[index]
@@ -324,7 +324,7 @@ def _multiply(
             rounded.to(gl.float32), angles, dim, head_row, inside, tile, out_ptr, keys_ptr, values_ptr, Q, G, D, PAIRS
         )
     else:
-        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=there & last)
+        gl.store(out_ptr + row[None, :] * num_outputs + outputs[:, None], rounded, mask=valid & last)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

@@ -58,7 +58,7 @@ def part_inputs(num_inputs: int, tiling: Tiling) -> int:
 
 
 class Heads(NamedTuple):
-    """Of a product whose kernel may rotate what it projects (kernels/kv/rope.py)."""
+    """Heads of a product whose kernel may rotate them (kernels/kv/rope.py)."""
 
     num_outputs: int  # that are returned
     head_dim: int  # 0: nothing is rotated

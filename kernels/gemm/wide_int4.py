@@ -80,8 +80,8 @@ def choose_wide(num_rows: int, num_outputs: int, split: int, gated: bool, progra
         return count / (rounds * programs), rounds * (wide.tiles + 0.5)
 
     wide = min((Wide(rows, tiles) for tiles in ((2,) if gated else (2, 1))), key=lambda wide: share_and_time(wide)[1])
-    least = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
-    return wide if share_and_time(wide)[0] >= least else None
+    min_share = 0.8 if num_rows <= 32 else 0.5 if 64 < num_rows <= 256 else 0.65
+    return wide if share_and_time(wide)[0] >= min_share else None
 
 
 def find_wide(num_rows: int, weight: Int4Weight, tiling: Tiling, gated: bool, fixed: bool) -> Wide | None:
@@ -151,11 +151,11 @@ def _bring_weights(
 
 @gluon.jit
 def _load_units(pointers, step, all_outputs, UNIT: gl.constexpr, TILES: gl.constexpr):
-    """Of each tile."""
-    found = ()
+    """Loads the words of each tile's units."""
+    units = ()
     for index in gl.static_range(TILES):
-        found = found + (load_unit_words(pointers[index], step, all_outputs, UNIT),)  # type: ignore[assignment]
-    return found
+        units = units + (load_unit_words(pointers[index], step, all_outputs, UNIT),)  # type: ignore[assignment]
+    return units
 
 
 @gluon.jit
@@ -188,8 +188,8 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     rows = _first_rows(program * GROUPS + GROUP, num_outputs, GATED, TILES)
-    own = gl.arange(0, TILE, gl.SliceLayout(1, A))
-    features = (rows[0] + own)[:, None], (rows[1] + own)[:, None]
+    row_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, A))
+    features = (rows[0] + row_in_tile)[:, None], (rows[1] + row_in_tile)[:, None]
     scale_pointers = (scales_ptr + features[0], scales_ptr + features[1])
     zero_pointers = (None, None)
     if zeros_ptr is not None:

@@ -22,8 +22,8 @@ from slipstream.kernels.norm import HeadNorms, norm_heads
 
 
 class Rotation(NamedTuple):
-    """What becomes of the heads that a layer projects, without norms: queries are rotated, keys rotated and stored,
-    values stored. As the arguments of `rotate_and_store`."""
+    """Arguments of `rotate_and_store`, for heads without norms: queries are rotated, keys rotated and stored, values
+    stored."""
 
     cos: Tensor  # (P, D) fp32
     sin: Tensor
@@ -39,7 +39,7 @@ class Rotation(NamedTuple):
         return self.cos.shape[1] == head_dim and head_dim % outputs == 0
 
     def arguments(self, num_heads: int) -> tuple[Any, ...]:
-        """Of kernels that call `load_angles` and `store_heads`. num_heads: Q."""
+        """Arguments of kernels that call `load_angles` and `store_heads`. num_heads: Q."""
         assert all(x.is_contiguous() for x in (*self[:6], *self[6:]) if x is not None)
         return *self, num_heads, self.keys.shape[1]
 
@@ -230,17 +230,17 @@ def _rotate_kernel(
 @triton.jit
 def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, scale, dim, D: tl.constexpr, R: tl.constexpr):
     """source, target (HEADS, 1): pointers to heads. norm_ptr (D,), or None; scale (HEADS, 1) of e4m3 codes, or None."""
-    ones, others = _pairs(dim, D, R)
-    first = tl.load(source + ones, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + others, mask=inside, other=0.0).to(tl.float32)
+    first_dims, second_dims = _pairs(dim, D, R)
+    first = tl.load(source + first_dims, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + second_dims, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
         factor = tl.rsqrt(squares / D + eps)
-        first = _scaled(first * factor, norm_ptr + ones, dim, source, D)
-        second = _scaled(second * factor, norm_ptr + others, dim, source, D)
+        first = _scaled(first * factor, norm_ptr + first_dims, dim, source, D)
+        second = _scaled(second * factor, norm_ptr + second_dims, dim, source, D)
     first, second = _turn(first, second, cos, sin)
-    _store_half(target + ones, first, inside, scale)
-    _store_half(target + others, second, inside, scale)
+    _store_half(target + first_dims, first, inside, scale)
+    _store_half(target + second_dims, second, inside, scale)
 
 
 @triton.jit
@@ -293,19 +293,19 @@ def store_heads(
     halves = tl.permute(tl.reshape(rounded, (ROWS, 2, OUTPUTS // 2)), (0, 2, 1))
     first, second = tl.split(halves)
     inside = valid & (dim < D)
-    one, other = _turn(first.to(tl.float32), second.to(tl.float32), cos, sin)
+    turned, other_turned = _turn(first.to(tl.float32), second.to(tl.float32), cos, sin)
     if head < Q:
         target = out_ptr + (row.to(tl.int64) * Q + head) * D + dim
-        _store_half(target, one, inside, None)
-        _store_half(target + D // 2, other, inside, None)
+        _store_half(target, turned, inside, None)
+        _store_half(target + D // 2, other_turned, inside, None)
     else:
         scale = None
         cell = (slot * G + (head - Q) % G) * D + dim
         if scales_ptr is not None:  # keys' before values'
             scale = tl.full((1, 1), tl.load(scales_ptr + head - Q), tl.float32)
         if head < Q + G:
-            _store_half(keys_ptr + cell, one, inside, scale)
-            _store_half(keys_ptr + cell + D // 2, other, inside, scale)
+            _store_half(keys_ptr + cell, turned, inside, scale)
+            _store_half(keys_ptr + cell + D // 2, other_turned, inside, scale)
         else:
             _store_half(values_ptr + cell, first, inside, scale)
             _store_half(values_ptr + cell + D // 2, second, inside, scale)
@@ -328,7 +328,7 @@ def _store_half(target, half, inside, scale):
 
 @triton.jit
 def _load_scales(scales_ptr, head, G):
-    """Of the keys and the values of heads (HEADS, 1). Heads past the last have 1."""
+    """Loads the scales of keys and of values of heads (HEADS, 1). Heads past the last have 1."""
     k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
     return k_scale, tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
 
@@ -336,12 +336,12 @@ def _load_scales(scales_ptr, head, G):
 @triton.jit
 def _pairs(dim, D: tl.constexpr, R: tl.constexpr):
     """The dims of a head in D / 2 pairs: R / 2 that are rotated, then those that stay."""
-    ones = dim
-    others = dim + D // 2
+    first_dims = dim
+    second_dims = dim + D // 2
     if R < D:
-        ones = tl.where(dim < R // 2, dim, dim + R // 2)
-        others = tl.where(dim < R // 2, dim + R // 2, dim + D // 2)
-    return ones, others
+        first_dims = tl.where(dim < R // 2, dim, dim + R // 2)
+        second_dims = tl.where(dim < R // 2, dim + R // 2, dim + D // 2)
+    return first_dims, second_dims
 
 
 @triton.jit
@@ -380,11 +380,11 @@ def store_context(
     keys = torch.cat((turned, keys[..., R:]), dim=-1) if keys.shape[-1] > R else turned
     keys = keys if scales is not None else keys.to(kv.dtype)
     for part, x in enumerate((keys, values)):  # all layers at once: of few rows an operator costs its start
-        own = cache[:, part]
+        cells = cache[:, part]
         if scales is not None:  # torch copies no e4m3 by index on a CPU
-            own = own.view(torch.uint8)
+            cells = cells.view(torch.uint8)
             x = encode(x, scales[:, part, :, None]).view(torch.uint8)
-        own.index_copy_(1, slots, x.transpose(0, 1))
+        cells.index_copy_(1, slots, x.transpose(0, 1))
 
 
 @store_context.kernel()

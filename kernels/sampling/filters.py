@@ -125,23 +125,31 @@ def filter_thresholds_triton(
     bins = torch.empty(R, BINS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
     counters = done_counters(device)
-    shape = (logits.stride(0), V)
+    stride = logits.stride(0)
     k = filters.top_k
     p = filters.top_p
     if R:
-        held = processors and processors.for_kernels()
-        limits = [register_limit(logits, processors, most) for most in (80, 72, 32, 128)]
+        arguments = processors and processors.for_kernels()
+        limits = [register_limit(logits, processors, max_registers) for max_registers in (80, 72, 32, 128)]
         chunks = CHUNKS if tiles <= 16 else CHUNKS // 2
         parts = triton.cdiv(V, SEARCH_TILE)
         summarise[(R, tiles)](
-            logits, temperature, rows, repeats, held, searches, bins, counters, *shape, tiles, partials, k, p,
+            logits, temperature, rows, repeats, arguments, searches, bins, counters, stride, V, tiles, partials, k, p,
             filters.min_p, thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
             **limits[0],
         )  # fmt: skip
-        source = logits, rows, repeats, held, searches
-        fill_bins[(R, parts)](*source, bins, counters, *shape, parts, TILE=SEARCH_TILE, num_warps=4, **limits[1])
-        collect[(R, parts)](*source, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8, **limits[2])
-        finish[(R,)](*source, candidates, counters, *shape, k, p, thresholds, num_warps=8, **limits[3])
+        fill_bins[(R, parts)](
+            logits, rows, repeats, arguments, searches, bins, counters, stride, V, parts,
+            TILE=SEARCH_TILE, num_warps=4, **limits[1],
+        )  # fmt: skip
+        collect[(R, parts)](
+            logits, rows, repeats, arguments, searches, candidates, counters, stride, V,
+            TILE=SEARCH_TILE, num_warps=8, **limits[2],
+        )  # fmt: skip
+        finish[(R,)](
+            logits, rows, repeats, arguments, searches, candidates, counters, stride, V, k, p, thresholds,
+            num_warps=8, **limits[3],
+        )  # fmt: skip
     return thresholds
 
 
@@ -257,8 +265,8 @@ def _kth_largest_maximum(partials, tiles, top_k, TILES: tl.constexpr, CHUNKS: tl
     for start in range(0, tiles * CHUNKS, 64):
         other = start + tl.arange(0, 64)
         other_address = partials + other // CHUNKS * PARTIAL + other % CHUNKS
-        others = tl.load(other_address, mask=other < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
-        rank += tl.sum((others[:, None] > maxima[None, :]).to(tl.int32), axis=0)
+        other_maxima = tl.load(other_address, mask=other < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
+        rank += tl.sum((other_maxima[:, None] > maxima[None, :]).to(tl.int32), axis=0)
     return tl.min(tl.where(rank < top_k, maxima, float("inf")), axis=0)
 
 
@@ -309,9 +317,9 @@ def _choose_bin(search, bins_ptr, unit):
     sums = tl.cumsum(weights, axis=0)
     reached = sums.to(tl.float32) / unit >= tl.load(search + GOAL)
     last = tl.max(tl.where(weights > 0, index, 0), axis=0)  # where rounding keeps the sum below the goal
-    chosen = tl.min(tl.where(reached, index, last), axis=0)
-    above = tl.sum(tl.where(index == chosen, sums - weights, 0), axis=0)
-    tl.store(search + BIN, chosen.to(tl.float32))
+    chosen_bin = tl.min(tl.where(reached, index, last), axis=0)
+    above = tl.sum(tl.where(index == chosen_bin, sums - weights, 0), axis=0)
+    tl.store(search + BIN, chosen_bin.to(tl.float32))
     tl.store(search + ABOVE, above.to(tl.float32) / unit)
 
 
@@ -352,13 +360,13 @@ def finish(
         entry = parameter_entry(row, rows_ptr, repeats)
         top_k = tl.load(top_k_ptr + entry).to(tl.int32)
         top_p = tl.load(top_p_ptr + entry)
-        found = tl.atomic_xchg(counters_ptr + row, 0, sem="relaxed")
+        num_candidates = tl.atomic_xchg(counters_ptr + row, 0, sem="relaxed")
         candidates_ptr += row.to(tl.int64) * CANDIDATES
         is_short = (kind != WIDE_RANK) | (top_p >= 1.0)
-        if is_short & (found <= CANDIDATES // 4):
-            threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES // 4)
-        elif is_short & (found <= CANDIDATES):
-            threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES)
+        if is_short & (num_candidates <= CANDIDATES // 4):
+            threshold = _among(candidates_ptr, num_candidates, search, kind, top_k, top_p, CANDIDATES // 4)
+        elif is_short & (num_candidates <= CANDIDATES):
+            threshold = _among(candidates_ptr, num_candidates, search, kind, top_k, top_p, CANDIDATES)
         else:
             row_ptr = logits_ptr + row.to(tl.int64) * stride
             flags = search_flags(search, processors)
@@ -369,31 +377,31 @@ def finish(
 
 
 @triton.jit
-def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexpr):
+def _among(candidates_ptr, num_candidates, search, kind, top_k, top_p, LANES: tl.constexpr):
     """The smallest kept candidate."""
     peak = tl.load(search + PEAK)
     above = tl.load(search + ABOVE)
     goal = tl.load(search + GOAL)
     rate = tl.load(search + RATE)
     lane = tl.arange(0, LANES)
-    x = tl.load(candidates_ptr + lane, mask=lane < found, other=float("-inf"))
+    x = tl.load(candidates_ptr + lane, mask=lane < num_candidates, other=float("-inf"))
     # the larger candidates' number and mass
     rank = tl.zeros((LANES,), tl.int32)
     larger_mass = tl.zeros((LANES,), tl.int64)
-    for start in range(0, found, COMPARED):
+    for start in range(0, num_candidates, COMPARED):
         other = start + tl.arange(0, COMPARED)
-        others = tl.load(candidates_ptr + other, mask=other < found, other=float("-inf"))
-        masses = (mass(others, peak, rate) * MASS_UNIT).to(tl.int64)
-        is_larger = others[:, None] > x[None, :]
+        other_x = tl.load(candidates_ptr + other, mask=other < num_candidates, other=float("-inf"))
+        masses = (mass(other_x, peak, rate) * MASS_UNIT).to(tl.int64)
+        is_larger = other_x[:, None] > x[None, :]
         rank += tl.sum(is_larger.to(tl.int32), axis=0)
         larger_mass += tl.sum(tl.where(is_larger, masses[:, None], 0), axis=0)
     share = larger_mass.to(tl.float32) * (1.0 / MASS_UNIT)
-    keep = (lane < found) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
+    keep = (lane < num_candidates) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
     if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum counts as many as fit in the top k
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
         num_larger = tl.max(tl.where(keep, rank, 0), axis=0)
         larger = tl.max(tl.where(keep, share, 0.0), axis=0)
-        num_tied = tl.minimum(top_k, found) - num_larger  # a row may have fewer finite x than top_k
+        num_tied = tl.minimum(top_k, num_candidates) - num_larger  # a row may have fewer finite x than top_k
         keep = keep & (share < top_p * (larger + num_tied.to(tl.float32) * mass(kth, peak, rate)))
     return tl.minimum(tl.min(tl.where(keep, x, float("inf")), axis=0), peak)
 
@@ -428,10 +436,10 @@ def _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, 
     """The largest x whose weight and that of all above it reach the goal, found four bits at a time from the top."""
     digit = tl.arange(0, 16)
     # the answer's leading digits
-    known = tl.full((), 0, tl.uint32)
+    answer = tl.full((), 0, tl.uint32)
     unit = tl.full((), 1 << 28, tl.uint32)
     for _ in range(8):
-        pivots = known + digit.to(tl.uint32) * unit
+        pivots = answer + digit.to(tl.uint32) * unit
         weights = tl.zeros((16, SCANNED), tl.float32)
         for start in range(0, V, SCANNED):
             columns = start + tl.arange(0, SCANNED)
@@ -441,7 +449,7 @@ def _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, 
             weight = tl.where(columns < V, mass(x, peak, rate) if BY_MASS else 1.0, 0.0)
             weights += tl.where(order[None, :] >= pivots[:, None], weight[None, :], 0.0)
         reached = tl.sum((tl.sum(weights, axis=1) >= goal).to(tl.int32), axis=0)
-        known = known + tl.maximum(reached - 1, 0).to(tl.uint32) * unit
+        answer = answer + tl.maximum(reached - 1, 0).to(tl.uint32) * unit
         unit = unit >> 4
-    bits = tl.where(known >= 0x80000000, known & 0x7FFFFFFF, known ^ 0xFFFFFFFF)
+    bits = tl.where(answer >= 0x80000000, answer & 0x7FFFFFFF, answer ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)

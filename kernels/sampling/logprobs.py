@@ -47,23 +47,23 @@ class Emitted(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Of logits (N, V) and tokens (N,) -> (2 + 2 * k, N) int32: the bits of each token's fp32 log-probability, its rank
-    (1: no token is likelier), then the bits of the log-probability and the id of each of the k likeliest."""
+    """Scores tokens (N,) by logits (N, V) -> (2 + 2 * k, N) int32: the bits of each token's fp32 log-probability, its
+    rank (1: no token is likelier), then the bits of the log-probability and the id of each of the k likeliest."""
     logits = logits.float()
-    own = logits.gather(1, tokens.long()[:, None])
+    logit = logits.gather(1, tokens.long()[:, None])
     total = logits.logsumexp(dim=1, keepdim=True)
-    ranks = 1 + (logits > own).sum(dim=1)
+    ranks = 1 + (logits > logit).sum(dim=1)
     top = logits.topk(k)
     pairs = torch.stack(((top.values - total).view(torch.int32), top.indices.int()), dim=2)
-    return torch.cat(((own - total).view(torch.int32), ranks[:, None].int(), pairs.flatten(1)), dim=1).T
+    return torch.cat(((logit - total).view(torch.int32), ranks[:, None].int(), pairs.flatten(1)), dim=1).T
 
 
 @Op
-def emitted_logprobs(logits: Tensor, emitted: Emitted, wanted: Tensor, sampling: Sampling | None, out: Tensor) -> None:
+def emitted_logprobs(logits: Tensor, emitted: Emitted, counts: Tensor, sampling: Sampling | None, out: Tensor) -> None:
     """Writes the numbers of `token_logprobs` for token i of segment s to out (COLUMNS, S, W) int32, at [:, s, i].
 
-    logits (H, V); wanted (E,) int32, by slot: how many of the likeliest tokens, -1: nothing. What nobody wants is not
-    written. `sampling`: None for the logits' own distribution; it has an entry for each row. Equally likely tokens come
+    logits (H, V); counts (E,) int32, by slot: how many of the likeliest tokens, -1: nothing, then nothing is written.
+    `sampling`: None for the logits' own distribution; it has an entry for each row. Equally likely tokens come
     in any order.
     """
     num_decoding, W = emitted.nodes.shape
@@ -71,7 +71,7 @@ def emitted_logprobs(logits: Tensor, emitted: Emitted, wanted: Tensor, sampling:
     chunk = torch.arange(len(emitted.slots) - num_decoding, device=logits.device)
     rows = starts[:num_decoding, None] + emitted.nodes
     rows = torch.cat((rows, (starts[num_decoding] + chunk)[:, None].expand(-1, W)))
-    numbers = wanted[emitted.slots][:, None]
+    numbers = counts[emitted.slots][:, None]
     node = torch.arange(W, device=logits.device)
     segments, places = ((numbers >= 0) & (node < emitted.lengths[:, None])).nonzero(as_tuple=True)
     if len(segments):
@@ -83,15 +83,15 @@ def emitted_logprobs(logits: Tensor, emitted: Emitted, wanted: Tensor, sampling:
 
 def filtered_over_temperature(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits (R, V) fp32 of the distribution that rows are sampled from; of greedy rows without temperature."""
-    logits, own = filtered(logits, sampling)
-    if own.temperature is None:
+    logits, row_sampling = filtered(logits, sampling)
+    if row_sampling.temperature is None:
         return logits
-    return logits / torch.where(own.temperature > 0, own.temperature, 1.0)[:, None]
+    return logits / torch.where(row_sampling.temperature > 0, row_sampling.temperature, 1.0)[:, None]
 
 
 @emitted_logprobs.kernel(when=lambda logits, *_: use_triton(logits))
 def emitted_logprobs_triton(
-    logits: Tensor, emitted: Emitted, wanted: Tensor, sampling: Sampling | None, out: Tensor
+    logits: Tensor, emitted: Emitted, counts: Tensor, sampling: Sampling | None, out: Tensor
 ) -> None:
     """One launch, and four more with filters."""
     H, V = logits.shape
@@ -105,19 +105,19 @@ def emitted_logprobs_triton(
     assert out.shape == (COLUMNS, S, W)
     assert out.stride()[1:] == (W, 1)
     assert all(x.is_contiguous() for x in emitted)
-    processors = held = thresholds = temperature = rows = None
+    processors = arguments = thresholds = temperature = rows = None
     if sampling is not None:
         assert sampling.repeats == 1
         temperature = sampling.temperature
         rows = sampling.rows
         processors = sampling.processors
-        held = processors and processors.for_kernels()
+        arguments = processors and processors.for_kernels()
         thresholds = filter_thresholds(logits, sampling, None)
     candidates = torch.empty(H, tiles * MOST_LOGPROBS, dtype=torch.int64, device=device)
     sums = torch.empty(H, tiles, 3, dtype=torch.float32, device=device)
     if S:
         _emitted_logprobs[(S, tiles)](
-            logits, emitted, wanted, temperature, rows, held, thresholds, candidates, sums,
+            logits, emitted, counts, temperature, rows, arguments, thresholds, candidates, sums,
             done_counters(device), out, logits.stride(0), out.stride(0), B, W, V, tiles,
             K=MOST_LOGPROBS, TILE=TILE, **merge_blocks(tiles, MOST_LOGPROBS), num_warps=8, **pdl_options(device),
             **register_limit(logits, processors, 56),
@@ -126,31 +126,32 @@ def emitted_logprobs_triton(
 
 @triton.jit(do_not_specialize=["B", "W"])
 def _emitted_logprobs(
-    logits, emitted, wanted, temperatures, rows, processors, thresholds, candidates, sums, counters, out,
+    logits, emitted, counts, temperatures, rows, processors, thresholds, candidates, sums, counters, out,
     stride, out_stride, B, W, V, tiles,
     K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     segment = tl.program_id(0)
     tile = tl.program_id(1)
-    k = tl.load(wanted + tl.load(emitted.slots + segment))
+    k = tl.load(counts + tl.load(emitted.slots + segment))
     if k >= 0:
         for index in range(tl.load(emitted.lengths + segment)):
             place = segment * W + index
             row = tl.load(emitted.starts + tl.minimum(segment, B)) + tl.maximum(segment - B, 0)
             row += tl.load(emitted.nodes + place, mask=segment < B, other=0)
             token = tl.maximum(tl.load(emitted.tokens + place), 0)
-            own = _distribution(
+            token_x = _distribution(
                 logits, temperatures, rows, processors, thresholds, row, token + tl.zeros((1,), tl.int32), stride, V
             )  # fmt: skip
             columns = tile * TILE + tl.arange(0, TILE)
             x = _distribution(logits, temperatures, rows, processors, thresholds, row, columns, stride, V)
-            own = tl.max(own, axis=0)
+            token_x = tl.max(token_x, axis=0)
             first = row.to(tl.int64) * tiles
-            _reduce_tile(x, columns, own, candidates + first * K + tile * k, sums + (first + tile) * 3, k)
+            _reduce_tile(x, columns, token_x, candidates + first * K + tile * k, sums + (first + tile) * 3, k)
             if is_last_done(counters + row, tiles):
                 _merge_tiles(
-                    candidates + first * K, sums + first * 3, own, out + place, out_stride, tiles, k, TILES, CANDIDATES
+                    candidates + first * K, sums + first * 3, token_x, out + place, out_stride, tiles, k,
+                    TILES, CANDIDATES,
                 )  # fmt: skip
 
 
@@ -169,12 +170,13 @@ def _distribution(logits, temperatures, rows, processors, thresholds, row, colum
 
 
 @triton.jit
-def _reduce_tile(x, columns, own, candidates, sums, k):
-    """Stores a tile's k best ranks, its peak, the sum of exponentials below it, and how many logits exceed `own`."""
+def _reduce_tile(x, columns, token_x, candidates, sums, k):
+    """Stores a tile's k best ranks, its peak, the sum of exponentials below it, and how many logits exceed
+    `token_x`."""
     peak = tl.max(x, axis=0)
     tl.store(sums, peak)
     tl.store(sums + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1e30)), axis=0))
-    tl.store(sums + 2, tl.sum((x > own).to(tl.float32), axis=0))
+    tl.store(sums + 2, tl.sum((x > token_x).to(tl.float32), axis=0))
     ranks = score_rank(score_order(x), columns)  # columns beyond the last one rank lowest
     for choice in range(k):
         best = tl.max(ranks, axis=0)
@@ -184,7 +186,7 @@ def _reduce_tile(x, columns, own, candidates, sums, k):
 
 @triton.jit
 def _merge_tiles(
-    candidates, sums, own, out, out_stride, tiles, k, TILES: tl.constexpr, CANDIDATES: tl.constexpr
+    candidates, sums, token_x, out, out_stride, tiles, k, TILES: tl.constexpr, CANDIDATES: tl.constexpr
 ):  # fmt: skip
     tile = tl.arange(0, TILES)
     candidate = tl.arange(0, CANDIDATES)
@@ -194,7 +196,7 @@ def _merge_tiles(
     ranks = tl.load(candidates + candidate, mask=candidate < tiles * k, other=NO_SCORE, cache_modifier=".cg")
     peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
     log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
-    tl.store(out, ((own - peak) - log_total).to(tl.int32, bitcast=True))
+    tl.store(out, ((token_x - peak) - log_total).to(tl.int32, bitcast=True))
     tl.store(out + out_stride, 1 + tl.sum(larger, axis=0).to(tl.int32))
     for choice in range(k):
         best = tl.max(ranks, axis=0)

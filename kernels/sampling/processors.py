@@ -107,12 +107,12 @@ def _counts_at(processors: Processors, entries: Tensor, rows: Tensor) -> Tensor:
     ancestors = processors.ancestors
     if nodes is None or processors.row_nodes is None or len(rows) == 0:
         return counts
-    own = processors.row_nodes[rows][:, None]  # (n, 1)
-    other = torch.arange(1, int(own.max()) + 1, device=rows.device)  # not the root
-    on_path = other <= own
+    depth = processors.row_nodes[rows][:, None]  # (n, 1)
+    other = torch.arange(1, int(depth.max()) + 1, device=rows.device)  # not the root
+    on_path = other <= depth
     if ancestors is not None:
         on_path &= (ancestors[rows, None] >> other & 1).bool()
-    tokens = nodes[torch.where(on_path, rows[:, None] - own + other, 0)]
+    tokens = nodes[torch.where(on_path, rows[:, None] - depth + other, 0)]
     return counts.scatter_add(1, tokens.long().clamp(min=0), 2 * on_path.int())
 
 
@@ -124,11 +124,11 @@ def _penalised(logits: Tensor, processors: Processors, entries: Tensor, counts: 
     return torch.where(counts > 0, divided, logits) - frequency * times - presence * (times > 0)
 
 
-def register_limit(logits: Tensor, processors: Processors | None, most: int) -> dict[str, Any]:
-    """Launch keywords that leave as many programs on a multiprocessor as without processors. What lacks registers then
-    spills, in the branch that rows without processors skip."""
+def register_limit(logits: Tensor, processors: Processors | None, max_registers: int) -> dict[str, Any]:
+    """Launch keywords that leave as many programs on a multiprocessor as without processors. Code that lacks registers
+    then spills, in the branch that rows without processors skip."""
     is_nvidia = logits.is_cuda and torch.version.hip is None
-    return {"maxnreg": most} if processors is not None and is_nvidia else {}
+    return {"maxnreg": max_registers} if processors is not None and is_nvidia else {}
 
 
 @Op

@@ -119,24 +119,24 @@ def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor
     if sampling.temperature is None:
         return logits
     assert ids is None or sampling.processors is None
-    logits, own = filtered(logits, sampling)
-    assert own.temperature is not None
+    logits, row_sampling = filtered(logits, sampling)
+    assert row_sampling.temperature is not None
     if ids is None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
-    return logits + own.temperature[:, None] * gumbel(own.keys, positions, ids)
+    return logits + row_sampling.temperature[:, None] * gumbel(row_sampling.keys, positions, ids)
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Sampling]:
     """filter(process(logits)) (R, V), fp32, and the parameters by row."""
     if sampling.processors is not None:
         logits = process_logits(logits, sampling.processors, sampling.entries())
-    own = sampling.by_row()
+    row_sampling = sampling.by_row()
     logits = logits.float()
-    if own.temperature is not None and own.filters is not None:
-        temperature = own.temperature[:, None]
-        scaled = filter_logits(logits / temperature.clamp(min=1e-6), own.filters)
+    if row_sampling.temperature is not None and row_sampling.filters is not None:
+        temperature = row_sampling.temperature[:, None]
+        scaled = filter_logits(logits / temperature.clamp(min=1e-6), row_sampling.filters)
         logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
-    return logits, own
+    return logits, row_sampling
 
 
 @sample.kernel()
@@ -146,12 +146,12 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, sampling, ids)
-    held = sampling.processors and sampling.processors.for_kernels()
+    arguments = sampling.processors and sampling.processors.for_kernels()
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     if R:
         tiles = triton.cdiv(V, TILE)
         _sample[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, held, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, arguments, thresholds, ids,
             best_ranks(logits.device), done_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
             TILE=TILE, num_warps=4, **pdl_options(logits.device), **register_limit(logits, sampling.processors, 56),
@@ -186,11 +186,11 @@ def perturbed_topk_triton(
     thresholds = filter_thresholds(logits, sampling, ids)
     tiles = triton.cdiv(V, TILE)
     device = logits.device
-    held = sampling.processors and sampling.processors.for_kernels()
+    arguments = sampling.processors and sampling.processors.for_kernels()
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
     if R:
         _perturbed_topk[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, held, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, arguments, thresholds, ids,
             candidates, sums, done_counters(device), values, columns,
             logits.stride(0), V, sampling.repeats, tiles,
             K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
@@ -224,8 +224,9 @@ def filter_thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) ->
         processors.check(logits)
     if sampling.temperature is None or sampling.filters is None:
         return None
-    parameters = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats
-    return filter_thresholds_triton(logits, *parameters, processors)
+    return filter_thresholds_triton(
+        logits, sampling.temperature, sampling.filters, sampling.rows, sampling.repeats, processors
+    )
 
 
 @functools.cache
@@ -394,15 +395,15 @@ def merge_topk(
     sums = sums_ptr + (row * tiles + tile) * 2
     peaks = tl.load(sums, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(sums + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
-    found = candidates_ptr + row * tiles * K + candidate
-    ranks = tl.load(found, mask=candidate < tiles * K, other=NO_SCORE, cache_modifier=".cg")
+    candidate_ptrs = candidates_ptr + row * tiles * K + candidate
+    ranks = tl.load(candidate_ptrs, mask=candidate < tiles * K, other=NO_SCORE, cache_modifier=".cg")
     peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
     log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
     if K > FEW:
         choice = tl.arange(0, SORTED)
-        chosen = tl.topk(ranks, SORTED)
-        tl.store(values_ptr + row * K + choice, (rank_score(chosen) - peak) - log_total, mask=choice < K)
-        tl.store(columns_ptr + row * K + choice, rank_column(chosen), mask=choice < K)
+        best_ranks = tl.topk(ranks, SORTED)
+        tl.store(values_ptr + row * K + choice, (rank_score(best_ranks) - peak) - log_total, mask=choice < K)
+        tl.store(columns_ptr + row * K + choice, rank_column(best_ranks), mask=choice < K)
     else:
         for choice in range(K):
             best = tl.max(ranks, axis=0)

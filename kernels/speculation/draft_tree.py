@@ -51,9 +51,9 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, batch_size: int, shape: TreeShape, device: torch.device) -> "Candidates":
-        size = batch_size, shape.candidates
-        tokens, parents = torch.empty(2, *size, dtype=torch.int32, device=device).unbind()
-        return cls(torch.empty(size, device=device), tokens, parents)
+        count = shape.candidates
+        tokens, parents = torch.empty(2, batch_size, count, dtype=torch.int32, device=device).unbind()
+        return cls(torch.empty(batch_size, count, device=device), tokens, parents)
 
 
 class Frontier(NamedTuple):
@@ -100,7 +100,7 @@ def grow(
     n, first = (1, 0) if frontier is None else (k, k + (level - 1) * k * k)
     above = values.new_zeros(B, 1) if frontier is None else frontier.scores
     nodes = torch.full((B, 1), -1, device=device) if frontier is None else frontier.nodes
-    seen = torch.zeros(B, 1, dtype=torch.int64, device=device) if frontier is None else frontier.ancestors
+    path_masks = torch.zeros(B, 1, dtype=torch.int64, device=device) if frontier is None else frontier.ancestors
     scores = (above[:, :, None] + values.reshape(B, n, k).clamp(max=0.0)).flatten(1)  # (B, n * k)
     tokens = (columns if ids is None else ids[columns]).reshape(B, n * k)
     part = slice(first, first + n * k)
@@ -119,7 +119,7 @@ def grow(
     return Frontier(
         scores=scores.gather(1, best),
         nodes=(first + best).int(),
-        ancestors=seen.gather(1, parent) | (torch.ones_like(rank) << level * k + rank),
+        ancestors=path_masks.gather(1, parent) | (torch.ones_like(rank) << level * k + rank),
         tokens=tokens.gather(1, best).flatten(),
         sources=(torch.arange(B, device=device)[:, None] * n + parent).flatten(),
         positions=depths.flatten(),
@@ -172,14 +172,14 @@ def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, T
     scores, tokens, parents = candidates
     order = scores.sort(dim=1, descending=True, stable=True).indices  # (B, P)
     places = torch.empty_like(order).scatter_(1, order, torch.arange(1, order.shape[1] + 1).to(order).expand_as(order))
-    chosen = order[:, : count - 1]
-    above = parents.gather(1, chosen).long()
+    best = order[:, : count - 1]
+    above = parents.gather(1, best).long()
     above = places.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
     root = roots[:, None].int()
     return (
-        torch.cat((root, tokens.gather(1, chosen)), 1),
+        torch.cat((root, tokens.gather(1, best)), 1),
         torch.cat((torch.full_like(root, -1), above.int()), 1),
-        torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, chosen)), 1),
+        torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, best)), 1),
     )
 
 
@@ -241,24 +241,24 @@ def _grow(
 
     if scores_ptr is not None:
         place = _best_first(scores, inside, index, k, BLOCK)
-        kept = inside & (place < k)
+        inside_frontier = inside & (place < k)
         out = request * k + place
         number = level * k + place
         length = tl.load(lengths_ptr + request)
         position = length + number  # in the cache
         page = tl.load(
-            pages_ptr + tl.load(rows_ptr + request) * table_width + position // page_size, mask=kept, other=0
+            pages_ptr + tl.load(rows_ptr + request) * table_width + position // page_size, mask=inside_frontier, other=0
         )
-        own = tl.full((BLOCK,), 1, tl.int64) << (number & 63).to(tl.int64)
+        bit = tl.full((BLOCK,), 1, tl.int64) << (number & 63).to(tl.int64)
         depth = length + level + tl.zeros((BLOCK,), tl.int64)
-        tl.store(scores_ptr + out, scores, mask=kept)
-        tl.store(nodes_ptr + out, first + index, mask=kept)
-        tl.store(ancestors_ptr + out, ancestors | own, mask=kept)
-        tl.store(tokens_ptr + out, tokens, mask=kept)
-        tl.store(sources_ptr + out, (request * n + parent).to(tl.int64), mask=kept)
-        tl.store(positions_ptr + out, depth, mask=kept)
-        tl.store(sampled_at_ptr + out, depth + 2, mask=kept)
-        tl.store(slots_ptr + out, page * page_size + position % page_size, mask=kept)
+        tl.store(scores_ptr + out, scores, mask=inside_frontier)
+        tl.store(nodes_ptr + out, first + index, mask=inside_frontier)
+        tl.store(ancestors_ptr + out, ancestors | bit, mask=inside_frontier)
+        tl.store(tokens_ptr + out, tokens, mask=inside_frontier)
+        tl.store(sources_ptr + out, (request * n + parent).to(tl.int64), mask=inside_frontier)
+        tl.store(positions_ptr + out, depth, mask=inside_frontier)
+        tl.store(sampled_at_ptr + out, depth + 2, mask=inside_frontier)
+        tl.store(slots_ptr + out, page * page_size + position % page_size, mask=inside_frontier)
 
 
 @triton.jit(do_not_specialize=["P", "count"])
@@ -276,11 +276,11 @@ def _choose(
     above = tl.load(all_parents + row, mask=inside, other=-1)
     places = _best_first(scores, inside, index, count - 1, BLOCK) + 1
     parents = tl.where(above < 0, 0, tl.gather(places, tl.maximum(above, 0), 0))
-    kept = inside & (places < count)
+    inside_tree = inside & (places < count)
     out = request * count
     tl.store(tokens_ptr + out, tl.load(roots_ptr + request).to(tl.int32))
     tl.store(parents_ptr + out, -1)
     tl.store(scores_ptr + out, 0.0)
-    tl.store(tokens_ptr + out + places, tokens, mask=kept)
-    tl.store(parents_ptr + out + places, parents, mask=kept)
-    tl.store(scores_ptr + out + places, scores, mask=kept)
+    tl.store(tokens_ptr + out + places, tokens, mask=inside_tree)
+    tl.store(parents_ptr + out + places, parents, mask=inside_tree)
+    tl.store(scores_ptr + out + places, scores, mask=inside_tree)

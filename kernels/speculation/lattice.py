@@ -28,8 +28,8 @@ DEPTH = 64  # of the rank: numbers of each factor that a program multiplies at o
 
 
 class Factors(NamedTuple):
-    """Of the tokens before and after: the score of b after a is f(a) . successors[b]. With `slots` (B, K, r), what a
-    slot's own state says, f(a) is predecessors[a] * slots; with `gates`, too, predecessors[a] * sigmoid(slots +
+    """Factors of the tokens before and after: the score of b after a is f(a) . successors[b]. With `slots` (B, K, r),
+    from a slot's own state, f(a) is predecessors[a] * slots; with `gates`, too, predecessors[a] * sigmoid(slots +
     gates[a]); otherwise predecessors[a]."""
 
     predecessors: Tensor  # (V, r) by target id
@@ -38,11 +38,11 @@ class Factors(NamedTuple):
 
     def of(self, before: Tensor, slots: Tensor | None) -> Tensor:
         """f (..., r) of tokens `before` (...), where `slots` is (..., r), in the dtype of the weights."""
-        own = self.predecessors[before]
+        features = self.predecessors[before]
         if slots is None:
-            return own
+            return features
         factor = slots.float() if self.gates is None else torch.sigmoid(slots.float() + self.gates[before].float())
-        return (own.float() * factor).to(own.dtype)
+        return (features.float() * factor).to(features.dtype)
 
 
 class Confidence(NamedTuple):
@@ -117,18 +117,18 @@ def walk_lattice(
     B, K, _, _ = scores.shape
     device = scores.device
     request = torch.arange(B, device=device)
-    chosen = torch.zeros(B, dtype=torch.int64, device=device)
+    candidate = torch.zeros(B, dtype=torch.int64, device=device)
     chain = [roots]
     reached = [torch.zeros(B, device=device)]
     for slot in range(K):
-        row = scores[request, slot, chosen]  # (B, k)
+        row = scores[request, slot, candidate]  # (B, k)
         best = row.max(dim=1)
         if confidence is None:
             step = best.values - row.logsumexp(dim=1) + values[:, slot].logsumexp(dim=1).clamp(max=0.0)
         else:
             step = confidence.of(slot, chain[-1])
-        chosen = best.indices
-        chain.append(tokens[request, slot, chosen])
+        candidate = best.indices
+        chain.append(tokens[request, slot, candidate])
         reached.append(reached[-1] + step.clamp(max=0.0))
     return torch.stack(chain, dim=1).int(), torch.stack(reached, dim=1)
 
@@ -173,16 +173,20 @@ def grow_lattice(
     `walk_lattice`.
     """
     best = scores.log_softmax(dim=-1).clamp(max=0.0).sort(dim=-1, descending=True, stable=True)
-    steps = best.values + values.logsumexp(dim=-1).clamp(max=0.0)[:, :, None, None]
+    log_probs = best.values + values.logsumexp(dim=-1).clamp(max=0.0)[:, :, None, None]
     if confidence is not None:
         before = torch.cat((roots[:, None, None].expand(-1, 1, tokens.shape[2]), tokens[:, :-1]), dim=1)
-        steps[..., 0] = torch.where(steps[..., 0] > -torch.inf, confidence.of_all(before), steps[..., 0])
-    children = zip(steps[..., :topk].tolist(), best.indices[..., :topk].tolist(), strict=True)  # sync: the CPU's path
-    trees = [_grow_one(*own, count=count) for own in children]
+        log_probs[..., 0] = torch.where(log_probs[..., 0] > -torch.inf, confidence.of_all(before), log_probs[..., 0])
+    children = zip(
+        log_probs[..., :topk].tolist(), best.indices[..., :topk].tolist(), strict=True
+    )  # sync: the CPU's path
+    trees = [_grow_one(steps, candidates, count=count) for steps, candidates in children]
     slots, candidates, parents, reached = (torch.tensor(x, device=scores.device) for x in zip(*trees, strict=True))
-    found = tokens.flatten(1).gather(1, slots * tokens.shape[2] + candidates.clamp(min=0)).where(candidates >= 0, -1)
-    found[:, 0] = roots
-    return found.int(), parents.int(), reached
+    node_tokens = (
+        tokens.flatten(1).gather(1, slots * tokens.shape[2] + candidates.clamp(min=0)).where(candidates >= 0, -1)
+    )
+    node_tokens[:, 0] = roots
+    return node_tokens.int(), parents.int(), reached
 
 
 def _grow_one(
@@ -191,25 +195,25 @@ def _grow_one(
     """Slots, candidates (-1 of unused nodes), parents and scores of one request's nodes, of each slot's and candidate's
     children, best first."""
     slots = [-1]
-    chosen = [0]
+    candidate_indices = [0]
     parents = [-1]
     reached = [0.0]
     waiting = list[tuple[float, int, int, int]]()
-    while len(chosen) < count:
-        node = len(chosen) - 1
+    while len(candidate_indices) < count:
+        node = len(candidate_indices) - 1
         slot = slots[-1] + 1
-        if chosen[node] >= 0 and slot < len(steps):
-            for rank, step in enumerate(steps[slot][chosen[node]]):
+        if candidate_indices[node] >= 0 and slot < len(steps):
+            for rank, step in enumerate(steps[slot][candidate_indices[node]]):
                 if step > -math.inf:
-                    child = -(reached[node] + step), node, rank, candidates[slot][chosen[node]][rank]
+                    child = -(reached[node] + step), node, rank, candidates[slot][candidate_indices[node]][rank]
                     heapq.heappush(waiting, child)
         score, parent, _, candidate = heapq.heappop(waiting) if waiting else (math.inf, 0, 0, -1)
         slots.append(slots[parent] + 1)
-        chosen.append(candidate)
+        candidate_indices.append(candidate)
         parents.append(parent)
         reached.append(-score)
     slots[0] = 0
-    return slots, chosen, parents, reached
+    return slots, candidate_indices, parents, reached
 
 
 @grow_lattice.kernel()
@@ -227,19 +231,19 @@ def grow_lattice_triton(
     assert scores.stride(3) == 1
     assert tokens.is_contiguous()
     assert values.is_contiguous()
-    chosen, parents = torch.empty(2, B, count, dtype=torch.int32, device=scores.device).unbind()
+    node_tokens, parents = torch.empty(2, B, count, dtype=torch.int32, device=scores.device).unbind()
     reached = torch.empty(B, count, device=scores.device)
     slots, temperatures, by_token = confidence or (None, None, None)
     slots = None if slots is None else slots.contiguous()
     if B:
         children = triton.next_power_of_2(min(topk, k))
         _grow_lattice[(B,)](
-            scores, tokens, roots, values, slots, temperatures, by_token, chosen, parents, reached,
+            scores, tokens, roots, values, slots, temperatures, by_token, node_tokens, parents, reached,
             *scores.stride()[:3], K, k, min(topk, k), count,
             BLOCK=triton.next_power_of_2(k), CHILDREN=children, NODES=triton.next_power_of_2(count),
             num_warps=1 if k <= 16 else 4, **pdl_options(scores.device),
         )  # fmt: skip
-    return chosen, parents, reached
+    return node_tokens, parents, reached
 
 
 @Op
@@ -248,9 +252,9 @@ def add_noise(scores: Tensor, tokens: Tensor, positions: Tensor, sampling: Sampl
     it."""
     if sampling.temperature is None:
         return scores
-    own = sampling.by_row()
-    assert own.temperature is not None
-    return scores + own.temperature[:, None] * gumbel(own.keys, positions, tokens)
+    row_sampling = sampling.by_row()
+    assert row_sampling.temperature is not None
+    return scores + row_sampling.temperature[:, None] * gumbel(row_sampling.keys, positions, tokens)
 
 
 @add_noise.kernel(when=lambda scores, *_: use_triton(scores))
@@ -306,12 +310,12 @@ def _transition_scores(
     for start in range(0, rank, DEPTH):
         column = start + depth
         within = inside[:, None] & (column < rank)[None, :]
-        own = before[:, None] * rank + column[None, :]
-        left = tl.load(predecessors_ptr + own, mask=within, other=0.0)
+        factor_cells = before[:, None] * rank + column[None, :]
+        left = tl.load(predecessors_ptr + factor_cells, mask=within, other=0.0)
         if slots_ptr is not None:
             factor = tl.load(slots_ptr + row * rank + column, mask=column < rank, other=0.0).to(tl.float32)[None, :]
             if gates_ptr is not None:
-                factor = tl.sigmoid(factor + tl.load(gates_ptr + own, mask=within, other=0.0).to(tl.float32))
+                factor = tl.sigmoid(factor + tl.load(gates_ptr + factor_cells, mask=within, other=0.0).to(tl.float32))
             left = (left.to(tl.float32) * factor).to(left.dtype)
         right = tl.load(successors_ptr + after[:, None] * rank + column[None, :], mask=within, other=0.0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
@@ -331,21 +335,21 @@ def _walk_lattice(
     out = request * (K + 1)
     token = tl.load(roots_ptr + request)
     reached = 0.0
-    chosen = tl.min(tl.zeros((BLOCK,), tl.int32), axis=0)
+    candidate = tl.min(tl.zeros((BLOCK,), tl.int32), axis=0)
     tl.store(chain_ptr + out, token.to(tl.int32))
     tl.store(reached_ptr + out, reached)
     for slot in range(K):
-        row = scores_ptr + request * request_stride + slot * slot_stride + chosen * row_stride
+        row = scores_ptr + request * request_stride + slot * slot_stride + candidate * row_stride
         scores = tl.load(row + index, mask=index < k, other=float("-inf"))
         top = tl.max(scores, axis=0)
-        chosen = tl.min(tl.where(scores == top, index, BLOCK - 1), axis=0)
+        candidate = tl.min(tl.where(scores == top, index, BLOCK - 1), axis=0)
         if slots_ptr is None:
-            own = tl.load(values_ptr + (request * K + slot) * k + index, mask=index < k, other=float("-inf"))
-            step = tl.minimum(_log_sum_exp(own), 0.0) - tl.log(tl.sum(tl.exp(scores - top), axis=0))
+            log_probs = tl.load(values_ptr + (request * K + slot) * k + index, mask=index < k, other=float("-inf"))
+            step = tl.minimum(_log_sum_exp(log_probs), 0.0) - tl.log(tl.sum(tl.exp(scores - top), axis=0))
         else:
             step = log_confidence(slots_ptr + request * K, temperatures_ptr, by_token_ptr, slot, token)
         reached += tl.minimum(step, 0.0)
-        token = tl.load(tokens_ptr + (request * K + slot) * k + tl.minimum(chosen, k - 1))
+        token = tl.load(tokens_ptr + (request * K + slot) * k + tl.minimum(candidate, k - 1))
         tl.store(chain_ptr + out + slot + 1, token.to(tl.int32))
         tl.store(reached_ptr + out + slot + 1, reached)
 
@@ -378,9 +382,11 @@ def _grow_lattice(
         is_open = (depth < K) & (score > float("-inf"))
         inside = index < tl.where(is_open, k, 0)
         row = scores_ptr + request * request_stride + depth * slot_stride + candidate * row_stride
-        own = tl.load(row + index, mask=inside, other=float("-inf"))
+        candidate_scores = tl.load(row + index, mask=inside, other=float("-inf"))
         alone = tl.load(values_ptr + (request * K + depth) * k + index, mask=inside, other=float("-inf"))
-        steps = tl.minimum(own - _log_sum_exp(own), 0.0) + tl.minimum(_log_sum_exp(alone), 0.0)
+        steps = tl.minimum(candidate_scores - _log_sum_exp(candidate_scores), 0.0) + tl.minimum(
+            _log_sum_exp(alone), 0.0
+        )
         is_better = (steps[None, :] > steps[:, None]) | (
             (steps[None, :] == steps[:, None]) & (index[None, :] < index[:, None])
         )
@@ -392,10 +398,10 @@ def _grow_lattice(
         is_ranked = order[:, None] == rank[None, :]
         ranked = tl.max(tl.where(is_ranked, steps[:, None], float("-inf")), axis=0)  # (CHILDREN,)
         ranked = tl.where(rank < topk, ranked, float("-inf"))
-        named = tl.sum(tl.where(is_ranked, index[:, None], 0), axis=0)
+        ranked_candidates = tl.sum(tl.where(is_ranked, index[:, None], 0), axis=0)
         is_child = number // CHILDREN == node - 1
         waiting = tl.where(is_child, score + tl.gather(ranked, number % CHILDREN, 0), waiting)
-        candidates = tl.where(is_child, tl.gather(named, number % CHILDREN, 0), candidates)
+        candidates = tl.where(is_child, tl.gather(ranked_candidates, number % CHILDREN, 0), candidates)
 
         score = tl.max(waiting, axis=0)
         is_used = score > float("-inf")

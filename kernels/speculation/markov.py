@@ -91,9 +91,9 @@ def markov_walk_triton(
     assert positions.is_contiguous()
     assert predecessors.stride() == successors.stride() == (rank, 1)
     slots = None if slots is None else slots.contiguous()
-    held = confidence or (None, None, None)
-    own, temperatures, by_token = held
-    own = None if own is None else own.contiguous()
+    confidence_tensors = confidence or (None, None, None)
+    slot_logits, temperatures, by_token = confidence_tensors
+    slot_logits = None if slot_logits is None else slot_logits.contiguous()
     chain = Chain(
         torch.empty(B, K + 1, dtype=torch.int32, device=device),
         torch.empty(B, K + 1, dtype=torch.float32, device=device),
@@ -107,7 +107,7 @@ def markov_walk_triton(
     sums = torch.empty(B, tiles, 2, device=device)
     for slot in range(K + 1):
         _choose[(B,)](
-            ranks, sums, roots, ids, predecessors, gates, slots, own, temperatures, by_token, *chain, features,
+            ranks, sums, roots, ids, predecessors, gates, slots, slot_logits, temperatures, by_token, *chain, features,
             slot, K, rank, tiles, TILES=triton.next_power_of_2(tiles), RANK=triton.next_power_of_2(rank),
             IS_FIRST=slot == 0, IS_LAST=slot == K, num_warps=4, **pdl_options(device),
         )  # fmt: skip
@@ -132,23 +132,23 @@ def _score(
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     depth = tl.arange(0, DEPTH)
     inside = column < size
-    own = row < num_rows
+    in_batch = row < num_rows
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, rank, DEPTH):
         part = (start + depth)[None, :]
-        feature = tl.load(features_ptr + row[:, None] * rank + part, mask=own[:, None] & (part < rank), other=0.0)
+        feature = tl.load(features_ptr + row[:, None] * rank + part, mask=in_batch[:, None] & (part < rank), other=0.0)
         places = column[:, None].to(tl.int64) * rank + part
         weight = tl.load(successors_ptr + places, mask=inside[:, None] & (part < rank), other=0.0)
         acc = tl.dot(weight, tl.trans(feature), acc, input_precision="ieee")
     cells = (row * K + slot)[None, :] * size + column[:, None]
-    both = inside[:, None] & own[None, :]
-    scores = acc + tl.load(logits_ptr + cells, mask=both, other=0.0).to(tl.float32)
+    valid = inside[:, None] & in_batch[None, :]
+    scores = acc + tl.load(logits_ptr + cells, mask=valid, other=0.0).to(tl.float32)
     if temperature_ptr is not None:
         entry = parameter_entry(tl.minimum(row, num_rows - 1), rows_ptr, repeats)
         temperature = tl.load(temperature_ptr + entry)
         if tl.max(temperature, axis=0) > 0.0:
             ids = column if ids_ptr is None else tl.load(ids_ptr + column, mask=inside, other=0)
-            position = tl.load(positions_ptr + row * K + slot, mask=own, other=0)
+            position = tl.load(positions_ptr + row * K + slot, mask=in_batch, other=0)
             bits = row_noise_bits(tl.load(keys_ptr + entry)[None, :], position[None, :], ids[:, None])
             scores += temperature[None, :] * bits_to_gumbel(bits)
     scores = tl.where(inside[:, None], scores, float("-inf"))
@@ -157,10 +157,10 @@ def _score(
     best = tl.max(order, axis=0)
     first = tl.min(tl.where(order == best[None, :], column[:, None], 0x7FFFFFFF), axis=0)
     place = row * tiles + tl.program_id(1)
-    tl.store(ranks_ptr + place, score_rank(best, first), mask=own)
-    tl.store(sums_ptr + place * 2, peak, mask=own)
+    tl.store(ranks_ptr + place, score_rank(best, first), mask=in_batch)
+    tl.store(sums_ptr + place * 2, peak, mask=in_batch)
     total = tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)[None, :]), axis=0)
-    tl.store(sums_ptr + place * 2 + 1, total, mask=own)
+    tl.store(sums_ptr + place * 2 + 1, total, mask=in_batch)
 
 
 @triton.jit(do_not_specialize=["slot", "K", "tiles"])

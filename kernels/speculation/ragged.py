@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What each segment and row of a pass is. Rows that nobody uses belong to the slot `padding`."""
+    """Segments and rows of a pass. Rows that nobody uses belong to the slot `padding`."""
 
     starts: Tensor  # (S + 1,) int32 first row of each segment; the last number counts the rows in use
     segment_slots: Tensor  # (S,) int64
@@ -82,7 +82,7 @@ class Heads(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What a pass emits. Rows in order of acceptance: row i of a request is its i-th accepted node."""
+    """Tokens that a pass emits. Rows in order of acceptance: row i of a request is its i-th accepted node."""
 
     nodes: Tensor  # (B, W) int32 accepted nodes, root first, -1 padded
     tokens: Tensor  # (S, W) int32 emitted tokens, -1 padded
@@ -106,14 +106,14 @@ def store(
     starts = scores.new_tensor(BUCKET_STARTS)
     is_root = node == 0
     is_text = (requests != padding)[:, None]
-    used = is_text & (is_root | (tokens >= 0) & (scores > -torch.inf))
+    in_use = is_text & (is_root | (tokens >= 0) & (scores > -torch.inf))
     cells = (node.clamp(1, BUCKETS) - 1) * BUCKETS + torch.searchsorted(starts, scores.contiguous(), right=True)
-    survivals = torch.where(used, torch.where(is_root, 1.0, table[cells]), 0.0).cummin(dim=1).values
+    survivals = torch.where(in_use, torch.where(is_root, 1.0, table[cells]), 0.0).cummin(dim=1).values
     unused = stored.tokens.shape[1] - tokens.shape[1]
-    drafted = used & ~is_root
+    drafted = in_use & ~is_root
     stored.survivals[requests] = pad(survivals, (0, unused))
     for column, nodes, has in (
-        (stored.tokens, tokens, used), (stored.parents, parents, drafted), (stored.cells, cells, drafted)
+        (stored.tokens, tokens, in_use), (stored.parents, parents, drafted), (stored.cells, cells, drafted)
     ):  # fmt: skip
         column[requests] = pad(torch.where(has, nodes, -1).int(), (0, unused), value=-1)
 
@@ -140,31 +140,32 @@ def admit(
     survivals: Tensor,
     requests: Tensor,
     budget: Tensor,
-    most: int,
+    max_nodes: int,
     lengths: Tensor | None = None,
     passes: Tensor | None = None,
 ) -> Tensor:
-    """How many nodes of each request a pass verifies, (B,) int32: a prefix of what its slot stores.
+    """Counts the nodes of each request that a pass verifies, (B,) int32: a prefix of those in its slot.
 
     Every root is admitted, and of all other nodes the likeliest, up to budget (1,) int32 nodes with the roots, at most
-    `most` of a request. survivals (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first requests
-    (B,) int64 win. What has survival 0 is never admitted. With lengths (R,) int32 of committed tokens, nodes that may
-    lie where attention's parts get longer are not, either: their context would be added up unlike in a later step.
-    passes (1,) int64 goes up by one.
-    """
+    `max_nodes` of a request. survivals (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first
+    requests (B,) int64 win. Nodes with survival 0 are never admitted. With lengths (R,) int32 of committed tokens,
+    nodes that may lie where attention's parts get longer are not, either: their context would be added up unlike in a
+    later step. passes (1,) int64 goes up by one."""
     if passes is not None:
         passes += 1
-    keys = (survivals[requests, :most] * 255).ceil().int()
+    keys = (survivals[requests, :max_nodes] * 255).ceil().int()
     if lengths is not None:
-        own = lengths[requests][:, None]
-        keys = torch.where(own + torch.arange(keys.shape[1], device=keys.device) < places_of_parts(own), keys, 0)
+        committed = lengths[requests][:, None]
+        keys = torch.where(
+            committed + torch.arange(keys.shape[1], device=keys.device) < places_of_parts(committed), keys, 0
+        )
     is_text = keys[:, 0] > 0
     drafted = keys[:, 1:]
     order = drafted.flatten().sort(descending=True, stable=True).indices
     spare = (budget - is_text.sum()).clamp(min=0)
-    chosen = torch.empty_like(order, dtype=torch.bool)
-    chosen[order] = torch.arange(len(order), device=order.device) < spare
-    return (is_text + (chosen.view_as(drafted) & (drafted > 0)).sum(dim=1)).int()
+    is_admitted = torch.empty_like(order, dtype=torch.bool)
+    is_admitted[order] = torch.arange(len(order), device=order.device) < spare
+    return (is_text + (is_admitted.view_as(drafted) & (drafted > 0)).sum(dim=1)).int()
 
 
 @admit.kernel()
@@ -172,7 +173,7 @@ def admit_triton(
     survivals: Tensor,
     requests: Tensor,
     budget: Tensor,
-    most: int,
+    max_nodes: int,
     lengths: Tensor | None = None,
     passes: Tensor | None = None,
 ) -> Tensor:
@@ -184,11 +185,11 @@ def admit_triton(
     assert survivals.is_contiguous()
     counts = torch.empty(B, dtype=torch.int32, device=requests.device)
     if B:
-        most = min(most, W)
+        max_nodes = min(max_nodes, W)
         block = triton.next_power_of_2(B)
-        nodes = triton.next_power_of_2(most)
+        nodes = triton.next_power_of_2(max_nodes)
         _admit[(1,)](
-            survivals, requests, budget, lengths, passes, counts, B, W, most,
+            survivals, requests, budget, lengths, passes, counts, B, W, max_nodes,
             ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
             **pdl_options(requests.device),
         )  # fmt: skip
@@ -220,12 +221,12 @@ def lay_out(
     starts = pad(torch.cat((counts.long(), chunks.counts)).cumsum(dim=0), (1, 0))
     row = torch.arange(T, device=device)
     segment = torch.searchsorted(starts[1:], row, right=True)  # after the last one: unused
-    used = row < starts[-1]
+    in_use = row < starts[-1]
     is_node = row < starts[B]
     segment = segment.clamp(max=len(slots) - 1)
-    index = torch.where(used, row - starts[segment], 0)
-    places = torch.where(used, lengths[segment] + index, 0)
-    slot = torch.where(used, slots[segment], padding)
+    index = torch.where(in_use, row - starts[segment], 0)
+    places = torch.where(in_use, lengths[segment] + index, 0)
+    slot = torch.where(in_use, slots[segment], padding)
     node = torch.where(is_node, index, 0)
     tokens = stored.tokens[slot, node].clamp(min=0).long()
     if len(chunks.slots):
@@ -245,12 +246,12 @@ def lay_out(
         segment_lengths=lengths,
         requests=slot,
         nodes=index.int(),
-        tokens=torch.where(used, tokens, 0),
+        tokens=torch.where(in_use, tokens, 0),
         parents=torch.where(is_node, stored.parents[slot, node], -1),
         positions=positions,
         following=positions + 1,
         places=places,
-        kv_slots=torch.where(used, page * page_size + places % page_size, 0),
+        kv_slots=torch.where(in_use, page * page_size + places % page_size, 0),
         ancestors=ancestors,
     )
 
@@ -313,12 +314,12 @@ def select_heads(layout: Layout, num_decoding: int, num_heads: int, padding: int
     filled = pad(starts[num_decoding + 1 :] > starts[num_decoding:-1], (0, 1))
     chunk = (entry - num_nodes).clamp(0, len(filled) - 1)
     is_node = entry < num_nodes
-    used = is_node | filled[chunk]
-    rows = torch.where(used, torch.where(is_node, entry, chunk_ends[chunk] - 1), 0)
+    in_use = is_node | filled[chunk]
+    rows = torch.where(in_use, torch.where(is_node, entry, chunk_ends[chunk] - 1), 0)
     return Heads(
         rows=rows,
-        requests=torch.where(used, layout.requests[rows], padding),
-        positions=torch.where(used, layout.following[rows], 0),
+        requests=torch.where(in_use, layout.requests[rows], padding),
+        positions=torch.where(in_use, layout.following[rows], 0),
         nodes=torch.where(is_node, layout.nodes[rows], 0),
     )
 
@@ -368,14 +369,14 @@ def verify_rows(
     node = torch.arange(W, device=sampled.device)
     counts = (starts[1:] - starts[:-1])[:B, None]  # (B, 1)
     rows = starts[:B, None] + node  # (B, W)
-    known = rows.clamp(max=min(T, len(sampled)) - 1)
+    node_rows = rows.clamp(max=min(T, len(sampled)) - 1)
     paths = None
     parents = layout.parents
-    tokens = layout.tokens[known].masked_fill(node >= counts, -1)
+    tokens = layout.tokens[node_rows].masked_fill(node >= counts, -1)
     if layout.ancestors is not None:
-        paths = layout.ancestors[known].masked_fill(node >= counts, -1)
-        parents = layout.parents[known]
-    nodes, emitted, accepted = verify(tokens, parents, sampled[known], paths)
+        paths = layout.ancestors[node_rows].masked_fill(node >= counts, -1)
+        parents = layout.parents[node_rows]
+    nodes, emitted, accepted = verify(tokens, parents, sampled[node_rows], paths)
     is_padding = counts == 0
     nodes = nodes.masked_fill_(is_padding, -1)
     emitted = emitted.masked_fill_(is_padding, -1)
@@ -519,9 +520,9 @@ def _minimum(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit(do_not_specialize=["B", "W", "most"])
+@triton.jit(do_not_specialize=["B", "W", "max_nodes"])
 def _admit(
-    survivals, requests, budget, lengths, passes, counts, B, W, most,
+    survivals, requests, budget, lengths, passes, counts, B, W, max_nodes,
     ROOT_KEY: tl.constexpr, REQUESTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Searches the lowest key of which, and of all above, the budget holds every node; then shares out the rest among
@@ -533,7 +534,7 @@ def _admit(
     node = tl.arange(0, NODES)
     is_request = request < B
     slot = tl.load(requests + request, mask=is_request, other=0)
-    inside = is_request[:, None] & (node < most)[None, :]
+    inside = is_request[:, None] & (node < max_nodes)[None, :]
     if lengths is not None:
         length = tl.load(lengths + slot, mask=is_request, other=0)
         inside &= (length[:, None] + node[None, :]) < places_of_parts_triton(length)[:, None]
@@ -572,14 +573,14 @@ def _lay_out(
     count = tl.load(counts + request, mask=request < B, other=0)
     if program < B:
         first = tl.sum(tl.where(request < program, count, 0), axis=0)
-        own = tl.load(counts + program)
+        num_own = tl.load(counts + program)
         slot = tl.load(requests + program)
         length = tl.load(stored_lengths + slot).to(tl.int64)
         tl.store(layout.starts + program, first)
         tl.store(layout.segment_slots + program, slot)
         tl.store(layout.segment_lengths + program, length)
         node = tl.arange(0, NODES)
-        inside = node < own
+        inside = node < num_own
         row = first + node
         token = tl.load(stored_tokens + slot * W + node, mask=inside, other=0)
         parent = tl.load(stored_parents + slot * W + node, mask=inside, other=-1)
@@ -604,7 +605,7 @@ def _lay_out_chunks(
     layout, chunks, pages, block, num_nodes, B, M, T, page_stride, page_size, padding,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Those of a block of rows that follow the nodes."""
+    """Lays out a block of the rows that follow the nodes."""
     row = block * ROWS + tl.arange(0, ROWS)
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < M
@@ -618,50 +619,50 @@ def _lay_out_chunks(
         starts = tl.load(chunks.starts + chunk, mask=is_chunk, other=0)
         tl.store(layout.segment_lengths + B + chunk, starts, mask=is_chunk)
     has_ended = is_chunk[None, :] & (end[None, :] <= row[:, None])  # before the row
-    own = tl.sum(has_ended.to(tl.int32), axis=1)
+    chunk_index = tl.sum(has_ended.to(tl.int32), axis=1)
     first = num_nodes + tl.sum(tl.where(has_ended, size[None, :], 0), axis=1)
-    used = (row >= num_nodes) & (own < M)
-    index = tl.where(used, row - first, 0)
-    slot = tl.load(chunks.slots + own, mask=used, other=0)
-    place = tl.load(chunks.starts + own, mask=used, other=0) + index
-    token = tl.load(chunks.tokens + row - num_nodes, mask=used, other=0)
-    kv_slot = _kv_slot(pages + slot * page_stride, place, page_size, used)
-    written = (row >= num_nodes) & (row < T)
-    slot = tl.where(used, slot, padding)
-    _store_rows(layout, row, written, slot, index, token, tl.full((ROWS,), -1, tl.int32), place, place, kv_slot)
+    in_use = (row >= num_nodes) & (chunk_index < M)
+    index = tl.where(in_use, row - first, 0)
+    slot = tl.load(chunks.slots + chunk_index, mask=in_use, other=0)
+    place = tl.load(chunks.starts + chunk_index, mask=in_use, other=0) + index
+    token = tl.load(chunks.tokens + row - num_nodes, mask=in_use, other=0)
+    kv_slot = _kv_slot(pages + slot * page_stride, place, page_size, in_use)
+    in_pass = (row >= num_nodes) & (row < T)
+    slot = tl.where(in_use, slot, padding)
+    _store_rows(layout, row, in_pass, slot, index, token, tl.full((ROWS,), -1, tl.int32), place, place, kv_slot)
     if layout.ancestors is not None:
-        tl.store(layout.ancestors + row, tl.full((ROWS,), -1, tl.int64), mask=written)
+        tl.store(layout.ancestors + row, tl.full((ROWS,), -1, tl.int64), mask=in_pass)
 
 
 @triton.jit
-def _kv_slot(pages, place, page_size, used):
-    page = tl.load(pages + place // page_size, mask=used, other=0)
-    return tl.where(used, page * page_size + place % page_size, 0)
+def _kv_slot(pages, place, page_size, in_use):
+    page = tl.load(pages + place // page_size, mask=in_use, other=0)
+    return tl.where(in_use, page * page_size + place % page_size, 0)
 
 
 @triton.jit
-def _store_rows(layout, row, written, slot, node, token, parent, position, place, kv_slot):
-    tl.store(layout.requests + row, slot, mask=written)
-    tl.store(layout.nodes + row, node, mask=written)
-    tl.store(layout.tokens + row, tl.maximum(token, 0).to(tl.int64), mask=written)
-    tl.store(layout.parents + row, parent, mask=written)
-    tl.store(layout.positions + row, position, mask=written)
-    tl.store(layout.following + row, position + 1, mask=written)
-    tl.store(layout.places + row, place, mask=written)
-    tl.store(layout.kv_slots + row, kv_slot, mask=written)
+def _store_rows(layout, row, in_pass, slot, node, token, parent, position, place, kv_slot):
+    tl.store(layout.requests + row, slot, mask=in_pass)
+    tl.store(layout.nodes + row, node, mask=in_pass)
+    tl.store(layout.tokens + row, tl.maximum(token, 0).to(tl.int64), mask=in_pass)
+    tl.store(layout.parents + row, parent, mask=in_pass)
+    tl.store(layout.positions + row, position, mask=in_pass)
+    tl.store(layout.following + row, position + 1, mask=in_pass)
+    tl.store(layout.places + row, place, mask=in_pass)
+    tl.store(layout.kv_slots + row, kv_slot, mask=in_pass)
 
 
 @triton.jit
 def _walk_up(parents, node, inside):
     """Bit masks of the nodes' ancestors, themselves included, and the nodes' depths. All walk to the root at once."""
-    one = tl.full(node.shape, 1, tl.int64)
-    mask = one << node.to(tl.int64)
+    bit = tl.full(node.shape, 1, tl.int64)
+    mask = bit << node.to(tl.int64)
     above = tl.where(inside, node, 0)
     depth = tl.zeros_like(node)
     while tl.max(above, axis=0) > 0:
         depth += (above > 0).to(tl.int32)
         above = tl.maximum(tl.load(parents + above, mask=above > 0, other=0), 0)
-        mask |= one << above.to(tl.int64)
+        mask |= bit << above.to(tl.int64)
     return mask, depth
 
 
@@ -679,12 +680,12 @@ def _select_heads(
     is_chunk = (chunk >= 0) & (chunk < M)
     start = tl.load(starts + B + chunk, mask=is_chunk, other=0)
     end = tl.load(starts + B + 1 + chunk, mask=is_chunk, other=0)
-    used = inside & (is_node | (end > start))
-    row = tl.where(used, tl.where(is_node, entry, end - 1), 0)
+    in_use = inside & (is_node | (end > start))
+    row = tl.where(in_use, tl.where(is_node, entry, end - 1), 0)
     tl.store(rows + entry, row.to(tl.int64), mask=inside)
-    tl.store(requests + entry, tl.load(layout_requests + row, mask=used, other=padding), mask=inside)
-    tl.store(positions + entry, tl.load(layout_following + row, mask=used, other=0), mask=inside)
-    tl.store(nodes + entry, tl.load(layout_nodes + row, mask=used & is_node, other=0), mask=inside)
+    tl.store(requests + entry, tl.load(layout_requests + row, mask=in_use, other=padding), mask=inside)
+    tl.store(positions + entry, tl.load(layout_following + row, mask=in_use, other=0), mask=inside)
+    tl.store(nodes + entry, tl.load(layout_nodes + row, mask=in_use & is_node, other=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["pass_stride", "stride", "B", "S", "T", "W", "padding"])
@@ -715,24 +716,24 @@ def _verify_request(verified, layout, sampled, stored, results, request, T, W, p
     slot = tl.load(layout.segment_slots + request)
     before = tl.load(layout.segment_lengths + request)
     inside = node < W
-    known = node < num_nodes
+    is_admitted = node < num_nodes
     row = first + node
     bit = tl.full((NODES,), 1, tl.int64) << node.to(tl.int64)
     path = bit | (bit - 1)
     if layout.ancestors is not None:
-        path = tl.load(layout.ancestors + row, mask=known, other=0)
-    token = tl.load(layout.tokens + row, mask=known, other=0)
-    parent = tl.load(layout.parents + row, mask=known, other=0)
-    expected = tl.load(sampled + first + tl.maximum(parent, 0), mask=known, other=-1)
-    after = tl.load(sampled + row, mask=known, other=-1).to(tl.int32)
+        path = tl.load(layout.ancestors + row, mask=is_admitted, other=0)
+    token = tl.load(layout.tokens + row, mask=is_admitted, other=0)
+    parent = tl.load(layout.parents + row, mask=is_admitted, other=0)
+    expected = tl.load(sampled + first + tl.maximum(parent, 0), mask=is_admitted, other=-1)
+    after = tl.load(sampled + row, mask=is_admitted, other=-1).to(tl.int32)
     cell = tl.load(stored.cells + slot * W + node, mask=node < tl.where(num_nodes > 0, W, 0), other=-1)
     matches = tl.sum(tl.where((node == 0) | (token == expected), bit, 0), axis=0)
-    accepted = known & ((path & ~matches) == 0)
+    accepted = is_admitted & ((path & ~matches) == 0)
     length = tl.sum(accepted.to(tl.int32), axis=0)
     rank = tl.cumsum(accepted.to(tl.int32), axis=0) - accepted.to(tl.int32)
 
     unused = inside & (node >= length)
-    rejected = known & (node >= length)
+    rejected = is_admitted & (node >= length)
     tl.store(results, length)
     tl.store(results + 1, num_nodes)
     _store_path(results + 2, rank, after, accepted, node, -1, unused)
@@ -752,10 +753,10 @@ def _verify_request(verified, layout, sampled, stored, results, request, T, W, p
 
 
 @triton.jit
-def _store_path(out, rank, values, accepted, node, value, others):
+def _store_path(out, rank, values, accepted, node, value, rest):
     """Stores accepted nodes' values by rank, and another value at other places."""
     tl.store(out + rank, values, mask=accepted)
-    tl.store(out + node, value, mask=others)
+    tl.store(out + node, value, mask=rest)
 
 
 @triton.jit
@@ -812,14 +813,14 @@ def _follow_rows(
     num_nodes = tl.load(layout.starts + B)
     total = tl.load(layout.starts + S)
     end = tl.load(layout.starts + B + 1 + chunk, mask=chunk < S - B, other=T)
-    own = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1)
-    written = (row >= num_nodes) & (row < T)
-    used = (row >= num_nodes) & (row < total)
-    is_end = used & (tl.load(layout.starts + B + 1 + own, mask=used, other=0) == row + 1)
-    emits = is_end & (tl.load(chunks.is_last + own, mask=is_end, other=0) > 0)
-    token = tl.load(chunks.tokens + row + 1 - num_nodes, mask=used & ~is_end, other=-1)
-    token = tl.where(is_end, tl.load(chunks.next_tokens + own, mask=is_end, other=-1), token)
-    token = tl.where(emits, tl.load(sampled + num_nodes + own, mask=emits, other=-1), token)
-    tl.store(verified.next_tokens + row, token.to(tl.int32), mask=written)
+    chunk_index = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    in_pass = (row >= num_nodes) & (row < T)
+    in_use = (row >= num_nodes) & (row < total)
+    is_end = in_use & (tl.load(layout.starts + B + 1 + chunk_index, mask=in_use, other=0) == row + 1)
+    emits = is_end & (tl.load(chunks.is_last + chunk_index, mask=is_end, other=0) > 0)
+    token = tl.load(chunks.tokens + row + 1 - num_nodes, mask=in_use & ~is_end, other=-1)
+    token = tl.where(is_end, tl.load(chunks.next_tokens + chunk_index, mask=is_end, other=-1), token)
+    token = tl.where(emits, tl.load(sampled + num_nodes + chunk_index, mask=emits, other=-1), token)
+    tl.store(verified.next_tokens + row, token.to(tl.int32), mask=in_pass)
     if layout.ancestors is not None:
-        tl.store(verified.order + row, row.to(tl.int64), mask=written)
+        tl.store(verified.order + row, row.to(tl.int64), mask=in_pass)

@@ -178,7 +178,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
         routing = route_triton(x, router, None, 2, True, block_rows=block_rows)
         assert not pair_counts(x.device).any()
     assert routing.blocks is not None
-    count = routing.blocks.used.item()
+    count = routing.blocks.num_blocks.item()
     pairs = routing.blocks.pairs.flatten().tolist()
     listed = []
     for first, size in zip(routing.blocks.first[:count].tolist(), routing.blocks.sizes[:count].tolist(), strict=True):

@@ -125,11 +125,11 @@ def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> Non
 
 
 def test_parts_shrink_as_the_batch_grows() -> None:
-    assert [choose_parts(batch, 8, 16, 32768, 128).most for batch in (1, 2, 8, 32)] == [32, 24, 6, 1]
-    assert [choose_parts(1, 8, 16, capacity, 128).most for capacity in (1, 64, 65, 1024)] == [1, 1, 2, 16]
-    assert [choose_parts(1, 8, rows, 32768, 128).most for rows in (32, 64, 128)] == [32, 16, 8]
-    assert {choose_parts(batch, 8, 16, 32768, 128).most for batch in range(5, 9)} == {6}
-    assert choose_parts(8, 8, 16, 32768, 256).most == 4, "of wider heads two programs run at a time, not three"
+    assert [choose_parts(batch, 8, 16, 32768, 128).max_parts for batch in (1, 2, 8, 32)] == [32, 24, 6, 1]
+    assert [choose_parts(1, 8, 16, capacity, 128).max_parts for capacity in (1, 64, 65, 1024)] == [1, 1, 2, 16]
+    assert [choose_parts(1, 8, rows, 32768, 128).max_parts for rows in (32, 64, 128)] == [32, 16, 8]
+    assert {choose_parts(batch, 8, 16, 32768, 128).max_parts for batch in range(5, 9)} == {6}
+    assert choose_parts(8, 8, 16, 32768, 256).max_parts == 4, "of wider heads two programs run at a time, not three"
 
 
 @pytest.mark.slow
