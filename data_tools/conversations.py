@@ -59,6 +59,7 @@ class Example:
     tools: list[Any] | None = None
     text: str | None = None
     prompt: str = ""  # precedes `text`, not supervised
+    category: str | None = None
     is_cut: bool = False  # max_tokens ended the last answer: it has no end token
 
 
@@ -260,6 +261,11 @@ def _messages(entries: Any, column: str) -> Conversation:
         if isinstance(message, dict)
     }
     return read_messages(messages, column), {index: weight for index, weight in weights.items() if weight != 1}
+
+
+def read_category(value: Any) -> str | None:
+    """The category that a column names: a text that is not empty, or a number. None for anything else."""
+    return str(value) if isinstance(value, str | int | float) and value != "" else None
 
 
 def read_weight(name: str, value: Any) -> float:

@@ -2,14 +2,17 @@
 
 A folder that `datasets` loads (DatasetDict with "train" and "heldout"; columns input_ids list<int32>, loss_mask
 list<bool>) with report.json beside the splits. Where a supervised token has another weight than 1, there is also the
-column loss_weights list<float32>, null in rows without such tokens. The folder appears whole or not at all, and
+column loss_weights list<float32>, null in rows without such tokens; where a row has a category, the column category
+string, null in rows without one. The folder appears whole or not at all, and
 replaces a prepared dataset only.
 """
 
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,24 @@ REPORT = "report.json"
 ROWS = "rows.arrow"
 WRITE_ROWS = 1000
 WEIGHTS = "loss_weights"
+CATEGORY = "category"
 WEIGHTS_TYPE = pyarrow.list_(pyarrow.float32())
 SCHEMA = pyarrow.schema(
     [
         ("input_ids", pyarrow.list_(pyarrow.int32())),
         ("loss_mask", pyarrow.list_(pyarrow.bool_())),
         (WEIGHTS, WEIGHTS_TYPE),
+        (CATEGORY, pyarrow.string()),
     ]
 )
 # input_ids (S,) int32, and the loss mask (S,) bool, or weights (S,) fp32 if some are neither 0 nor 1
 Tokens = tuple[np.ndarray, np.ndarray]
-Conversation = Sequence[Tokens]  # its documents, which stay in one split
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    documents: Sequence[Tokens]  # stay in one split
+    category: str | None = None
 
 
 class RowWriter:
@@ -44,10 +54,11 @@ class RowWriter:
     def __init__(self, path: Path) -> None:
         self.rows = self.tokens = self.supervised = 0
         self.weighted = 0  # rows with weights
+        self.categorized = 0  # rows with a category
         self.keys = array("Q")  # hash of each row's ids
         self.conversations = array("Q")  # number of each row's conversation
         self._digest = hashlib.sha256()
-        self._pending: list[Tokens] = []
+        self._pending: list[tuple[np.ndarray, np.ndarray, str | None]] = []
         self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
 
     def __enter__(self) -> "RowWriter":
@@ -64,31 +75,35 @@ class RowWriter:
 
     def write(self, conversation: Conversation) -> None:
         number = self.conversations[-1] + 1 if self.rows else 0
-        for input_ids, loss_mask in conversation:
+        for input_ids, loss_mask in conversation.documents:
             self.conversations.append(number)
-            self._write(input_ids, loss_mask)
+            self._write(input_ids, loss_mask, conversation.category)
 
-    def _write(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    def _write(self, input_ids: np.ndarray, loss_mask: np.ndarray, category: str | None) -> None:
         assert len(input_ids) == len(loss_mask)
         self._digest.update(len(input_ids).to_bytes(4, "little") + input_ids.tobytes() + loss_mask.tobytes())
         self.keys.append(int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=8).digest(), "little"))
-        self._pending.append((input_ids, loss_mask))
+        self._pending.append((input_ids, loss_mask, category))
         self.rows += 1
         self.tokens += len(input_ids)
         self.supervised += int(np.count_nonzero(loss_mask))
         self.weighted += int(loss_mask.dtype != np.bool_)
+        self.categorized += category is not None
         if len(self._pending) == WRITE_ROWS:
             self._flush()
 
     def _flush(self) -> None:
         if not self._pending:
             return
-        offsets = np.cumsum([0, *(len(ids) for ids, _ in self._pending)], dtype=np.int32)
-        ids = np.concatenate([ids for ids, _ in self._pending])
-        masks = np.concatenate([mask != 0 for _, mask in self._pending])
-        weights = [None if mask.dtype == np.bool_ else mask for _, mask in self._pending]
-        columns = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(column)) for column in (ids, masks)]
-        columns.append(pyarrow.array(weights, WEIGHTS_TYPE))
+        rows, masks, categories = zip(*self._pending, strict=True)
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        weights = [None if mask.dtype == np.bool_ else mask for mask in masks]
+        supervised = np.concatenate([mask != 0 for mask in masks])
+        columns = [
+            pyarrow.ListArray.from_arrays(offsets, pyarrow.array(column))
+            for column in (np.concatenate(rows), supervised)
+        ]
+        columns += [pyarrow.array(weights, WEIGHTS_TYPE), pyarrow.array(categories, pyarrow.string())]
         self._writer.write_batch(pyarrow.record_batch(columns, schema=SCHEMA))
         self._pending.clear()
 
@@ -137,9 +152,11 @@ def write_dataset(
             "copies_of_heldout": num_copies,
         }
         rows_file = Dataset.from_file(str(rows_path))
-        if not writer.weighted:
-            rows_file = rows_file.remove_columns(WEIGHTS)
+        empty = [name for name, count in ((WEIGHTS, writer.weighted), (CATEGORY, writer.categorized)) if not count]
+        rows_file = rows_file.remove_columns(empty)
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
+        categories = dataset["heldout"][CATEGORY] if writer.categorized else []
+        report["heldout_categories"] = dict(Counter(name for name in categories if name is not None).most_common())
         # datasets saves an empty split in no file at all and then cannot load it.
         num_shards = {name: None if size else 1 for name, size in sizes.items()}
         dataset.save_to_disk(folder, num_shards=num_shards)

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.data_tools.conversations import TOKEN_COLUMNS, Example, content_hash, to_example
+from slipstream.data_tools.conversations import TOKEN_COLUMNS, Example, content_hash, read_category, to_example
 from slipstream.data_tools.masking import Document, is_empty, read_turn
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
@@ -31,6 +31,7 @@ class Dialogue:
     tools: list[Any] | None = None
     sample_of: str | None = None  # id of the row's first sample; None for that one
     row_weight: float = 1.0
+    category: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class DialogueReader:
                     example = to_example(row, {**columns, **dict.fromkeys(TOKEN_COLUMNS)})
                     if example.messages is None:
                         raise RowError(f"{row.place}: is not a conversation; only those have answers to regenerate")
-                    yield example
+                    yield replace(example, category=read_category(columns.get("category")))
             except RowError as error:
                 if not self.options.skip_bad:
                     raise RowError(f"{error} (--skip-bad counts such rows instead)") from error
@@ -114,7 +115,13 @@ class DialogueReader:
             self.dropped["duplicate"] += 1
             return None
         self._contents[identity] = content
-        return Dialogue(identity, questions, example.tools, row_weight=example.row_weight)
+        return Dialogue(
+            id=identity,
+            questions=questions,
+            tools=example.tools,
+            row_weight=example.row_weight,
+            category=example.category,
+        )
 
     def _samples(self, dialogue: Dialogue) -> Iterator[Dialogue]:
         for number in range(self.samples):
@@ -223,6 +230,8 @@ def _row(
         row["sample_of"] = dialogue.sample_of
     if dialogue.row_weight != 1:
         row["weight"] = dialogue.row_weight
+    if dialogue.category is not None:
+        row["category"] = dialogue.category
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
     if last.model is not None:

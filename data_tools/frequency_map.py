@@ -216,7 +216,8 @@ def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Coun
     counts = np.zeros(target.vocab_size, np.int64)
     digest = hashlib.sha256()
     tally = Tally()
-    documents = itertools.chain.from_iterable(tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map")))
+    conversations = tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map"))
+    documents = itertools.chain.from_iterable(conversation.documents for conversation in conversations)
     while shard := list(itertools.islice(documents, SHARD_ROWS)):
         supervised = np.concatenate([ids[mask > 0] for ids, mask in shard])
         counts += count_ids(supervised, target.vocab_size)

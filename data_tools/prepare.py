@@ -24,7 +24,7 @@ from slipstream.data_tools.dataset import Conversation, Tokens, write_dataset
 from slipstream.data_tools.options import counted, show_table
 from slipstream.data_tools.rows import check_data, read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
+from slipstream.data_tools.tokenization import CategoryTokenizer, Outcome, RowTokenizer, tokenize_rows
 from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.models.files.outputs import DATASET, check_output_folder
 
@@ -44,21 +44,24 @@ class Tally:
     first: Tokens | None = None  # document that was kept
 
     def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Conversation]:
-        """Yields the documents of each kept row. Samples of one prompt, which follow each other, come together, so that
-        they stay in one split."""
+        """Yields the documents and category of each kept row. Samples of one prompt, which follow each other, come
+        together, so that they stay in one split."""
         documents: list[Tokens] = []
+        category = None
         prompt_id = None
         for outcome in outcomes:
             self._count(outcome)
             if outcome.status != "kept":
                 continue
             if documents and (outcome.sample_of is None or outcome.sample_of != prompt_id):
-                yield documents
+                yield Conversation(documents, category)
                 documents = []
+            if not documents:
+                category = outcome.category
             documents += outcome.documents
             prompt_id = outcome.sample_of or outcome.id
         if documents:
-            yield documents
+            yield Conversation(documents, category)
 
     def _count(self, outcome: Outcome) -> None:
         self.filtered += outcome.status == "filtered"
@@ -99,7 +102,7 @@ def prepare(config: PrepareConfig) -> None:
         heldout = dataclasses.replace(config, data=config.heldout_data)
         check_data(heldout)
     target = load_target_tokenizer(config)
-    tokenizer = RowTokenizer(target, config)
+    tokenizer = CategoryTokenizer(target, config)
     tally = Tally()
     print(template_note(tokenizer))
     rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
@@ -155,6 +158,8 @@ def show_report(report: Mapping[str, Any], output: Path) -> None:
     figures |= {"rows dropped": counted(report["rows_dropped"]), "split rows": counted(report["split_rows"])}
     if report["weighted_rows"]:
         figures["rows with weights"] = f"{report['weighted_rows']:,}, other than 0 and 1"
+    if report["heldout_categories"]:
+        figures["held-out categories"] = counted(report["heldout_categories"])
     if report["copies_of_heldout"]:
         figures["copies of held-out rows"] = f"{report['copies_of_heldout']:,}, left out of training"
     print(f"{output}:")

@@ -136,7 +136,8 @@ class SpeculatorsFolder(StateFolder):
                 recover(staging.with_name(staged_name(staging.name) or ""))
             return
         with atomic_folder(self.path) as folder, TemporaryDirectory(dir=folder) as scratch:
-            rows = concatenate_datasets([self.splits["train"], self.splits["heldout"]]).map(
+            documents = concatenate_datasets([self.splits["train"], self.splits["heldout"]])
+            rows = documents.select_columns(["input_ids", "loss_mask"]).map(
                 cut_rows,
                 batched=True,
                 fn_kwargs={"max_length": self.index.max_length},

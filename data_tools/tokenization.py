@@ -19,7 +19,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from multiprocessing import get_context
 from os import sched_getaffinity
@@ -27,12 +27,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slipstream.data_tools.conversations import Example, to_example
-from slipstream.data_tools.dataset import Tokens
+from slipstream.data_tools.conversations import Example, read_category, to_example
+from slipstream.data_tools.dataset import CATEGORY, Tokens
 from slipstream.data_tools.masking import Document, mask_conversation, token_ids
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
 from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer, load_target_tokenizer
+from slipstream.data_tools.verb_options import PrepareConfig
 from slipstream.models.chat.messages import MessageError, read_message
 
 CHUNK_ROWS = 64
@@ -52,6 +53,7 @@ class Outcome:
     truncated: bool = False
     documents: tuple[Tokens, ...] = ()
     id: str | None = None  # of a kept row
+    category: str | None = None  # of a kept row that has one
     sample_of: str | None = None  # id of the first sample of the same prompt, where `regenerate` made several
 
 
@@ -142,6 +144,23 @@ class RowTokenizer:
         joined = prompt + text + ("" if example.is_cut else tokenizer.eos_token or "")
         ids, start = token_ids(prompt, joined, lambda texts: tokenizer(texts, verbose=False)["input_ids"])
         return ids, [0.0] * start + [1.0] * (len(ids) - start)
+
+
+class CategoryTokenizer(RowTokenizer):
+    """Also keeps the category of each row."""
+
+    options: PrepareConfig
+
+    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+        outcome = RowTokenizer.outcome(self, row, columns)
+        column = self.options.category_column
+        if column is not None and column not in columns:
+            names = ", ".join(sorted(columns))
+            raise RowError(f"{row.place}: no column {column!r} as `category-column` asks; it has {names}")
+        category = read_category(columns.get(column or CATEGORY))
+        if column is not None and category is None and columns[column] is not None:
+            raise RowError(f"{row.place}: {column} is no category: {columns[column]!r}; give a text or a number")
+        return replace(outcome, category=category)
 
 
 def weigh(weights: Sequence[float], row_weight: float) -> np.ndarray:

@@ -39,6 +39,9 @@ class PrepareConfig(TokenizeOptions):
     """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
     seed: int = 0
     """Seed of the shuffle."""
+    category_column: str | None = None
+    """Column with a row's category, by which evaluations in training also log the accept length. Default: category,
+    where rows have one."""
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)

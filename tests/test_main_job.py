@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.data_tools.dataset import Tokens, write_dataset
+from slipstream.data_tools.dataset import Conversation, Tokens, write_dataset
 from slipstream.data_tools.frequency_map import main as make_token_map
 from slipstream.models.files.checkpoint import read_json, tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
@@ -67,8 +67,8 @@ def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: l
         "special_ids": [],
         "end_ids": [0, 2],
     }
-    train = [[row] for row in train_rows]
-    heldout = [[row] for row in heldout_rows]
+    train = [Conversation([row]) for row in train_rows]
+    heldout = [Conversation([row]) for row in heldout_rows]
     described |= {"target": ""}
     write_dataset(train, path, heldout=0.0, seed=0, describe=lambda: described, heldout_conversations=heldout)
 

@@ -7,7 +7,7 @@ same agreements give the accept length at every depth up to the evaluated one. T
 training-time test predicts at the root's row, exactly, since both read the same tokens as long as they agree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,20 @@ def depth_metrics(batch: Batch, asking: Tensor, accepted: Tensor, depth: int) ->
         walks = list(walk_answers(batch, asking, accepted.clamp(max=limit)))
         metrics[f"accept_length_at_depth_{limit}"] = walk_metrics(walks, 0)["accept_length"]
     return metrics
+
+
+def category_metrics(batch: Batch, walks: list[Walk], categories: Sequence[str]) -> dict[str, Tensor]:
+    """Metrics (sum, count) `accept_length_by_category/NAME` of all `categories`, also of those that the batch lacks:
+    all processes must hold the same names."""
+    by_name: dict[str, list[Walk]] = {name: [] for name in categories}
+    documents = batch.documents.flatten().tolist() if batch.categories else []
+    for walk in walks if documents else ():
+        category = batch.categories[documents[walk.first]]
+        if category in by_name:
+            by_name[category].append(walk)
+    return {
+        f"accept_length_by_category/{name}": walk_metrics(part, 0)["accept_length"] for name, part in by_name.items()
+    }
 
 
 def answers(batch: Batch) -> Iterator[tuple[int, int]]:

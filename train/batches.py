@@ -5,8 +5,9 @@ that windows.py describes. An epoch has a folder's rows as often as its weight s
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Batch:
     supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
     numbers: Tensor  # (B,) int64 index of each row in the whole run; seeds its random draws
     cached: CachedStates | None = None  # target states read from disk, if any
+    categories: Sequence[str | None] = ()  # of each document, where there are any
     weights: Tensor | None = None  # (B, S) fp32 of tokens in the loss, 0 where unsupervised; None: 1 where supervised
 
     @property
@@ -113,6 +115,7 @@ class PackedRows:
         self.num_dropped = len(dataset) - self.num_documents - sum(share.num_copies for share in self.shares)
         self.num_tokens = sum(share.num_tokens for share in self.shares)
         self.num_supervised = sum(share.num_supervised for share in self.shares)
+        self.categories: Sequence[str | None] = ()  # of the split's documents, where evaluations tell them apart
         # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
         self.add_states: Callable[[Batch, list[int]], Batch] | None = None
 
@@ -175,6 +178,12 @@ class PackedRows:
         """Documents that rows hold, by number in the split; one with several windows as often."""
         return [self._document_of(window) for row in self.rows for window in row]
 
+    def category_counts(self) -> Counter[str]:
+        """Documents of each category, the most frequent first."""
+        documents = sorted(set(self.documents)) if self.categories else []
+        names = (self.categories[document] for document in documents)
+        return Counter(name for name in names if name is not None)
+
     @property
     def is_mixed(self) -> bool:
         """Whether an epoch is anything but each row of one folder once."""
@@ -203,9 +212,10 @@ class PackedRows:
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
         """These rows, padded to the longest; `first_number` is the index of the first one in the run."""
         batch = collate([self._documents(self.rows[row]) for row in rows], self.max_length, first_number)
-        if self.add_states is None:
-            return batch
-        return self.add_states(batch, [self._document_of(window) for row in rows for window in self.rows[row]])
+        documents = [self._document_of(window) for row in rows for window in self.rows[row]]
+        if self.categories:
+            batch = replace(batch, categories=[self.categories[document] for document in documents])
+        return batch if self.add_states is None else self.add_states(batch, documents)
 
     def _documents(self, windows: list[int]) -> list[tuple[list[int], list[float]]]:
         """The tokens of each window, and their weights in the loss."""

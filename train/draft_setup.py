@@ -36,6 +36,8 @@ from slipstream.train.state_source import open_states, read_states
 from slipstream.train.training import DraftTraining
 from slipstream.train.warm_start import inherit, read_start, token_ids, warm_start
 
+MAX_CATEGORIES = 32  # accept lengths in the log of an evaluation
+
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
@@ -166,6 +168,12 @@ def train_draft(
         rows = {"train": train_rows, "heldout": heldout_rows}
         read_states(stores, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
+    counts = heldout_rows.category_counts()
+    training.categories = [name for name, _ in counts.most_common(MAX_CATEGORIES)]
+    if counts:
+        rest = f"; accept lengths of the {MAX_CATEGORIES} largest are logged" if len(counts) > MAX_CATEGORIES else ""
+        names = ", ".join(f"{name} {counts[name]}" for name in training.categories)
+        accelerator.print(f"heldout: documents by category: {names}{rest}")
     for line in scarcity_lines(training, train_rows, options, accelerator.num_processes):
         accelerator.print(line)
     if accelerator.is_main_process:

@@ -68,7 +68,11 @@ class Mixture:
         splits = [folder.splits["heldout"] for folder in self.folders]
         parts = [split.select(range(min(limit, len(split)))) for split in splits]
         shares = [Share(folder.path, len(part)) for folder, part in zip(self.folders, parts, strict=True)]
-        return PackedRows(joined(parts), options.max_length, shares, is_split=options.splits_documents)
+        documents = joined(parts)
+        rows = PackedRows(documents, options.max_length, shares, is_split=options.splits_documents)
+        if "category" in documents.column_names:
+            rows.categories = documents["category"][:]
+        return rows
 
 
 def joined(parts: Sequence[Dataset]) -> Dataset:

@@ -31,11 +31,13 @@ from slipstream.train.trackers import read_lines
 POSITION = re.compile(r"(.+)_(\d+)")
 ACCEPT_LENGTH = "eval_accept_length"
 BY_DEPTH = "eval_accept_length_at_depth"
+BY_CATEGORY = "eval_accept_length_by_category"
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     ACCEPT_LENGTH: "Accept length on held-out answers",
     BY_DEPTH: "Accept length by depth, held out",
+    BY_CATEGORY: "Accept length by category, held out",
     "eval_accept_rate": "Accept rate by position, held out: share of rounds",
     "accept_rate": "Agreement with the target (block drafts: the text) by position, training",
     "eval_block_accept_length": "Accepted tokens of a block, held out",
@@ -190,12 +192,12 @@ def render(run: Run) -> str:
 
 
 def families(run: Run) -> Iterator[tuple[str, list[str]]]:
-    """Metrics to draw, those with a title first; accept_rate_0, accept_rate_1 and so on share a chart."""
+    """Metrics to draw, those with a title first; accept_rate_0, accept_rate_1 and so on share a chart,
+    and so do the categories."""
     names = {name for record in run.records for name, value in record.items() if isinstance(value, int | float)}
     grouped: dict[str, list[str]] = {}
     for name in sorted(names - NOT_DRAWN, key=_by_position):
-        match = POSITION.fullmatch(name)
-        grouped.setdefault(match[1] if match else name, []).append(name)
+        grouped.setdefault(_by_position(name)[0], []).append(name)
     order = list(TITLES)
     known = sorted(grouped.keys() & TITLES.keys(), key=order.index)
     for family in [*known, *sorted(grouped.keys() - TITLES.keys())]:
@@ -211,7 +213,7 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     values = []
     for name, color in zip(names, palette(len(names)), strict=True):
         points = [point for point in run.points(name) if math.isfinite(point[1])]
-        if len(names) > 1:
+        if len(names) > 1 or family == BY_CATEGORY:
             legend.append(f"<span><i style='background:{color}'></i>{escape(label_of(name))}</span>")
         draw(axes, points, color, is_smoothed=not is_evaluated and family != "lr", has_raw=len(names) == 1)
         for step, value in points if is_evaluated else ():
@@ -235,7 +237,9 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
 
 def label_of(name: str) -> str:
     """The legend of a curve that shares its chart."""
-    family, number = _by_position(name)
+    family, number, category = _by_position(name)
+    if family == BY_CATEGORY:
+        return category
     return f"depth {number}" if family == BY_DEPTH else f"position {number + 1}"
 
 
@@ -349,9 +353,11 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{title}</h2>{content}</section>" if content else ""
 
 
-def _by_position(name: str) -> tuple[str, int]:
-    match = POSITION.fullmatch(name)
-    return (match[1], int(match[2])) if match else (name, -1)
+def _by_position(name: str) -> tuple[str, int, str]:
+    """The chart of a metric, and its place there: a number, or -1, and a category, or nothing."""
+    family, _, category = name.partition("/")
+    match = POSITION.fullmatch(family)
+    return (match[1], int(match[2]), category) if match else (family, -1, category)
 
 
 if __name__ == "__main__":

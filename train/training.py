@@ -1,7 +1,7 @@
 """The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.frozen import FrozenTarget
-from slipstream.train.acceptance import depth_metrics, walk_answers, walk_metrics
+from slipstream.train.acceptance import category_metrics, depth_metrics, walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
 from slipstream.train.options import EvaluationOptions
@@ -38,6 +38,7 @@ class DraftTraining(nn.Module, ABC):
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
     temperature = 0.0  # of the server that an evaluation simulates
+    categories: Sequence[str] = ()  # by which evaluations log accept lengths, too
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
@@ -108,7 +109,8 @@ class DraftTraining(nn.Module, ABC):
         walks = list(walk_answers(batch, asking, accepted))
         if self.samples is not None and self.is_new:
             self.samples.add(batch, walks)
-        return walk_metrics(walks, self.depth) | depth_metrics(batch, asking, accepted, self.depth)
+        metrics = walk_metrics(walks, self.depth) | depth_metrics(batch, asking, accepted, self.depth)
+        return metrics | category_metrics(batch, walks, self.categories)
 
     @torch.no_grad()
     def text_noise(self, batch: Batch, rows: Tensor, tokens: Tensor, final: Tensor) -> Tensor:

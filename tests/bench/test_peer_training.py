@@ -24,7 +24,7 @@ from slipstream.bench.peer_training import (
     states_folder,
     write_questions,
 )
-from slipstream.data_tools.dataset import write_dataset
+from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.random_drafts import save_random_draft
 
@@ -60,7 +60,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mask = np.arange(PROMPT + ANSWER) >= PROMPT
     rows = [(generator.integers(4, 4000, PROMPT + ANSWER, dtype=np.int32), mask) for _ in range(16)]
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(TINY))}
-    write_dataset([[row] for row in rows], path, heldout=0.25, seed=0, describe=lambda: described)
+    write_dataset([Conversation([row]) for row in rows], path, heldout=0.25, seed=0, describe=lambda: described)
     return path
 
 

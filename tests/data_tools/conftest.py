@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.data_tools.capture_states import main as capture
-from slipstream.data_tools.dataset import write_dataset
+from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.data_tools.chats import CHATML_TAGGED, build_tokenizer
 
@@ -66,7 +66,7 @@ def capture_data(capture_target: Path) -> Path:
     path = capture_target.with_name("data")
     described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(capture_target))}
     rows = [random_row(generator) for _ in range(70)]
-    write_dataset([[row] for row in rows], path, heldout=0.2, seed=0, describe=lambda: described)
+    write_dataset([Conversation([row], "qa") for row in rows], path, heldout=0.2, seed=0, describe=lambda: described)
     return path
 
 

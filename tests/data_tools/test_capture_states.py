@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.config import parse
 from slipstream.data_tools import capture_states
 from slipstream.data_tools.capture_states import CaptureConfig, choose_format, main
-from slipstream.data_tools.dataset import write_dataset
+from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.data_tools.state_shards import measure, plan_shards
 from slipstream.models.files.state_store import StateFormat, StateStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
@@ -246,7 +246,9 @@ def test_data_with_nothing_to_capture_are_refused(
     first = np.arange(9) == 0  # nothing predicts the first token
     described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}
     rows = [(np.arange(number, number + 9, dtype=np.int32), first) for number in range(4)]
-    write_dataset([[row] for row in rows], tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described)
+    write_dataset(
+        [Conversation([row]) for row in rows], tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described
+    )
     with pytest.raises(SystemExit):
         main(flags(output, data=tmp_path / "data"))
     assert "has nothing to capture: no document has a supervised token" in capsys.readouterr().err

@@ -229,17 +229,17 @@ def test_calls_of_the_input_are_history() -> None:
     ]  # fmt: skip
 
 
-def test_a_row_keeps_its_weight(tmp_path: Path) -> None:
-    rows = [{"prompt": "Hello", "weight": 0.5}, {"prompt": "What?"}]
+def test_a_row_keeps_its_weight_and_category(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hello", "weight": 0.5}, {"prompt": "What?", "category": "math"}]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    weights = []
+    weights = list[tuple[float | None, str | None]]()
     for dialogue in DialogueReader(ConversationOptions(data=(str(data),))):
         conversing = converse(dialogue, None, keep_cut=True)
         next(conversing)
         with pytest.raises(StopIteration) as stop:
             conversing.send(say("fine"))
-        weights.append(stop.value.value.row.get("weight"))
-    assert weights == [0.5, None]
+        weights.append((stop.value.value.row.get("weight"), stop.value.value.row.get("category")))
+    assert weights == [(0.5, None), (None, "math")]
 
 
 def test_empty_answers_are_dropped() -> None:

@@ -12,7 +12,7 @@ import pytest
 from datasets import load_from_disk
 
 from slipstream.data_tools import frequency_map, prepare
-from slipstream.data_tools.dataset import write_dataset
+from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
 
@@ -126,7 +126,7 @@ def write_tokens(path: Path, ids: list[int]) -> None:
     """A prepared dataset with one training row of these supervised tokens."""
     row = (np.array(ids, np.int32), np.ones(len(ids), np.bool_))
     report = {"vocab_size": 512, "special_ids": SPECIAL, "end_ids": [END], "tokenizer_hash": "other"}
-    write_dataset([[row]], path, heldout=0, seed=0, describe=lambda: report)
+    write_dataset([Conversation([row])], path, heldout=0, seed=0, describe=lambda: report)
 
 
 def error(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> str:

@@ -191,6 +191,31 @@ def test_answers_of_weight_0_are_not_supervised(tmp_path: Path, target: Path) ->
     assert "It is 1.<|im_end|>" in tokenizer.decode(row["input_ids"])
 
 
+def test_rows_keep_their_category(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MT-bench's, or that of a named column; read back, and none where no row has any."""
+    names = ["writing", "math", None, "math"]
+    rows = [
+        {"question_id": 81 + n, **ROWS[n], "topic": n % 2, "tags": ["a"]} | ({"category": name} if name else {})
+        for n, name in enumerate(names)
+    ]
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", rows)
+    dataset, report = prepare(tmp_path, target, ROWS[5:9], "--heldout-data", str(heldout))
+    assert dataset["heldout"].features["category"] == Value("string")
+    assert dataset["heldout"]["category"][:] == names
+    assert dataset["train"]["category"][:] == [None] * 4
+    assert report["heldout_categories"] == {"math": 2, "writing": 1}
+    assert "held-out categories  math 2, writing 1" in capsys.readouterr().out
+    copy = tmp_path / "copy"
+    main(["--data", str(tmp_path / "out"), "--split=heldout", "--target", str(target), f"--output={copy}"])
+    again = load_from_disk(copy)
+    assert sorted(map(str, [*again["train"]["category"], *again["heldout"]["category"]])) == sorted(map(str, names))
+    dataset, _ = prepare(tmp_path, target, rows, "--category-column=topic", "--heldout=0")
+    assert sorted(dataset["train"]["category"]) == ["0", "0", "1", "1"]
+    dataset, report = prepare(tmp_path, target, [{**row, "category": ["a"]} for row in rows], "--heldout=0.5")
+    assert dataset["train"].column_names == ["input_ids", "loss_mask"]
+    assert report["heldout_categories"] == {}
+
+
 def test_tokens_have_the_weights_of_their_message_and_row(tmp_path: Path, target: Path) -> None:
     """A column holds them, in rows that need it alone, and is read back."""
     turns = [*ROWS[1]["messages"], *ROWS[2]["messages"]]
@@ -310,6 +335,8 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         ([], (), "no row to prepare; the data is empty"),
         (ROWS[:2], ("--where", "split=z"), "no row to prepare; all 2 rows fail --where"),
         (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
+        (ROWS[:2], ("--category-column", "topic"), "no column 'topic' as `category-column` asks; it has id, mess"),
+        (ROWS[:2], ("--category-column", "messages"), r"messages is no category: \[.*; give a text or a number"),
         (
             [{"prompt": "x"}],
             (),

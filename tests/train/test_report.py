@@ -147,6 +147,7 @@ def test_every_metric_of_training_has_a_title(
         make_training(target_model, options=DraftOptions(losses=selector), **heads),
         make_training(target_model, options=DraftOptions(losses=scorer), lilicorr=LiLiCorrConfig()),
     ]
+    chain.categories = ["math"]
     batch, _ = packed(seed=1)
     names = {name for line in read_metrics(finished / "metrics.jsonl") for name in line} | {"skipped_steps"}
     for training in trainings:
