@@ -41,6 +41,10 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
     last = f"layers.{config.num_layers - 1}."
     weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
     module.init_from_target(weights | model.shared)
+    for name, tensor in public_tensors(module).items():  # the target's last MLP, so that it is right now and then
+        same = weights.get(name.replace("midlayer.", "layers.0."))
+        if "mlp." in name and same is not None and same.shape == tensor.shape:
+            tensor.data.copy_(same)
     for part in (module.input_norm, module.fc_norm, module.layers):
         if part is not None:
             roughen(part)

@@ -121,8 +121,8 @@ class DraftOptions(BaseDraftOptions):
     """start with the target's last layers and final norm, and pass the last aux hidden state through"""
     anchors: int = 512
     """most blocks drawn from a packed row in a step"""
-    loss: Literal["decay", "dpace"] = "decay"
-    """weight of a slot: by its distance (decay), or by what it would add to the accepted length (dpace)"""
+    loss: Literal["dpace", "decay"] = "dpace"
+    """weight of a slot: by what it would add to the accepted length (dpace), or by its distance (decay)"""
     losses: LossWeights = field(default_factory=LossWeights)
     gamma: float | None = None
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""

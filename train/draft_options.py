@@ -36,9 +36,9 @@ class BaseDraftOptions:
 class ChainDraftOptions(BaseDraftOptions):
     """Options of drafts that read their own states."""
 
-    ttt_steps: int = 7
+    ttt_steps: int = 5
     """steps of training-time test"""
-    ttt_decay: float = 0.8
+    ttt_decay: float = 0.6
     """weight of a step's loss relative to the step before"""
 
     @property

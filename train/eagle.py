@@ -34,6 +34,7 @@ class EagleTraining(ChainTraining):
 
     Network = Eagle
     drafter = "eagle"
+    rates = {"muon": 0.015, "adamw": 0.003}
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -30,6 +30,7 @@ class Eagle3Training(ChainTraining):
 
     Network = Eagle3
     drafter = "eagle3"
+    rates = {"muon": 0.015, "adamw": 0.003}
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
@@ -39,7 +40,7 @@ class Eagle3Training(ChainTraining):
 
     def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target:
-            self.draft.init_from_target(self.target.initial_weights(1))
+            self.draft.init_from_target(self.target.initial_weights(0))
         self.draft.lm_head.requires_grad_(self.options.head == "trained")
 
     def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:

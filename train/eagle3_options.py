@@ -14,24 +14,24 @@ class DraftOptions(ChainDraftOptions):
     num_layers: int = 1
     """decoder layers of the draft; the first reads embedding and target states, further ones the states below"""
     init_from_target: bool = True
-    """start with the target's head, final norm and last MLP, and pass the last aux hidden state through"""
-    head: Literal["trained", "frozen"] = "trained"
+    """start with the target's head and final norm, and pass the last aux hidden state through"""
+    head: Literal["frozen", "trained"] = "frozen"
     """frozen: the head stays the target's rows, as in speculators"""
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
     """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
-    state_weight: float = 0.0
+    state_weight: float = 1.0
     """weight of a smooth L1 loss between the states that the heads of draft and target read, beside `loss`"""
-    norm_before_residual: bool = False
+    norm_before_residual: bool = True
     """the layer adds to the norm of its hidden state (this and the next three: EAGLE-3.1, docs/eagle3.md)"""
     norm_before_fc: bool = False
     """one norm over all target states, before fc"""
-    fc_norm: bool = False
+    fc_norm: bool = True
     """a norm of each target state, before fc; not together with norm_before_fc"""
-    norm_output: bool = False
+    norm_output: bool = True
     """the next step reads the state after the final norm"""
-    qk_norm: bool = False
+    qk_norm: bool = True
     """norms of queries and keys, as in Qwen3's layers"""
 
     def __post_init__(self) -> None:

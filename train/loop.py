@@ -168,7 +168,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         share = self.accelerator.process_index, self.accelerator.num_processes
-        self.schedule = Schedule.of(self.options, len(self.train), share[1])
+        schedule = Schedule.of(self.options, len(self.train), share[1])
+        tokens = schedule.rows_per_step * self.train.row_tokens
+        self.schedule = schedule.with_lr(self.training.peak_lr(self.options.optim, tokens))
         self.num_steps = self.schedule.num_steps(self.progress)
         rows = self.progress.rows, self.schedule.last_row
         batches = training_batches(self.train, self.options.data.batch_size, self.options.seed, *rows, *share)
@@ -252,18 +254,18 @@ class Loop:
     def skip(self, numbers: str, was_skipped: bool) -> None:
         """Counts a skipped step. Raises ValueError after MAX_SKIPPED in a row, or if DeepSpeed has applied the step."""
         step = self.progress.step + 1
-        lr = self.options.optim.lr
+        lr = self.schedule.optim.lr
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED and not was_skipped:
             raise ValueError(
                 f"step {step} is not finite ({numbers}), and this version of DeepSpeed has applied it; lower optim.lr "
-                f"{lr}, or continue from the last checkpoint with a newer DeepSpeed"
+                f"{lr:.4g}, or continue from the last checkpoint with a newer DeepSpeed"
             )
         self.progress.skipped_steps += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row == MAX_SKIPPED:
             raise ValueError(
                 f"{MAX_SKIPPED} steps in a row, up to step {step}, were not finite ({numbers}) and not applied; lower "
-                f"optim.lr {lr}, or look for broken data or target states"
+                f"optim.lr {lr:.4g}, or look for broken data or target states"
             )
         if self.accelerator.is_main_process:
             tqdm.write(f"step {step} is not finite ({numbers}) and not applied")

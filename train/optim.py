@@ -17,6 +17,10 @@ from torch.optim import _muon
 from slipstream.train.checkpoints import Progress
 from slipstream.train.options import OptimOptions, RunOptions
 
+RATE_WIDTH = 576  # hidden size and tokens in a step at which `DraftTraining.rates` were found
+RATE_TOKENS = 16_384
+WIDTH_POWER = {"muon": 0.5, "adamw": 1.0}  # of the width that divides the rate
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -34,6 +38,10 @@ class Schedule:
                 f"{needed}; lower data.batch_size or data.max_length"
             )
         return cls(options.optim, num_rows, needed * options.optim.accumulation)
+
+    def with_lr(self, lr: float) -> "Schedule":
+        """The same with this peak learning rate."""
+        return replace(self, optim=replace(self.optim, lr=lr))
 
     @property
     def last_row(self) -> int | None:
@@ -56,6 +64,7 @@ class Schedule:
         length = self.optim.steps or self.optim.epochs
         done = float(progress.step) if self.optim.steps else progress.rows / self.rows_per_step
         warmup = math.ceil(self.optim.warmup_ratio * self._steps_of(progress.first_length or length))
+        assert self.optim.lr is not None, "with_lr sets it"
         return self.optim.lr * lr_factor(done, self._steps_of(length), warmup, self.optim)
 
     def extension(self, progress: Progress, before: Mapping[str, Any]) -> str:
@@ -74,6 +83,16 @@ class Schedule:
 
     def _rows_left(self, progress: Progress) -> int:
         return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
+
+
+def default_lr(rates: Mapping[str, float], optimizer: str, width: int, tokens: float) -> float:
+    """Peak learning rate of a draft with hidden size `width` whose steps take `tokens` tokens, from the `rates` of
+    the optimizers at RATE_WIDTH and RATE_TOKENS.
+
+    A step of Muon has one size in all directions; its scale, which is AdamW's, makes that size grow with the root of
+    the width, and the weights' own size does not grow. Steps of fewer tokens have noisier gradients.
+    """
+    return rates[optimizer] * (RATE_WIDTH / width) ** WIDTH_POWER[optimizer] * min(1.0, tokens / RATE_TOKENS) ** 0.5
 
 
 def lr_factor(step: float, num_steps: int, warmup: int, optim: OptimOptions) -> float:
@@ -137,14 +156,14 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     """AdamW for all trainable parameters, or with `muon` Muon for the hidden matrices and AdamW for the rest.
 
     Muon (Jordan et al. 2024; torch.optim.Muon) moves a matrix along the orthogonalised momentum. Its step is scaled to
-    the root mean square of AdamW's, so both share one learning rate.
+    the root mean square of AdamW's, so both share one learning rate, which the loop sets in every step.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices = [p for name, p in named if options.name == "muon" and is_hidden_matrix(name, p)]
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+        torch.optim.AdamW(rest, lr=0.0, betas=options.betas, weight_decay=options.weight_decay)
     ]
     if matrices:
         on_slow_cpu = matrices[0].device.type == "cpu" and not has_bf16_products()
@@ -152,7 +171,7 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
         optimizers.append(
             muon(
                 matrices,
-                lr=options.lr,
+                lr=0.0,
                 weight_decay=options.weight_decay,
                 momentum=options.momentum,
                 adjust_lr_fn="match_rms_adamw",

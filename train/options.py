@@ -74,19 +74,19 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimOptions:
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw for everything; muon: Muon for hidden matrices, which helps short runs"""
-    lr: float = 1e-4
-    """peak learning rate"""
+    name: Literal["muon", "adamw"] = "muon"
+    """muon: Muon for hidden matrices, AdamW for the rest; adamw for everything, as FSDP and ZeRO need"""
+    lr: float | None = None
+    """peak learning rate; default: by optimizer, width of the draft and tokens in a step (docs/training.md)"""
     epochs: int = 1
     """passes over the training split; `steps` overrides it"""
     steps: int | None = None
     """optimizer steps"""
     accumulation: int = 1
     """forward passes per optimizer step"""
-    warmup_ratio: float = 0.015
+    warmup_ratio: float = 0.03
     """share of the steps with linear warm-up"""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "linear"
     """decay to zero after the warm-up: cosine, linear, none (constant), or linear over the last steps alone (wsd)"""
     decay_ratio: float = 0.2
     """share of the steps in which wsd decays"""
@@ -96,8 +96,8 @@ class OptimOptions:
     """AdamW's decay of the two moments"""
     weight_decay: float = 0.0
     """decoupled decay"""
-    momentum: float = 0.95
-    """Muon's; a run of a few hundred steps is better off with less"""
+    momentum: float = 0.85
+    """Muon's"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class EvaluationOptions:
     """steps between evaluations; the last step is always evaluated"""
     depth: int = 3
     """tokens drafted in a round of the simulated accept length, which chooses `best`; fewer are logged, too"""
-    documents: int = 200
+    documents: int = 400
     """held-out documents used"""
     samples: int = 4
     """held-out answers to log, with accepted draft tokens highlighted"""
@@ -122,7 +122,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    every: int = 1000
+    every: int = 500
     """steps between checkpoints; the last step is always saved"""
     keep: int = 2
     """newest step checkpoints to keep, besides `best`"""
@@ -178,7 +178,7 @@ class RunOptions:
         if self.evaluation.samples < 0:
             raise ValueError(f"evaluation.samples is {self.evaluation.samples}; give 0 or more")
         for name, number in (("optim.lr", self.optim.lr), ("optim.clip", self.optim.clip)):
-            if number <= 0:
+            if number is not None and number <= 0:
                 raise ValueError(f"{name} is {number}; give a positive number")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")

@@ -16,7 +16,8 @@ from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import category_metrics, depth_metrics, walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.losses import TargetHead
-from slipstream.train.options import EvaluationOptions
+from slipstream.train.optim import default_lr
+from slipstream.train.options import EvaluationOptions, OptimOptions
 from slipstream.train.samples import Sample, SampleAnswers
 from slipstream.train.text_noise import noise_behind
 
@@ -34,6 +35,7 @@ class DraftTraining(nn.Module, ABC):
 
     Network: ClassVar[type[DraftNetwork]]
     drafter: ClassVar[str]  # its kind, as files name it
+    rates: ClassVar[Mapping[str, float]]  # peak learning rates by optimizer, for `default_lr`
     fitted: ClassVar[tuple[str, ...]] = ()  # fields of the draft's config that evaluations fit: lists of numbers
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
@@ -71,6 +73,12 @@ class DraftTraining(nn.Module, ABC):
     def start(self, *, continues: bool = False) -> None:
         """Called once before a run's first step: may take weights over from the target. `continues`: those of another
         draft replace what they can."""
+
+    def peak_lr(self, optim: OptimOptions, tokens: float) -> float:
+        """The learning rate of `optim`, or else the default for steps of `tokens` tokens."""
+        if optim.lr is not None:
+            return optim.lr
+        return default_lr(self.rates, optim.name, self.draft.config.hidden_size, tokens)
 
     @property
     def device(self) -> torch.device:

@@ -48,7 +48,6 @@ POST_NORM = "return_hidden_post_norm"  # what NVIDIA's files call norm_output, i
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("use_aux_norm", "mlp_bias", "eh_proj_before_attn")
 Q_NORM = "midlayer.self_attn.q_norm.weight"
-MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,34 +343,27 @@ class Eagle3(DraftNetwork):
 
     @torch.no_grad()
     def init_from_target(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes over the target's head rows, final norm and last MLP; fc passes the last aux hidden state through.
+        """Takes over the target's head rows and final norm; fc passes the last aux hidden state through, and the MLP
+        adds nothing at first. `weights` by their names in files.
 
-        `weights` by their names in files, the last layer's as layers.0; a mixture of experts has no such MLP.
-        Additional neurons stay random with zero output weights, so they contribute nothing at first.
+        The target's last MLP is no better start: it expects a state that its own attention has added to.
         """
-        config = self.config
-        params = public_tensors(self)
+        parameters = public_tensors(self)
         head = weights[HEAD]
-        mlp = {name: weights[f"layers.0.{name}"] for name in MLP if f"layers.0.{name}" in weights}
-        hidden_size = head.shape[1]
-        neurons = len(mlp[MLP[0]]) if mlp else 0
-        if config.hidden_size != hidden_size or config.intermediate_size < neurons:
+        width = head.shape[1]
+        if self.config.hidden_size != width:
             raise ValueError(
-                f"init_from_target needs a draft as wide as its target or with a wider MLP: hidden_size "
-                f"{config.hidden_size} and intermediate_size {config.intermediate_size} against {hidden_size} and "
-                f"{neurons}; change them or switch init_from_target off"
+                f"init_from_target needs a draft as wide as its target: hidden_size {self.config.hidden_size} against "
+                f"{width}; change it or switch init_from_target off"
             )
-        params[HEAD].copy_(head[self.target_ids.to(head.device)])
-        params["norm.weight"].copy_(weights["norm.weight"])
-        params["midlayer.mlp.down_proj.weight"].zero_()
-        for name, weight in mlp.items():
-            rows, columns = weight.shape
-            params[f"midlayer.{name}"][:rows, :columns].copy_(weight)
+        parameters[HEAD].copy_(head[self.target_ids.to(head.device)])
+        parameters["norm.weight"].copy_(weights["norm.weight"])
+        parameters["midlayer.mlp.down_proj.weight"].zero_()
         if self.fc is not None:
-            params["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
-        for index in range(1, config.num_layers):  # they pass states on at first
+            parameters["fc.weight"].zero_()[:, -width:].copy_(torch.eye(width))
+        for index in range(1, self.config.num_layers):  # they pass states on at first
             for name in ("self_attn.o_proj", "mlp.down_proj"):
-                params[f"layers.{index}.{name}.weight"].zero_()
+                parameters[f"layers.{index}.{name}.weight"].zero_()
 
     @property
     def upper_layers(self) -> list[DecoderLayer]:

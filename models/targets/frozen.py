@@ -152,9 +152,10 @@ class DecoderTarget(FrozenTarget):
         return self.as_read(self.model.embed_tokens(tokens))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        specs = self.model.config.layers[-num_layers:]
+        first = len(self.layers) - num_layers
+        specs = self.model.config.layers[first:]
         are_alike = all(spec.norms == "pre" and spec.mlp.activation == "silu" for spec in specs)
-        layers = enumerate(list(self.layers)[-num_layers:] if are_alike else [])
+        layers = enumerate(list(self.layers)[first:] if are_alike else [])
         weights = {
             f"layers.{i}.{name}": x
             for i, layer in layers
@@ -266,7 +267,7 @@ class TransformersTarget(FrozenTarget):
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
         norm = self._norm_weight()
-        last = [layer.state_dict() for layer in list(self.layers)[-num_layers:]]
+        last = [layer.state_dict() for layer in list(self.layers)[len(self.layers) - num_layers :]]
         is_sandwich = any("post_feedforward_layernorm.weight" in layer for layer in last)
         is_silu = getattr(self.model.config.get_text_config(), "hidden_act", "silu") in ("silu", "swish")
         are_alike = is_silu and not is_sandwich and norm is self.decoder.norm.weight

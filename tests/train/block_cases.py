@@ -21,7 +21,7 @@ def make_training(
     """A random draft of two layers; `ids` are its vocabulary, `fields` override its config's."""
     shape = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN, "aux_layers": AUX_STATE_LAYERS}
     parts = random_parts(DFlash, target, ids, **shape | fields)
-    return DFlashTraining(*parts, options or DraftOptions(anchors=6), depth=63, seed=11)
+    return DFlashTraining(*parts, options or DraftOptions(anchors=6, loss="decay"), depth=63, seed=11)
 
 
 def packed(seed: int) -> tuple[Batch, list[list[Document]]]:

@@ -53,7 +53,8 @@ WEIGHTS: dict[str, dict[str, float]] = {
 
 def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None, **options: Any) -> DFlashTraining:
     anchors = 100 if name == "lilicorr" else 6  # few blocks have the text among their candidates
-    draft_options = DraftOptions(anchors=anchors, losses=LossWeights(**WEIGHTS[name]), **options)
+    options = {"anchors": anchors, "loss": "decay", **options}
+    draft_options = DraftOptions(losses=LossWeights(**WEIGHTS[name]), **options)
     training = make_training(target, ids, draft_options, **DRAFTS[name])
     generator = torch.Generator().manual_seed(1)
     for parameter in training.draft.parameters():

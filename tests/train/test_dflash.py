@@ -94,7 +94,9 @@ def naive_loss(
 def test_loss_gradient_and_metrics_equal_the_loops(
     target_model: PreTrainedModel, token_map: TokenMap, limit: int, reduced: bool
 ) -> None:
-    training = make_training(target_model, token_map.ids if reduced else None, DraftOptions(anchors=limit))
+    training = make_training(
+        target_model, token_map.ids if reduced else None, DraftOptions(anchors=limit, loss="decay")
+    )
     batch, rows = packed(0)
     expected, rates = naive_loss(training, target_model, batch, rows)
     loss, metrics = training.loss(batch)

@@ -12,12 +12,12 @@ from torch.optim import lr_scheduler
 
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training
-from slipstream.train.optim import FullPrecisionMuon, Schedule, build_optimizers, lr_factor, orthogonalise
+from slipstream.train.optim import FullPrecisionMuon, Schedule, build_optimizers, default_lr, lr_factor, orthogonalise
 from slipstream.train.options import OptimOptions
 
 
 def schedule(num_rows: int, *, size: int = 2, processes: int = 1, **optim: Any) -> Schedule:
-    options: Any = SimpleNamespace(data=SimpleNamespace(batch_size=size), optim=OptimOptions(**optim))
+    options: Any = SimpleNamespace(data=SimpleNamespace(batch_size=size), optim=OptimOptions(**{"lr": 1e-4, **optim}))
     return Schedule.of(options, num_rows, processes)
 
 
@@ -38,7 +38,7 @@ def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: 
     assert sum(rows) == epochs * num_rows
     assert all(count == 2 * accumulation for count in rows[:-1])
     expected = [
-        1e-4 * lr_factor(step, len(steps), math.ceil(0.015 * len(steps)), OptimOptions()) for step in range(len(steps))
+        1e-4 * lr_factor(step, len(steps), math.ceil(0.03 * len(steps)), OptimOptions()) for step in range(len(steps))
     ]
     assert [lr for _, lr in steps] == expected
 
@@ -124,11 +124,25 @@ def test_learning_rate_is_torchs_after_the_warm_up() -> None:
 
 
 def test_adamw_has_everything(training: Eagle3Training) -> None:
-    (optimizer,) = build_optimizers(training, OptimOptions())
+    (optimizer,) = build_optimizers(training, OptimOptions(name="adamw"))
     assert type(optimizer) is torch.optim.AdamW
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
         id(p) for p in training.parameters()
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "tokens", "expected"),
+    [
+        ("muon", 576, 16_384, 0.02),
+        ("muon", 4 * 576, 16_384, 0.01),
+        ("muon", 576, 4_096, 0.01),
+        ("muon", 576, 10**9, 0.02),
+        ("adamw", 4 * 576, 4_096, 0.0005),
+    ],
+)
+def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: float, expected: float) -> None:
+    assert default_lr({"muon": 0.02, "adamw": 0.004}, name, width, tokens) == pytest.approx(expected)
 
 
 def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:

@@ -89,8 +89,8 @@ def test_what_a_run_reads_may_lie_elsewhere(
     [
         ({"optim.momentum": ..., "draft.qk_norm": ..., "init_from": ..., "draft.state_weight": ...}, {}, None),
         ({"vocabulary_hash": ..., "draft.dropped": None, "tracker.dropped": 5}, {}, None),
-        ({"draft.qk_norm": ...}, {"draft__qk_norm": "true"}, "draft.qk_norm is True, but the run in .* has False;"),
-        ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has 0.0001; pass the saved value"),
+        ({"draft.qk_norm": ...}, {"draft__qk_norm": "false"}, "draft.qk_norm is False, but the run in .* has True;"),
+        ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has None; pass the saved value"),
         ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
     ],
 )

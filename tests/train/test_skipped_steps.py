@@ -90,7 +90,7 @@ def test_deepspeed_skips_by_itself_or_the_run_ends() -> None:
     loop.optimizers = [optimizer]
     loop.progress = Progress()
     loop.skipped_in_a_row = 0
-    loop.options = SimpleNamespace(optim=SimpleNamespace(lr=0.1))
+    loop.schedule = SimpleNamespace(optim=SimpleNamespace(lr=0.1))
     for norm in (float("inf"), -1.0, 3.0):  # by version: the last one keeps that of the step before
         loop.update({"loss": 1.0, "grad_norm": norm})
     assert (loop.progress.skipped_steps, loop.skipped_in_a_row) == (3, 3)
