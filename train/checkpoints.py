@@ -47,6 +47,7 @@ FREE_OPTIONS = (
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
+BY_CONTENT |= {"evaluation.costs": "costs_hash"}
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
@@ -63,7 +64,8 @@ class Progress:
     tokens: int = 0  # supervised tokens seen, all processes
     skipped_steps: int = 0  # of these, skipped because the gradient was not finite
     best_step: int = 0
-    best_accept_length: float = 0.0
+    best_accept_length: float = 0.0  # at that step
+    best_speed: float = 0.0  # expected, if that chooses the step
     evaluations_since_best: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
     fitted: dict[str, list[float]] = field(default_factory=dict)  # fields of the draft's config, by that evaluation

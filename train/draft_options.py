@@ -112,4 +112,5 @@ class DraftRunOptions(RunOptions):
             check_folder("data.path", folder, "a prepared dataset (slipstream prepare)")
         for capture in self.data.captures:
             check_folder("data.aux_states", capture, "a folder of captured states (slipstream capture-states)")
+        check_file("evaluation.costs", self.evaluation.costs, "step times that `serve` keeps")
         check_file("draft.vocabulary", self.draft.vocabulary, "a token map (slipstream frequency-map)")

@@ -32,6 +32,7 @@ from slipstream.train.mixture import Mixture
 from slipstream.train.optim import Schedule
 from slipstream.train.plan import plan, scarcity_lines
 from slipstream.train.samples import SampleAnswers
+from slipstream.train.speed import StepTimes
 from slipstream.train.state_source import open_states, read_states
 from slipstream.train.training import DraftTraining
 from slipstream.train.warm_start import inherit, read_start, token_ids, warm_start
@@ -163,6 +164,7 @@ def train_draft(
     stores = open_states(options.data, identities)
     training = build(kind, files)
     draft = training.draft
+    training.step_times = StepTimes.read(options.evaluation, training.depth)
     training.target.read_as = dtype_of_weights(accelerator)
     if stores:
         rows = {"train": train_rows, "heldout": heldout_rows}
@@ -184,12 +186,14 @@ def train_draft(
         # None also for runs of versions that cut, so that they continue where no document is long.
         "split_documents": (train_rows.num_split_documents + heldout_rows.num_split_documents) or None,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
+        "costs_hash": file_hash(options.evaluation.costs),
     }
     run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
-    accelerator.print(
-        f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
-    )
+    figure = f"accept length {progress.best_accept_length:.3f}"
+    if options.evaluation.best == "speed":
+        figure = f"expected speed {progress.best_speed:,.1f} tokens/s, {figure}"
+    accelerator.print(f"best {figure} at step {progress.best_step}: {options.output}/best")
 
 
 def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
@@ -226,6 +230,10 @@ def check_output(options: DraftRunOptions) -> None:
 def vocabulary_hash(target_ids: Tensor | None) -> str | None:
     """sha256 of the target ids that a draft can propose; notices a replaced draft.vocabulary file."""
     return None if target_ids is None else hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
+
+
+def file_hash(path: str | None) -> str | None:
+    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: nn.Module) -> None:

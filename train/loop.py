@@ -272,7 +272,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the held-out rows, under `eval_` names; records a new best accept length in the progress."""
+        """Metrics over the held-out rows, under `eval_` names; notes in the progress whether they are the best."""
         accelerator = self.accelerator
         totals = Metrics()
         self.model.eval()
@@ -285,14 +285,25 @@ class Loop:
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
         metrics |= self.training.end_evaluation(gather_object)
-        self.progress.metrics, self.progress.fitted = metrics, self.training.fitted_fields()
-        if metrics["accept_length"] > self.progress.best_accept_length:
-            self.progress.best_step = self.progress.step
-            self.progress.best_accept_length = metrics["accept_length"]
-            self.progress.evaluations_since_best = 0
-        else:
-            self.progress.evaluations_since_best += 1
+        metrics |= self.training.expected_speed(metrics)
+        self.progress.metrics = metrics
+        self.progress.fitted = self.training.fitted_fields()
+        self.note_best(metrics)
         return {f"eval_{name}": value for name, value in metrics.items()}
+
+    def note_best(self, metrics: Mapping[str, float]) -> None:
+        """Records a new best, or one more evaluation without."""
+        progress = self.progress
+        by_speed = self.options.evaluation.best == "speed"
+        speed = metrics["expected_speed"] if by_speed else 0.0
+        length = metrics["accept_length"]
+        if speed > progress.best_speed if by_speed else length > progress.best_accept_length:
+            progress.best_step = progress.step
+            progress.best_accept_length = length
+            progress.best_speed = speed
+            progress.evaluations_since_best = 0
+        else:
+            progress.evaluations_since_best += 1
 
 
 def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:

@@ -12,7 +12,7 @@ from slipstream.models.files.names import check_folder
 
 AT_LEAST_ONE = (
     *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
-    *("evaluation.depth", "evaluation.documents", "evaluation.patience", "checkpoint.every"),
+    *("evaluation.depth", "evaluation.documents", "evaluation.patience", "evaluation.requests", "checkpoint.every"),
     "checkpoint.keep",
 )
 
@@ -112,12 +112,21 @@ class EvaluationOptions:
     """held-out answers to log, with accepted draft tokens highlighted"""
     patience: int | None = None
     """evaluations in a row without a new best that end the run; default: it goes to its last step"""
+    best: Literal["accept_length", "speed"] = "accept_length"
+    """figure that chooses `best`: the accept length, or the expected speed (docs/training.md), which needs `costs`"""
+    costs: str | None = None
+    """file of step times that `serve` keeps, for the expected speed"""
+    requests: int = 1
+    """requests that decode at once on that server"""
     temperature: float = 0.0
     """of the simulated server; above 0 the held-out answers must be the target's samples at this temperature"""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
+        if self.costs is None and (self.best == "speed" or self.requests != 1):
+            name = "best is speed" if self.best == "speed" else f"requests is {self.requests}"
+            raise ValueError(f"evaluation.{name}, which needs evaluation.costs; name a file of step times of `serve`")
 
 
 @dataclass(frozen=True, kw_only=True)

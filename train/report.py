@@ -30,12 +30,16 @@ from slipstream.train.trackers import read_lines
 
 POSITION = re.compile(r"(.+)_(\d+)")
 ACCEPT_LENGTH = "eval_accept_length"
+SPEED = "eval_expected_speed"
 BY_DEPTH = "eval_accept_length_at_depth"
 BY_CATEGORY = "eval_accept_length_by_category"
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     ACCEPT_LENGTH: "Accept length on held-out answers",
+    SPEED: "Expected speed at the fastest depth: tokens per second",
+    "eval_expected_speedup": "Expected speed over that without a draft",
+    "eval_fastest_depth": "Depth at which the expected speed is highest",
     BY_DEPTH: "Accept length by depth, held out",
     BY_CATEGORY: "Accept length by category, held out",
     "eval_accept_rate": "Accept rate by position, held out: share of rounds",
@@ -59,7 +63,7 @@ TITLES = {
     "skipped_steps": "Steps skipped because their gradient was not finite",
 }
 NOT_DRAWN = {"step", "tokens"}
-SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "metrics", "argv"}
+SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "best_speed", "metrics", "argv"}
 MAX_SAMPLES = 8
 MAX_POINTS = 500  # of a line; longer ones are averaged in buckets, since there are no more pixels
 # Of curves: contrasts of 3 and more to the page's background in both themes.
@@ -122,9 +126,14 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The evaluation with the longest accept length, the first of equals."""
-        evaluated = [record for record in self.records if ACCEPT_LENGTH in record]
-        return max(evaluated, key=lambda record: record[ACCEPT_LENGTH], default=None)
+        """The evaluation that is best by `best_by`, the first of equals."""
+        evaluated = [record for record in self.records if self.best_by in record]
+        return max(evaluated, key=lambda record: record[self.best_by], default=None)
+
+    @property
+    def best_by(self) -> str:
+        """The metric that chooses `best`."""
+        return SPEED if self.options.get("evaluation.best") == "speed" else ACCEPT_LENGTH
 
     def points(self, name: str) -> Points:
         return [(record["step"], record[name]) for record in self.records if name in record]
@@ -224,9 +233,9 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
     title = TITLES.get(family, family)
     is_log = family == "loss" and min(values) > 0
     set_axes(axes, run.records[-1]["step"], min(values), max(values), is_log=is_log)
-    if family == ACCEPT_LENGTH and run.best is not None:
+    if family == run.best_by and run.best is not None:
         step = run.best["step"]
-        value = run.best[ACCEPT_LENGTH]
+        value = run.best[family]
         axes.plot([step], [value], "o", markersize=9, markerfacecolor="none", markeredgecolor=INK, clip_on=False)
         legend.append(f"<span><i class=ring></i>best: {value:.3f} at step {step:,}</span>")
     return (
@@ -321,7 +330,8 @@ def tiles(run: Run) -> str:
     rates = sorted(rate for _, rate in run.points("tokens_per_second"))
     figures = {"steps": f"{last['step']:,}", "supervised tokens": f"{last.get('tokens', 0):,}"}
     if best is not None:
-        figures = {f"best accept length, step {best['step']:,}": f"{best[ACCEPT_LENGTH]:.3f}"} | figures
+        name = "accept length" if run.best_by == ACCEPT_LENGTH else "expected speed"
+        figures = {f"best {name}, step {best['step']:,}": f"{best[run.best_by]:.3f}"} | figures
     if "loss" in last:
         figures["loss, smoothed"] = f"{smoothed(run.points('loss'))[-1][1]:.3f}"
     if rates:

@@ -19,6 +19,7 @@ from slipstream.train.losses import TargetHead
 from slipstream.train.optim import default_lr
 from slipstream.train.options import EvaluationOptions, OptimOptions
 from slipstream.train.samples import Sample, SampleAnswers
+from slipstream.train.speed import StepTimes
 from slipstream.train.text_noise import noise_behind
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class DraftTraining(nn.Module, ABC):
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
     temperature = 0.0  # of the server that an evaluation simulates
     categories: Sequence[str] = ()  # by which evaluations log accept lengths, too
+    step_times: StepTimes | None = None  # for the expected speed
     is_new = True  # False while an evaluated batch repeats one (evaluation_batches): nothing of it may be kept
 
     def __init__(
@@ -102,6 +104,13 @@ class DraftTraining(nn.Module, ABC):
         """Called by all processes when all held-out rows are done: metrics that are no sums over rows. `gather` joins
         the processes' lists."""
         return {}
+
+    def expected_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that follow from the accept lengths of an evaluation and the times of steps, if these are known."""
+        if self.step_times is None:
+            return {}
+        lengths = {depth: metrics[f"accept_length_at_depth_{depth}"] for depth in range(1, self.depth + 1)}
+        return self.step_times.metrics(lengths)
 
     def fitted_fields(self) -> dict[str, list[float]]:
         """What evaluations have fitted so far."""

@@ -20,6 +20,7 @@ from slipstream.models.files.checkpoint import (
     resolve,
     weights_fingerprint,
 )
+from slipstream.models.files.cost_tables import CostTables
 from slipstream.models.files.names import is_checkpoint
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear
@@ -41,7 +42,7 @@ from slipstream.serve.engine.memory import Sizing, log_kv_cache, measure_workspa
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
 from slipstream.serve.engine.planner import Limits, Planner
 from slipstream.serve.engine.scheduler import Scheduler
-from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
+from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import EngineInfo

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.cost_tables import FORMAT
 
 FOLDER_VARIABLE = "SLIPSTREAM_CACHE"
-FORMAT = 2  # version of the files and of the measurement; times of other versions are measured again
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +52,7 @@ def load(key: CostKey) -> dict[str, Any] | None:
         data = json.loads(path.read_text())
         if data["format"] != FORMAT or not isinstance(data["tables"], dict):
             raise ValueError("it holds something else")
+        logger.info("step times are read from %s", path)
         return data["tables"]
     except FileNotFoundError:
         return None
@@ -67,5 +68,6 @@ def save(key: CostKey, tables: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as new:
             new.write_text(json.dumps({"format": FORMAT, "key": asdict(key), "tables": tables}, indent=1, default=str))
+        logger.info("step times are kept in %s", path)
     except (OSError, RuntimeError, ValueError) as error:
         logger.warning("step times are not kept for the next start: %s", error)

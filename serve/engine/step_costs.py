@@ -8,19 +8,17 @@ be slow by chance, so none moves a prediction far. Imports no torch.
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import exp, log
 from statistics import median
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-MODES = ("plain", "all")  # steps that sample by temperature alone, and those with filters or penalties
+from slipstream.models.files.cost_tables import MODES, CostTables
+
 REMEMBERED = 200  # steps over which errors of predictions are measured
 RARELY = 0.95  # the share of steps that `p95` covers
-SLOWER = 1.02  # a pass counts as slower than one of more rows from there on
 MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
 # Standard deviations in tables, in logarithms: of the factor and of an entry's deviation before any step was measured,
@@ -43,57 +41,6 @@ TRUST_ROUGH = 0.01  # weight of these coefficients; a measured step counts as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
 SOLVE = 4  # steps after which coefficients are computed again,
 SOLVE_EACH = 64  # but after each of the first ones
-
-
-@dataclass(frozen=True)
-class CostTables:
-    """Times in ms measured at start-up, by mode (see MODES)."""
-
-    target: Mapping[str, Mapping[int, float]]  # by rows of the pass
-    draft: Mapping[str, Mapping[tuple[int, int], float]]  # by requests and width; none: drafts take no time
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "target": {mode: [[rows, ms] for rows, ms in sorted(table.items())] for mode, table in self.target.items()},
-            "draft": {mode: [[*key, ms] for key, ms in sorted(table.items())] for mode, table in self.draft.items()},
-        }
-
-    def without_slow(self) -> "CostTables":
-        """Leaves out target passes that take longer than some with more rows, as libraries compute some numbers of rows
-        slowly."""
-        table = self.target["plain"]
-        sizes = list[int]()
-        for rows in sorted(table, reverse=True):
-            if not sizes or table[rows] < SLOWER * min(table[size] for size in sizes):
-                sizes.append(rows)
-        target = {
-            mode: {rows: ms for rows, ms in times.items() if rows in sizes} for mode, times in self.target.items()
-        }
-        return CostTables(target, self.draft)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "CostTables":
-        """Raises ValueError if that is not what `to_json` makes."""
-        try:
-            target = {mode: {int(rows): float(ms) for rows, ms in data["target"][mode]} for mode in MODES}
-            draft = {
-                mode: {(int(requests), int(width)): float(ms) for requests, width, ms in data["draft"][mode]}
-                for mode in MODES
-            }
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"no tables of step times: {error!r}") from error
-        times = [ms for table in target.values() for ms in table.values()]
-        times += [ms for table in draft.values() for ms in table.values()]
-        if not all(target.values()) or not all(0 < ms < float("inf") for ms in times):
-            raise ValueError("no tables of step times: a time is missing, or not above 0, or infinite")
-        if target["plain"].keys() != target["all"].keys() or draft["plain"].keys() != draft["all"].keys():
-            raise ValueError("no tables of step times: those with filters and those without have other sizes")
-        return cls(target, draft)
-
-    def check_sizes(self, target: Collection[int], draft: Collection[tuple[int, int]]) -> None:
-        """Raises ValueError unless these are the sizes of the tables."""
-        if self.target["plain"].keys() != set(target) or self.draft["plain"].keys() != set(draft):
-            raise ValueError("the step times are those of passes of other sizes")
 
 
 class Costs(ABC):

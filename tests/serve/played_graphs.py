@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.step_costs import Costs, CostTables, StepCosts
+from slipstream.serve.engine.step_costs import Costs, StepCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, Part, StepGraphs, StepKey, make_graphs
 from slipstream.serve.runner.step import Results, Runner

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from slipstream.models.files.cost_tables import CostTables
 from slipstream.serve.engine.budget import (
     BUCKETS,
     CELLS,
@@ -33,7 +34,7 @@ from slipstream.serve.engine.budget import (
     Offers,
     host_cells,
 )
-from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
+from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.tests.pairwise import rotating
 
 ASSETS = Path(__file__).parents[2] / "assets"

@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.serve.engine.step_costs import MOST_OFF, Costs, CostTables, FittedCosts, StepCosts
+from slipstream.models.files.cost_tables import CostTables
+from slipstream.serve.engine.step_costs import MOST_OFF, Costs, FittedCosts, StepCosts
 
 TARGET = {1: 4.0, 8: 4.2, 64: 5.0, 128: 8.0}
 DRAFT = {(1, 1): 0.1, (1, 4): 1.0, (8, 1): 0.2, (8, 4): 1.5}

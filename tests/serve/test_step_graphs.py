@@ -19,10 +19,10 @@ from torch import Tensor
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
+from slipstream.models.files.cost_tables import MODES, CostTables
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan, slots_of
-from slipstream.serve.engine.step_costs import MODES, CostTables
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner import cuda_graphs

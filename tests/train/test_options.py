@@ -18,12 +18,12 @@ from slipstream.train.options import RunOptions
 ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
-    data.max_length data.path draft.interchange draft.intermediate_size draft.vocabulary dry_run evaluation.depth
-    evaluation.documents evaluation.every evaluation.patience evaluation.samples evaluation.temperature init_from
-    optim.accumulation optim.betas optim.clip optim.decay_ratio optim.epochs optim.lr optim.momentum optim.name
-    optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target
-    target_compile target_sharding tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags
-    tracker.tensorboard tracker.wandb trust_remote_code
+    data.max_length data.path draft.interchange draft.intermediate_size draft.vocabulary dry_run evaluation.best
+    evaluation.costs evaluation.depth evaluation.documents evaluation.every evaluation.patience evaluation.requests
+    evaluation.samples evaluation.temperature init_from optim.accumulation optim.betas optim.clip optim.decay_ratio
+    optim.epochs optim.lr optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay
+    output precision resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity
+    tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
@@ -103,6 +103,12 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0, -1.0]"], "draft.step_weights is [1.0, -1.0]; give"),
     ("eagle3", ["--draft.ttt_steps=1", "--draft.step_weights=[0.0]"], "draft.step_weights is [0.0]; give 1, one for"),
     ("eagle3", ["--evaluation.depth=0"], "evaluation.depth is 0; give at least 1"),
+    (
+        "eagle3",
+        ["--evaluation.best=speed"],
+        "evaluation.best is speed, which needs evaluation.costs; name a file of step times of `serve`",
+    ),
+    ("eagle3", ["--evaluation.requests=8"], "evaluation.requests is 8, which needs evaluation.costs; name a file"),
     ("eagle3", ["--evaluation.patience=0"], "evaluation.patience is 0; give at least 1"),
     ("eagle3", ["--tracker.artifacts=best"], "tracker.artifacts is best, but tracker.wandb is off; turn it on"),
     ("eagle3", ["--draft.step=3"], "did you mean --draft.ttt-steps"),

@@ -35,6 +35,7 @@ from slipstream.train.report import (
     write_report,
 )
 from slipstream.train.samples import Sample
+from slipstream.train.speed import StepTimes
 from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
@@ -149,11 +150,14 @@ def test_every_metric_of_training_has_a_title(
     ]
     chain.categories = ["math"]
     batch, _ = packed(seed=1)
+    chain.step_times = StepTimes(requests=1, plain=1.0, by_depth={1: 1.0})
     names = {name for line in read_metrics(finished / "metrics.jsonl") for name in line} | {"skipped_steps"}
     for training in trainings:
         names |= training.loss(batch)[1].keys()
         with torch.no_grad():
-            evaluated = training.evaluate(batch).keys() | training.end_evaluation(lambda parts: parts).keys()
+            metrics = training.evaluate(batch)
+            speeds = training.expected_speed(dict.fromkeys(metrics, 1.0))
+            evaluated = metrics.keys() | training.end_evaluation(lambda parts: parts).keys() | speeds.keys()
         names |= {f"eval_{name}" for name in evaluated}
     report_run = replace(load_run(run), records=[dict.fromkeys(names, 1.0)])
     assert {family for family, _ in families(report_run)} == TITLES.keys()
