@@ -80,6 +80,11 @@ VERBS = {
         "data_tools.convert:convert",
         "write a draft in another server's or trainer's layout",
     ),
+    "push": Verb(
+        "train.push_options:PushConfig",
+        "train.push:push",
+        "upload a draft to the hub, with a model card",
+    ),
     "report": Verb(
         "train.options:ReportConfig",
         "train.report:draw_report",

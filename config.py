@@ -7,7 +7,8 @@ A dataclass of options may also have these attributes, without annotations since
 
     REQUIRED = {"output": "the folder to write"}    options that may not be empty, and what to name
     ALIASES = {"--fast": "--no-exact"}              words that stand for others
-    FIRST = "run"                                   the option that a first word without a flag gives
+    FIRST = "run"                                   the option that a first word without a flag gives, or a tuple:
+                                                    the options that the first words give
     HIDDEN = frozenset({"width"})                   fields that programs set and users do not
     choose_defaults(values) -> defaults             (class method) by dotted names, in view of all values: they hold
                                                     where neither a file nor a flag gives the option
@@ -107,9 +108,11 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     """
     parser = build_parser(config_class, prog=prog, description=description)
     words = list(sys.argv[1:] if argv is None else argv)
-    first = getattr(config_class, "FIRST", None)
-    if first is not None and words and not words[0].startswith("-"):
-        words[0] = f"--{first}={words[0]}"
+    first = getattr(config_class, "FIRST", ())
+    for place, option in enumerate((first,) if isinstance(first, str) else first):
+        if len(words) <= place or words[place].startswith("-"):
+            break
+        words[place] = f"--{option}={words[place]}"
     words = expand(config_class, files_first(words))
     if hasattr(config_class, "choose_defaults"):
         values = parse_or_exit(parser, [word for word in words if not word.startswith("--print")])

@@ -183,3 +183,37 @@ def layout_for(server: Server, drafter: str, values: Values) -> str:
     """The layout of `slipstream convert` in which the server loads such a draft; slipstream: as training writes it."""
     needs_head = server == "vllm" and drafter == "dflash" and values.get("vocabulary") is not None
     return "speculators" if needs_head else "slipstream"
+
+
+def values_of_json(values: Mapping[str, Any], drafter: str) -> dict[str, Any]:
+    """`draft_values` of a config.json that training wrote, as far as the rules need them."""
+    size = values.get("draft_vocab_size")
+    shared = {
+        "target_num_layers": values.get("target_num_layers") or values.get("num_target_layers"),
+        "num_layers": values.get("num_hidden_layers"),
+        "vocabulary": None if size == values.get("vocab_size") else size,
+    }
+    if drafter == "eagle":
+        return shared | {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias", False)}
+    if drafter == "eagle3":
+        flags = ("norm_before_residual", "attention_bias")
+        nested = values.get("eagle_config") or {}
+        return {
+            **shared,
+            **{flag: values.get(flag, False) for flag in flags},
+            "qk_norm": values.get("model_type") == "qwen3",
+            "has_fc": nested.get("use_aux_hidden_state", True),
+            "aux_layers": nested.get("eagle_aux_hidden_state_layer_ids"),
+        }
+    fields = values.get("dflash_config") or {}
+    heads = ("selector_rank", "markov_rank", "markov_head_type")
+    return {
+        **shared,
+        **{head: fields[head] for head in heads if head in fields},
+        "sample_from_anchor": values.get("sample_from_anchor", False),
+        "conv": bool(fields.get("conv_kernel_size")),
+        "confidence_head": bool(fields.get("enable_confidence_head")),
+        "lilicorr": fields.get("lilicorr_candidate_topk"),
+        "sliding_window": values.get("sliding_window"),
+        "aux_layers": fields.get("target_layer_ids"),
+    }

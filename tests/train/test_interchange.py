@@ -1,6 +1,7 @@
 """`draft.interchange`: what a server loads is accepted and written so that it does, all else is refused by name. The
 oracle is tests/server_loaders.py, which states the servers' rules again."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from slipstream.config import parse
 from slipstream.data_tools.convert import convert
 from slipstream.data_tools.verb_options import ConvertConfig
-from slipstream.models.drafts.interchange import RULES, Rule, broken_rules, draft_values, layout_for
+from slipstream.models.drafts.interchange import RULES, Rule, broken_rules, draft_values, layout_for, values_of_json
 from slipstream.tests import server_loaders
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.dflash_options import DFlashOptions
@@ -133,6 +134,8 @@ def test_what_a_server_loads_is_accepted_and_the_rest_refused(
 ) -> None:
     draft = write(drafter, *words)
     rules = broken_rules(server, drafter, draft.values)
+    config = json.loads((draft.folder / "config.json").read_text())
+    assert broken_rules(server, drafter, values_of_json(config, drafter)) == rules
     flag = f"--draft.interchange={server}"
     folder = draft.folder
     layout = layout_for(server, drafter, draft.values)
