@@ -236,9 +236,12 @@ def test_the_license_is_the_targets_if_its_files_say_so(
 def test_faults_are_named(
     run_folder: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fault(*options: object) -> str:
+        return refused(capsys, run_folder, "owner/name", "--license=mit", *options)
+
     hub.present = [".gitattributes", "README.md", "notes.txt"]
     message = "repo owner/name has files (README.md, notes.txt); name another, or add --overwrite"
-    assert message in refused(capsys, run_folder, "owner/name", "--license=mit")
+    assert message in fault()
     assert not hub.commits
     pushed(run_folder, "owner/name", "--license=mit", "--overwrite", "--private")
     assert hub.created == [{"repo": "owner/name", "private": True, "exist_ok": True}]
