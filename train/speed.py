@@ -37,18 +37,16 @@ class StepTimes:
         if not draft:
             raise ValueError(f"evaluation.costs {name} has no passes of a draft; name step times of a server with one")
         most_rows = max(target)
-        most_requests = max(requests for requests, _ in draft)
-        most_nodes = max(width for _, width in draft)
-        if requests > most_requests or requests * (depth + 1) > most_rows or depth + 1 > most_nodes:
+        if requests * (depth + 1) > most_rows or not passes_from(draft, requests, depth + 1):
             raise ValueError(
                 f"evaluation.requests is {requests} and the depth of evaluations {depth}, but evaluation.costs {name} "
-                f"ends at {most_requests} requests, {most_rows} rows and {most_nodes - 1} drafted tokens; lower "
-                "evaluation.requests or evaluation.depth, or start that server with a larger max_running or depth"
+                f"ends at {max(number for number, _ in draft)} requests, {most_rows} rows and "
+                f"{max(width for _, width in draft) - 1} drafted tokens; lower evaluation.requests or "
+                "evaluation.depth, or start that server with a larger max_running or depth"
             )
-        group = least_from(requests, {requests for requests, _ in draft})
-        widths = {width for number, width in draft if number == group}
         times = {
-            limit: target[least_from(requests * (limit + 1), target)] + draft[group, least_from(limit + 1, widths)]
+            limit: target[least_from(requests * (limit + 1), target)]
+            + draft[min(passes_from(draft, requests, limit + 1))]
             for limit in range(1, depth + 1)
         }
         return cls(requests, target[least_from(requests, target)], times)
@@ -68,3 +66,8 @@ class StepTimes:
 def least_from(size: int, sizes: Collection[int]) -> int:
     """The smallest of `sizes` that is at least `size`: passes are filled up to it."""
     return min(number for number in sizes if number >= size)
+
+
+def passes_from(sizes: Collection[tuple[int, int]], requests: int, width: int) -> list[tuple[int, int]]:
+    """The passes of a draft that have room for so many requests with so many nodes each."""
+    return [(number, nodes) for number, nodes in sizes if number >= requests and nodes >= width]

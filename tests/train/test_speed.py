@@ -17,7 +17,7 @@ from slipstream.train.report import ReportConfig, write_report
 from slipstream.train.speed import StepTimes
 
 TARGET = {1: 10.0, 2: 10.5, 4: 11.0, 5: 30.0, 8: 16.0, 16: 24.0}  # 5 rows are slower than 8, which take their place
-DRAFT = {(1, 2): 1.0, (1, 4): 2.0, (4, 2): 1.5, (4, 4): 4.0}
+DRAFT = {(1, 2): 1.0, (1, 4): 2.0, (2, 2): 1.2, (4, 2): 1.5, (4, 4): 4.0}  # none of two requests with four nodes
 TABLES = CostTables({"plain": TARGET, "all": TARGET}, {"plain": DRAFT, "all": DRAFT})
 
 
@@ -34,7 +34,7 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("requests", "plain", "times"),
     [
         (1, 10.0, {1: 10.5 + 1.0, 2: 11.0 + 2.0, 3: 11.0 + 2.0}),
-        (2, 10.5, {1: 11.0 + 1.5, 2: 16.0 + 4.0, 3: 16.0 + 4.0}),
+        (2, 10.5, {1: 11.0 + 1.2, 2: 16.0 + 4.0, 3: 16.0 + 4.0}),
         (4, 11.0, {1: 16.0 + 1.5, 2: 24.0 + 4.0, 3: 24.0 + 4.0}),
     ],
 )
