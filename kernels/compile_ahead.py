@@ -28,8 +28,8 @@ def is_short() -> bool:
 
 @contextmanager
 def short_run() -> Iterator[None]:
-    """For passes that only make kernels ready: of the target few layers run. What the others would have written is
-    zero, so indices made of it are valid. Allocations are those of a real pass. Not to be nested."""
+    """Runs few of the target's layers, in passes that only compile kernels. The outputs of the other layers are zero,
+    so that indices made of them are valid. Allocations are those of a real pass. Not to be nested."""
     global _is_short
     _is_short = True
     try:

@@ -250,7 +250,7 @@ def _extend_forward(
     q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
     acc = tl.load(output_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     peak = tl.load(lse_ptr + heads * N + row, mask=is_head, other=0.0)
-    weight = tl.full((GROUPS, HEADS, 1), 1.0, tl.float32)  # of all keys so far: their sum is exp(peak) weight
+    weight = tl.full((GROUPS, HEADS, 1), 1.0, tl.float32)  # all keys so far sum to exp(peak) weight
     is_own = (group < G) & (column < D)  # (GROUPS, 1, WIDTH)
     for s in range(S):
         kv_cells = ((s * N + row) * G + group) * D + column

@@ -731,7 +731,7 @@ def attend_kernel(
     first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
     if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
         if IS_OLD_PLAN:
-            # Of short contexts most have nothing to do. The first one stays, to end after the kernel before.
+            # In short contexts most programs have nothing to do. The first stays, to end after the previous kernel.
             if (start >= (program + 1) * per) & (program > 0):
                 return
             if AHEAD > 0:  # noqa: SIM102  `and` would compile both sides

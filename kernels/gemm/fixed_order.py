@@ -40,7 +40,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weight and
 
 
 class FixedOrder:
-    """Multiplies a target's 16-bit weights. What `check` was not asked about is computed by our kernels."""
+    """Multiplies a target's 16-bit weights. Our kernels compute the products that `check` was not asked about."""
 
     def __init__(self) -> None:
         self.by_library: dict[Product, dict[int, Multiply]] = {}  # by numbers of rows

@@ -334,7 +334,7 @@ def rows_by_library(rows: Iterable[int], weight: Tensor, scales: Tensor, bias: T
         ]
         try:
             is_equal = torch.equal(ways[0](), ways[1]())
-        except (RuntimeError, ValueError) as error:  # what the library takes depends on its version
+        except (RuntimeError, ValueError) as error:  # versions of the library take different operands
             message = "FP8 products of %d x %d stay with our kernels, since torch._scaled_mm does not take them: %s"
             logger.warning(message, *weight.shape, str(error).partition("\n")[0])
             return set()
@@ -527,8 +527,8 @@ def _load_scales(
     weight_scale_ptr, x_scales, block_stride, outputs, rows, block, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a block of inputs: (OUTPUTS,) of the weights and (ROWS,) of x, which begin at `x_scales`. Of others
-    none."""
+    """Scales of a block of inputs: (OUTPUTS,) of the weights and (ROWS,) of x, which begin at `x_scales`. Empty
+    where scales are not by block."""
     if BLOCKS:
         num_blocks = tl.cdiv(num_inputs, GROUP)
         block = tl.minimum(block, num_blocks - 1)
@@ -645,7 +645,7 @@ def fp8_few_kernel(
     first = tl.program_id(1) * (part // DEPTH)
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     row = tl.arange(0, ROWS)
-    # What no kernel writes is loaded before the wait: after the products it would be waited for.
+    # Loads data that no kernel writes before the wait: after the products the loads would take time.
     scales = _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS)
     up_scales = ()
     bias = None

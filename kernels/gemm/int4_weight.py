@@ -1,6 +1,6 @@
 """The inner layout of 4-bit weights for 16-bit inputs (W4A16), and how kernels decode it.
 
-Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word. Of 256 inputs,
+Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word. In 256 inputs,
 the words 2 * j and 2 * j + 1 have the inputs 2 * j + 32 * i and 2 * j + 1 + 32 * i for i from 0 to 7: the first word
 those of i up to 3, the even inputs in its low half and the odd ones in its high half, each from the low nibble up. So a
 mask, and a shift for half of them, make two neighbouring inputs of such a pair, as 16-bit integers in one register, and
@@ -126,12 +126,12 @@ def unit_words(weight: Int4Weight) -> tuple[Tensor, Tensor | None]:
     return scales, zeros
 
 
-# What makes weights of two integers in a register, t: $7 scales, $9 is added before that or, in one step, after it; $11
-# makes 1 of an integer's unit. Where a product is an fma with -0, sm_80 has no other.
+# Steps that make weights of two integers in a register, t: $7 scales, $9 is added before that or, in one step, after
+# it; $11 makes 1 of an integer's unit. Where a product is an fma with -0, sm_80 has no other.
 ONE_STEP = "fma.rn.bf16x2 $0, t, $7, $9;"
 TWO_STEPS = "fma.rn.bf16x2 t, t, $11, $9; mov.b32 u, 0x80008000; fma.rn.bf16x2 $0, t, $7, u;"
 TWO_STEPS_FP16 = "fma.rn.f16x2 t, t, $11, $9; mul.rn.f16x2 $0, t, $7;"
-# Of two words, a pair's first or second one: (word >> $3) & $5 | bits.
+# Takes a pair's first or second word: (word >> $3) & $5 | bits.
 TAKE = "{{ .reg .b32 t, u; shr.b32 t, ${word}, $3; mov.b32 u, {bits}; lop3.b32 t, t, $5, u, 0xEA; {steps} }}"
 FIRST_BY_ONE, SECOND_BY_ONE, FIRST_BY_TWO, SECOND_BY_TWO, FIRST_FP16, SECOND_FP16 = (
     tl.constexpr(TAKE.format(word=word, bits=bits, steps=steps))

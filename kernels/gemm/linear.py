@@ -17,7 +17,7 @@ from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import shared_memory, use_triton
 
 FEW_ROWS = 8
-# Of a CPU: numbers of rows for which a product is computed transposed. Without AVX-512 one row is slower that way.
+# Numbers of rows for which a CPU computes a product transposed. Without AVX-512 one row is slower that way.
 TRANSPOSED = range(1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, FEW_ROWS + 1)
 
 

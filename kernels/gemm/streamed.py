@@ -43,7 +43,8 @@ def streams(x: Tensor, max_rows: int) -> bool:
 
 
 def programs_of(device: torch.device) -> int:
-    """One on each multiprocessor. Of programs that wait for each other no more may be launched."""
+    """Returns the programs that run at once, one on each multiprocessor: the limit for programs that wait for each
+    other."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -1,14 +1,14 @@
 """A gated MLP of few rows in FP8 in one kernel: gates, ups and activation, codes of the hidden rows, down projection.
 
-Of few rows the time of a layer is that of reading its weights. Of kernels that follow each other each begins some 2.5
-us after the one before has read its last. Here each multiprocessor has one program, whose weights come through a ring
+For few rows a layer takes as long as reading its weights. A kernel begins some 2.5 us after the previous one has read
+its last weights. Here each multiprocessor has one program, whose weights come through a ring
 in shared memory (streamed.py): one warp asks for tiles of gates and ups and then, without a break, of the down
 projection, while the others multiply, store their part of the hidden rows and wait for those of all programs. The first
 tiles are asked for while the kernels before run.
 
 The largest number of a hidden row is found by atomic maxima of bits while the row is computed, so that after one wait
-each program quantises a share of the rows, and after another one multiplies. What is computed, in which order, is what
-the kernels of fp8.py compute, bit by bit.
+each program quantises a share of the rows, and after another one multiplies. Sums and their order are those of the
+kernels of fp8.py, bit by bit.
 Letters: M rows, H inputs and outputs, I hidden.
 """
 

@@ -170,7 +170,7 @@ def _multiply(
     bias = None
     if zeros_ptr is not None:
         zero_pointers = (zeros_ptr + features)[:, None]
-    # What no kernel writes is loaded before the wait: after the products it would be waited for.
+    # Loads data that no kernel writes before the wait: after the products the loads would take time.
     scales = load_unit_words(scale_pointers, first, num_outputs, UNIT)
     zeros = load_unit_words(zero_pointers, first, num_outputs, UNIT)
     if bias_ptr is not None:

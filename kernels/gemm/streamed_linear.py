@@ -287,7 +287,7 @@ def _multiply(
     first_dim = 0
     first_row, other_row = first_rows(tile, D, OUTPUTS)
     outputs = gl.where(place < OUTPUTS // 2, first_row, other_row - OUTPUTS // 2) + place
-    # What no kernel writes is loaded before the wait: after the products it would be waited for.
+    # Loads data that no kernel writes before the wait: after the products the loads would take time.
     scales = None
     bias = None
     row_scales = None

@@ -30,7 +30,7 @@ class Tiling:
     """Tiles in shared memory."""
     warps: int = 4
     least_rows: int = 16
-    """Of a tile, with which `wgmma` multiplies in four warps; of fewer, or in two warps, `mma.sync` does."""
+    """Fewest rows of a tile: 16 are multiplied by `wgmma` in four warps; fewer, or in two warps, by `mma.sync`."""
 
 
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:

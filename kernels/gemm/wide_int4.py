@@ -56,7 +56,7 @@ class Wide(NamedTuple):
 
     rows: int
     tiles: int
-    """Of outputs, for each warpgroup: 2 (two neighbours, or gates and their ups) or 1."""
+    """Tiles of outputs for each warpgroup: 2 (two neighbours, or gates and their ups) or 1."""
 
     @property
     def outputs(self) -> int:

@@ -3,8 +3,8 @@ write of keys and values into the paged cache; of the keys of context rows, in e
 (models/drafts/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for
 training. Where heads have no norms, the product that projects few rows does the first of these itself (`Rotation`).
 
-The cache holds what the network computes in, or FP8 (e4m3) codes with a scale of each head: see `encode`.
-Of a head the first R dims are rotated, mostly all D: the pairs are (i, i + R / 2), and the others stay.
+The cache holds numbers of the network's dtype, or FP8 (e4m3) codes with a scale of each head: see `encode`.
+A head's first R dims are rotated, mostly all D: the pairs are (i, i + R / 2), and the other dims stay.
 Letters: T packed tokens, L layers, Q/G query and KV heads, D head dim, P positions of the tables.
 """
 

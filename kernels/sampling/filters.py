@@ -225,7 +225,7 @@ def _begin_search(
     total = tl.sum(totals * mass(peaks, tl.maximum(peak, -1e30), rate), axis=0)
     distance = tl.minimum(tl.log(tl.maximum(min_p, 1e-30)), 0.0) * temperature
     floor = tl.where(min_p > 0.0, peak + distance, float("-inf"))
-    # Of the x below peak - depth there are at most V: together they hold no more than 1 - top_p of the sum.
+    # At most V values x lie below peak - depth: together they hold no more than 1 - top_p of the sum.
     depth = (tl.log(V / (tl.maximum(1.0 - top_p, 1e-9) * total)) + 1e-3) * temperature + 1e-6 * tl.abs(peak)
     low = tl.maximum(lowest, peak - depth)
     kind = tl.where(top_p < 1.0, MASS, NONE)
@@ -397,7 +397,7 @@ def _among(candidates_ptr, num_candidates, search, kind, top_k, top_p, LANES: tl
         larger_mass += tl.sum(tl.where(is_larger, masses[:, None], 0), axis=0)
     share = larger_mass.to(tl.float32) * (1.0 / MASS_UNIT)
     keep = (lane < num_candidates) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
-    if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum counts as many as fit in the top k
+    if (kind == RANK) & (top_p < 1.0):  # the sum counts as many x that tie for place k as fit in the top k
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
         num_larger = tl.max(tl.where(keep, rank, 0), axis=0)
         larger = tl.max(tl.where(keep, share, 0.0), axis=0)

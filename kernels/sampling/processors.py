@@ -61,8 +61,8 @@ class Processors(NamedTuple):
 
     def for_kernels(self) -> "Processors":
         """The same without None, so that there is one kernel for every kind of pass: without nodes every row is a root,
-        a row whose ancestors are all nodes before it is a chain's, and no row has a mask. Of the others nothing is
-        read."""
+        a row whose ancestors are all nodes before it is a chain's, and no row has a mask. Nothing is read of
+        the others."""
         zero = _filled(0, self.flags.device)
         minus_one = _filled(-1, self.flags.device)
         return self._replace(

@@ -109,7 +109,7 @@ def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | 
     `ids` (V,): the target id of each column, for a draft with a reduced vocabulary (default: the column itself).
     """
     scores = perturbed(logits, positions, sampling, ids)
-    best = scores.argmax(dim=-1, keepdim=True)  # of a NaN, where there is one
+    best = scores.argmax(dim=-1, keepdim=True)  # a NaN, where there is one, is the best
     return torch.where(scores.gather(1, best) > -torch.inf, best, -1).squeeze(1)
 
 

@@ -2,7 +2,7 @@
 Markov heads, arXiv 2607.05147, section 3).
 
 The successors' factors are read once for each slot, one slot after another: two launches each, products with the best
-of every tile and then the choice, which computes what the next slot multiplies. What this costs at most is
+of every tile and then the choice, which computes what the next slot multiplies. This reads at most
 K * Vd * r weights; `transition_scores` over the best candidates of each slot reads next to nothing.
 Letters: B requests, K slots, r rank, V target and Vd draft vocabulary.
 """

@@ -430,7 +430,7 @@ def _commit(stored: Stored, layout: Layout, advances: Tensor, lengths: Tensor, e
     emits = grows & (lengths > 0)
     last = (lengths.long() - 1).clamp(min=0)
     roots = emitted.gather(1, last[:, None]).clamp(min=0).masked_fill(~emits[:, None], 0)
-    # Of segments that have nothing to write the slot is `padding`, which gets what it holds.
+    # Segments that have nothing to write get the slot `padding`, whose values stay the same.
     to = torch.where(grows, slots, padding)
     stored.lengths.index_copy_(0, to, (before + advances).masked_fill(~grows, 0).int())
     to = torch.where(emits, slots, padding)

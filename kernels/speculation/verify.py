@@ -1,6 +1,6 @@
 """Acceptance in plain torch: from the root of each proposal, follow the child that the target itself sampled.
 
-What the kernels of a ragged pass (ragged.py) must equal, and part of their references.
+The kernels of a ragged pass (ragged.py) must equal it; their references use it.
 Letters: B requests, N nodes per request (root included), at most MAX_NODES.
 """
 

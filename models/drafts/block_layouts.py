@@ -1,8 +1,8 @@
 """config.json of block drafts (DFLASH, DFlash 2, DSpark, LiLiCorr) as other trainers write it, in the fields of ours.
 
-Trainers put a head's fields at the top level or in dflash_config, and call some of them otherwise. What they mean
-differently is whether slot 0, whose input is the anchor, predicts the token after it (`convention_of`), and whether a
-slot sees later ones of its block in layers with a window (`_window_mask`). What cannot be known is refused, and so are
+Trainers put a head's fields at the top level or in dflash_config, and call some of them otherwise. They differ in
+whether slot 0, whose input is the anchor, predicts the token after it (`convention_of`), and in whether a slot sees
+later ones of its block in layers with a window (`_is_non_causal`). Files that leave this open are refused, and so are
 heads that the network here lacks.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
-# Fields by which others' files say the same as one of ours: theirs -> ours.
+# Fields of other trainers' files -> our fields of the same meaning.
 ALIASES = {
     "pard_token": "mask_token_id",
     "dspark_markov_rank": "markov_rank",
     "use_confidence_head": "enable_confidence_head",
 }
-# What says that slot 0 predicts: field -> whether true means that it does.
+# Fields that say whether slot 0 predicts -> whether true means that it does.
 ANCHOR_FIELDS = {
     "sample_from_anchor": True,
     "query_zero_predicts_next": True,

@@ -5,7 +5,7 @@ that passes through no layer, those of the block from its own states. Embedding 
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
 A draft may have more: convolutions inside the block, a head that joins its slots (candidate selector, Markov head or
-LiLiCorr) and a confidence head (block_heads.py). What joins slots is read as a lattice (lattice.py).
+LiLiCorr) and a confidence head (block_heads.py). Heads that join slots are read as a lattice (lattice.py).
 
 On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these and what
 other trainers write (models/drafts/block_layouts.py, speculators_layout.py).

@@ -44,7 +44,7 @@ from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_la
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 FLAG_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
-POST_NORM = "return_hidden_post_norm"  # what NVIDIA's files call norm_output, in eagle_config
+POST_NORM = "return_hidden_post_norm"  # norm_output in eagle_config of NVIDIA's files
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("use_aux_norm", "mlp_bias", "eh_proj_before_attn")
 Q_NORM = "midlayer.self_attn.q_norm.weight"
@@ -161,7 +161,7 @@ def _flags_of_tensors(values: Mapping[str, Any], evidence: Evidence | None) -> d
 def _means_norm_output(values: Mapping[str, Any], choices: Choices, evidence: Evidence | None) -> bool:
     """Whether the next step reads the state after the final norm.
 
-    That is what every server takes `norm_output` for. From May to September 2026 (its pull requests 568 and 879)
+    Every server takes `norm_output` for this. From May to September 2026 (its pull requests 568 and 879)
     SpecForge meant something else: whether the head reads the normed state, while the next step always read the other.
     Its files have the field at the top level, layers called midlayer, and no norm_before_fc, so a file that differs in
     one of these means what servers do; and a final norm that no step used is as it was initialised.

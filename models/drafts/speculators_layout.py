@@ -108,8 +108,8 @@ def _block_kind(values: Mapping[str, Any]) -> str:
 
 
 def _block_fields(values: Mapping[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
-    """Tokens drafted in a round, and this draft's own fields. Of a draft without windows vLLM applies
-    `sliding_window_non_causal` to all layers, so there it is true."""
+    """Tokens drafted in a round, and this draft's own fields. vLLM applies `sliding_window_non_causal` to all
+    layers of a draft without windows, so there it is true."""
     config = values["dflash_config"]
     from_anchor = values.get("sample_from_anchor", False)
     has_window = values.get("sliding_window") is not None

@@ -3,7 +3,7 @@ once."""
 
 from pathlib import Path
 
-KEY_FILE = "a text file with the key"  # what to name for api_key_file
+KEY_FILE = "a text file with the key"  # the value to name for api_key_file
 
 
 def is_checkpoint(name: str) -> bool:

@@ -28,8 +28,8 @@ class FP8Format:
     """e4m3 weights, multiplied by e4m3 inputs."""
 
     scales: Literal["tensor", "channel", "block"]
-    """Of the weights: one, one per output, or one per block of 128 x 128. Inputs of blocks are scaled by row and 128
-    inputs, others by row unless `static`."""
+    """Scales of the weights: one, one per output, or one per block of 128 x 128. Inputs of blocks are scaled by row and
+    128 inputs, others by row unless `static`."""
     scale_name: str = "weight_scale"
     static: bool = False
     """Whether the file has the inputs' scale."""
@@ -47,7 +47,7 @@ class Int4Format:
     symmetric: bool = False
     """All zeros are 8."""
     zero_offset: int = 0
-    """What is added to the file's zeros."""
+    """Added to the file's zeros."""
     act_order: bool = False
     """Whether groups may be of inputs that are not neighbours (desc_act, actorder). The file's g_idx decides."""
 

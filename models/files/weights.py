@@ -28,7 +28,7 @@ class Place(NamedTuple):
     key: str  # in the module's state_dict
     owner: nn.Module
     part: str | None  # of a fused projection; None: the whole tensor
-    expected: FileTensor | None = None  # of what is quantised, whose state_dict has other tensors
+    expected: FileTensor | None = None  # for quantised modules, whose state_dict has other tensors
 
     def rows(self, tensor: Tensor) -> Tensor:
         if isinstance(self.owner, Experts):

@@ -1,4 +1,4 @@
-"""Self-attention of all networks. What computes it is an argument, so training and serving share the code.
+"""Self-attention of all networks. Its backend is an argument, so training and serving share the code.
 
 Letters: H hidden, Q/G query and KV heads, D head dim; ...: packed tokens, in any leading dims.
 """
@@ -49,7 +49,7 @@ class Attention(Protocol):
         (..., Q, D).
 
         mask: "causal" a query sees the tokens up to its own; "tree" the committed tokens and its ancestors; "block" the
-        committed tokens and its whole block. Of these a windowed layer sees positions above the query's minus the
+        committed tokens and its whole block. A windowed layer sees of these the positions above the query's minus the
         window; positions count depth in a tree.
         """
         ...

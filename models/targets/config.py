@@ -207,7 +207,7 @@ class MoESpec:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of one expert."""
+    """Size of one expert."""
     normalise: bool = True
     """The weights are a softmax over the chosen experts' scores, else over all. "Softmax, top-k, divide by the sum" and
     "top-k, softmax" both are the former."""
@@ -305,7 +305,7 @@ class TargetSpec(DecoderShape):
     tie_word_embeddings: bool = False
     norm_offset: bool = False  # of the final norm, as in LayerSpec
     embedding_scale: float | None = None
-    """What the target multiplies embeddings by, rounded to their dtype. Drafts read them as they are in the table."""
+    """Factor of the target's embeddings, rounded to their dtype. Drafts read embeddings as they are in the table."""
     logit_softcap: float | None = None
     """The target's logits x become c * tanh(x / c). A draft's own logits stay raw."""
 

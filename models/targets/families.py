@@ -129,7 +129,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
 }
-# Of these, the families of experts.
+# The families that have experts.
 MIXTURES = frozenset({"GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
 
 

@@ -84,7 +84,7 @@ class PackedAttention(Attention):
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         spec = layer.spec
         sinks = layer.sinks
-        output = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # what a document of one token gets
+        output = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # the result for a document of one token
         ends = self.ends.tolist()
         for start, end in zip(ends, ends[1:], strict=False):
             if end > start + 1 or sinks is not None:

@@ -18,7 +18,7 @@ class TargetSize(NamedTuple):
     """Bytes. Layers count as quantised where the checkpoint's config lists them; loading goes by the files' tensors."""
 
     resident: int
-    read: int  # of files: more than stay resident where weights are quantised on the fly
+    read: int  # from files: more than resident where weights are quantised on the fly
     quantization: Quantization | None
     widest_dequantized: int = 0  # the largest 4-bit layer in 16 bits, as many rows are multiplied by it
 

@@ -1,4 +1,4 @@
-"""What the demo refuses before it deletes or runs anything, which questions it takes, and what it reports."""
+"""Refusals of the demo before it deletes or runs anything, its questions, and its report."""
 
 import gzip
 import json
@@ -35,9 +35,17 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     empty_output(str(output), options, {})
     assert json.loads((output / "demo.json").read_text()) == options
     assert [path.name for path in output.iterdir()] == ["demo.json"]
-    names = ("questions.jsonl", "answers.jsonl.report", "dataset/report.json", "draft/best/config.json")
-    names += ("target/tokenizer_config.json", "accept/accept.png", "samples.jsonl.dropped")
-    for name in (*names, "draft/step-9/state/optimizer.bin", "draft/.best.tmp/new/model.safetensors"):
+    for name in (
+        "questions.jsonl",
+        "answers.jsonl.report",
+        "dataset/report.json",
+        "draft/best/config.json",
+        "target/tokenizer_config.json",
+        "accept/accept.png",
+        "samples.jsonl.dropped",
+        "draft/step-9/state/optimizer.bin",
+        "draft/.best.tmp/new/model.safetensors",
+    ):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).touch()
     empty_output(str(output), options, {})
@@ -63,9 +71,9 @@ def test_clean_leaves_the_runs() -> None:
 def test_questions_are_the_first_of_each_split() -> None:
     with gzip.open(QUESTIONS, "rt") as lines:
         rows = [json.loads(line) for line in lines]
-    chosen = choose_questions(bundled_rows(QUESTIONS), train=5, heldout=3)
+    questions = choose_questions(bundled_rows(QUESTIONS), train=5, heldout=3)
     for split, count in (("train", 5), ("heldout", 3)):
-        assert [row for row in chosen if row["split"] == split] == [row for row in rows if row["split"] == split][
+        assert [row for row in questions if row["split"] == split] == [row for row in rows if row["split"] == split][
             :count
         ]
     with pytest.raises(ValueError, match="heldout_questions is 382; the bundled questions are 381"):

@@ -244,7 +244,7 @@ def test_float64_stays_float64_on_the_cpu() -> None:
     student = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     teacher = torch.randn(3, 6, dtype=torch.float64, generator=generator)
     weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    for kind in set(KINDS) - {"lk_lambda"}:  # whose share is not differentiated
+    for kind in set(KINDS) - {"lk_lambda"}:  # its share is not differentiated
         assert torch.autograd.gradcheck(lambda x, kind=kind: soft_cross_entropy(x, teacher, weights, kind)[0], student)
 
 

@@ -155,7 +155,9 @@ def test_the_library_adds_like_our_kernels(shape: tuple[int, int], blocks: bool)
             ours = fp8_linear(x, weight, scales, bias)
             assert torch.equal(library_linear(x, weight, scales, bias, split), ours)
     unaligned = quantize_rows(torch.randn(130, shape[1], device="cuda").bfloat16(), InputScales(by_block=blocks))
-    assert has_library(unaligned, weight, scales, split) != blocks  # whose scales do not lie 16 bytes at a time
+    assert (
+        has_library(unaligned, weight, scales, split) != blocks
+    )  # block scales of 130 rows are not aligned to 16 bytes
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ FORMATS: dict[str, Callable[..., ProductPair]] = {
 }
 
 
-# Of 4 bits those of whole chunks whose programs are resident at once.
+# 4-bit products have whole chunks, and programs that are resident at once.
 PRODUCTS = [(shape, name) for shape in PLAIN for name in FORMATS if "4 bits" not in name or shape != (5120, 2880)]
 
 
