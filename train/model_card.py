@@ -12,6 +12,7 @@ import yaml
 from slipstream.models.drafts.interchange import SERVERS, Server, broken_rules, layout_for, values_of_json
 
 DEPTH = re.compile(r"accept_length_at_depth_(\d+)")
+CATEGORY = re.compile(r"accept_length_by_category/(.+)")
 POSITION = re.compile(r"accept_rate_(\d+)")
 LENGTH = "accept_length"
 CHAIN_TOKENS = 3  # drafted in a round, the default of `serve`
@@ -135,11 +136,7 @@ class Card:
         at = "" if temperature is None else f" at temperature {temperature:g}"
         depths = {int(match[1]): value for name, value in metrics.items() if (match := DEPTH.fullmatch(name))}
         rates = {int(match[1]): value for name, value in metrics.items() if (match := POSITION.fullmatch(name))}
-        groups = {
-            name.removeprefix(f"{LENGTH}_"): value
-            for name, value in sorted(metrics.items())
-            if name.startswith(f"{LENGTH}_") and not DEPTH.fullmatch(name)
-        }
+        categories = {match[1]: value for name, value in metrics.items() if (match := CATEGORY.fullmatch(name))}
         lines = [
             "## Accepted tokens",
             "",
@@ -153,8 +150,9 @@ class Card:
         if rates:
             rows = [(position + 1, f"{rates[position]:.1%}") for position in sorted(rates)]
             lines += table(("position", "accepted in this share of rounds"), rows)
-        if groups:
-            lines += table(("held-out answers", "accept length"), [(name, f"{x:.2f}") for name, x in groups.items()])
+        if categories:
+            rows = [(name, f"{categories[name]:.2f}") for name in sorted(categories)]
+            lines += table(("held-out answers", "accept length"), rows)
         return lines
 
     def training(self) -> list[str]:

@@ -26,6 +26,8 @@ class Rule:
 
     @property
     def remedy(self) -> str:
+        if self.option == "aux_layers":
+            return "name several outputs of earlier layers, in ascending order"
         return "leave it out" if self.value is None else f"give {shown(self.value)}"
 
 

@@ -42,6 +42,8 @@ ANCHOR = "--draft.sample_from_anchor=true"
 LILICORR = "--draft.lilicorr={candidate_topk: 4, hidden_size: 16, num_layers: 1, num_heads: 2, factor_dim: 12}"
 WINDOWS = ("--draft.sliding_window=6", "--draft.windowed_layers=[0]")
 NON_CAUSAL = "--draft.sliding_window_non_causal=true"
+FLAGS = ("norm_before_residual", "fc_norm", "norm_output", "qk_norm")
+PLAIN = tuple(f"--draft.{flag}=false" for flag in FLAGS)  # later words win
 CASES: dict[str, list[tuple[str, ...]]] = {
     "eagle3": [
         (),
@@ -86,7 +88,11 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     ],
 }
 PARAMETERS = [
-    pytest.param(drafter, words, id=f"{drafter} {' '.join(words).replace('--draft.', '')}")
+    pytest.param(
+        drafter,
+        (*(PLAIN if drafter == "eagle3" else ()), *words),
+        id=f"{drafter} {' '.join(words).replace('--draft.', '')}",
+    )
     for drafter in CASES
     for words in CASES[drafter]
 ]
@@ -173,6 +179,13 @@ def assert_convert_agrees(drafter: str, draft: Draft, output: Path) -> None:
         return
     convert(config)
     assert loads("sglang", output)
+
+
+@pytest.mark.parametrize(("server", "drafter"), [pair for pair in RULES if pair != ("vllm", "eagle")])
+def test_the_defaults_that_interchange_chooses_load_there(server: str, drafter: str, write: WriteDraft) -> None:
+    """The default of `aux_layers` does not in a target of four layers or fewer, whose last it names."""
+    layers = () if drafter == "eagle" else ("--draft.aux_layers=[0, 2]",)
+    assert loads(server, write(drafter, f"--draft.interchange={server}", *layers).folder)
 
 
 def test_every_rule_is_tried() -> None:

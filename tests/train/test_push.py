@@ -76,7 +76,7 @@ def run_folder(finished: Path, tmp_path: Path) -> Path:
         "accept_length": 2.5,
         "accept_length_at_depth_1": 1.75,
         "accept_length_at_depth_2": 2.125,
-        "accept_length_math": 3.25,
+        "accept_length_by_category/math": 3.25,
         "accept_rate_0": 0.75,
         "accept_rate_1": 0.375,
     }
@@ -170,15 +170,16 @@ def test_the_card_says_what_the_draft_is(run_folder: Path, tmp_path: Path) -> No
     ):
         assert line in body.splitlines()
     assert "at temperature 0: a pass of the target yields **2.50** tokens" in body
-    assert "SGLang 0.5.23 does not load it: it hands states over in the order of the layers" in body, "of [2, 0, 4]"
+    assert (
+        "SGLang 0.5.23 does not load it: it adds to the hidden state before its norm, whatever the file says; " in body
+    )
     assert "vLLM 0.33 does not load it: it hands states over in the order of the layers; has no state after the" in body
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "lines"),
+    ("layout", "lines"),
     [
         (
-            {"draft__aux_layers": "[0, 2]"},
             "slipstream",
             [
                 "    python -m sglang.launch_server --model-path owner/target --speculative-algorithm EAGLE3 "
@@ -189,20 +190,19 @@ def test_the_card_says_what_the_draft_is(run_folder: Path, tmp_path: Path) -> No
             ],
         ),
         (
-            {"draft__aux_layers": "[0, 2]"},
             "speculators",
             ["SGLang 0.5.23 loads it after `slipstream convert --layout sglang`.", "With vLLM 0.33 (by its sources"],
         ),
     ],
 )
 def test_the_card_names_the_servers_that_load_the_draft(
-    changes: dict[str, str],
     layout: Any,
     lines: list[str],
     arguments: Callable[..., list[str]],
     tmp_path: Path,
 ) -> None:
-    slipstream(["train", "eagle3", *arguments(tmp_path / "run", optim__steps=1, evaluation__samples=0, **changes)])
+    changes = {"draft__aux_layers": "[0, 2]", "draft__interchange": "sglang", "optim__steps": 1}
+    slipstream(["train", "eagle3", *arguments(tmp_path / "run", evaluation__samples=0, **changes)])
     draft = tmp_path / "converted"
     convert(ConvertConfig(input=str(tmp_path / "run" / "best"), output=str(draft), layout=layout))
     folder = tmp_path / "public"
@@ -247,23 +247,15 @@ def test_faults_are_named(
     assert hub.created == [{"repo": "owner/name", "private": True, "exist_ok": True}]
     hub.present = None
     hub.error = HfHubHTTPError("403 Forbidden", response=httpx.Response(403, request=REQUEST))
-    assert "the hub refuses repo owner/name (403 Forbidden); check the name, and that" in refused(
-        capsys, run_folder, "owner/name", "--license=mit"
-    )
+    assert "the hub refuses repo owner/name (403 Forbidden); check the name, and that" in fault()
     hub.error = httpx.ConnectError("no route")
-    assert "the hub cannot be reached (no route); check the network" in refused(
-        capsys, run_folder, "owner/name", "--license=mit"
-    )
+    assert "the hub cannot be reached (no route); check the network" in fault()
     monkeypatch.setattr(push, "get_token", lambda: None)
-    assert "no token of the hub; log in with `hf auth login`, or set HF_TOKEN" in refused(
-        capsys, run_folder, "owner/name", "--license=mit"
-    )
+    assert "no token of the hub; log in with `hf auth login`, or set HF_TOKEN" in fault()
     assert "repo name is not a repository of the hub" in refused(capsys, run_folder, "name")
     assert "has neither best/ nor config.json" in refused(capsys, tmp_path, "owner/name")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes").touch()
-    assert "foreign is not a draft for the hub" in refused(
-        capsys, run_folder, "owner/name", "--license=mit", "--dry-run", foreign
-    )
+    assert "foreign is not a draft for the hub" in fault("--dry-run", foreign)
     assert len(hub.commits) == 1
