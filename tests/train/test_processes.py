@@ -9,7 +9,7 @@ from datasets import load_from_disk
 
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train import recorded_run
-from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
+from slipstream.tests.train.runs import ROOT, Arguments, assert_like_run, end_program, records, refusal, start_program
 from slipstream.train import checkpoints, dflash
 from slipstream.train.batches import PackedRows, evaluation_batches
 from slipstream.train.eagle3 import main
@@ -69,6 +69,15 @@ def test_a_run_goes_on_with_another_number_of_processes(
     if begin[0] * begin[1] == go_on[0] * go_on[1]:
         main(arguments(tmp_path / "one", **ONE_EPOCH, data__batch_size=4))
         assert_like_run(tmp_path, tmp_path / "one", last_step=num_steps)
+
+
+@pytest.mark.slow
+def test_two_processes_run_out_of_patience_together(tmp_path: Path, arguments: Arguments) -> None:
+    """Their weights hardly change, and no evaluation is better than the first."""
+    flags = arguments(tmp_path, optim__lr=1e-15, evaluation__every=1, evaluation__patience=2, data__batch_size=1)
+    end_program(start_program(ROOT / "train" / "eagle3.py", *flags, num_processes=2))
+    assert [line["step"] for line in records(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "step-3").is_dir()
 
 
 @pytest.mark.slow
