@@ -145,14 +145,14 @@ class Card:
             "",
         ]
         if depths:
-            rows = [(depth, f"{depths[depth]:.2f}") for depth in sorted(depths)]
-            lines += table(("tokens drafted in a round", "accept length"), rows)
+            depth_rows = [(depth, f"{depths[depth]:.2f}") for depth in sorted(depths)]
+            lines += table(("tokens drafted in a round", "accept length"), depth_rows)
         if rates:
-            rows = [(position + 1, f"{rates[position]:.1%}") for position in sorted(rates)]
-            lines += table(("position", "accepted in this share of rounds"), rows)
+            rate_rows = [(position + 1, f"{rates[position]:.1%}") for position in sorted(rates)]
+            lines += table(("position", "accepted in this share of rounds"), rate_rows)
         if categories:
-            rows = [(name, f"{categories[name]:.2f}") for name in sorted(categories)]
-            lines += table(("held-out answers", "accept length"), rows)
+            category_rows = [(name, f"{categories[name]:.2f}") for name in sorted(categories)]
+            lines += table(("held-out answers", "accept length"), category_rows)
         return lines
 
     def training(self) -> list[str]:

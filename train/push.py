@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-import httpx
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import get_token
 
 from slipstream.models.drafts.speculators_layout import drafter_of_kind, from_speculators, speculators_kind
@@ -206,7 +205,7 @@ def upload(files: Files, config: PushConfig) -> None:
             f"the hub refuses repo {config.repo} ({first_line(error)}); check the name, and that your token may write "
             "there"
         ) from error
-    except (httpx.HTTPError, ConnectionError, TimeoutError) as error:
+    except (HTTPError, ConnectionError, TimeoutError) as error:
         raise ValueError(
             f"the hub cannot be reached ({first_line(error)}); check the network and run the same command again"
         ) from error

@@ -1,9 +1,11 @@
 """`slipstream push`: which files go to the hub, and what they say. A recorder stands for the hub's client."""
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file
 
 from slipstream.cli import main as slipstream
@@ -28,25 +31,27 @@ REQUEST = httpx.Request("GET", "https://hub")
 
 @dataclass
 class Hub:
-    """Records what a client of the hub is asked for."""
+    """Records the calls of the hub's client, whose signatures it has."""
 
     present: list[str] | None = None  # files of the repository; None: there is none
     error: Exception | None = None
     created: list[dict[str, Any]] = field(default_factory=list)
     commits: list[dict[str, bytes]] = field(default_factory=list)
 
-    def list_repo_files(self, _repo: str) -> list[str]:
+    def list_repo_files(self, repo: str) -> list[str]:
+        inspect.signature(HfApi.list_repo_files).bind(self, repo)
         if self.present is None:
             raise RepositoryNotFoundError("404", response=httpx.Response(404, request=REQUEST))
         return self.present
 
     def create_repo(self, repo: str, **options: Any) -> None:
+        inspect.signature(HfApi.create_repo).bind(self, repo, **options)
         if self.error is not None:
             raise self.error
         self.created.append({"repo": repo, **options})
 
-    def create_commit(self, _repo: str, operations: list[Any], commit_message: str) -> SimpleNamespace:
-        assert commit_message
+    def create_commit(self, repo: str, operations: list[Any], commit_message: str) -> SimpleNamespace:
+        inspect.signature(HfApi.create_commit).bind(self, repo, operations, commit_message=commit_message)
         contents = {}
         for operation in operations:
             with operation.as_file() as file:
@@ -248,8 +253,11 @@ def test_faults_are_named(
     hub.present = None
     hub.error = HfHubHTTPError("403 Forbidden", response=httpx.Response(403, request=REQUEST))
     assert "the hub refuses repo owner/name (403 Forbidden); check the name, and that" in fault()
-    hub.error = httpx.ConnectError("no route")
+    hub.error = HTTPError("no route")
     assert "the hub cannot be reached (no route); check the network" in fault()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(push, "HfApi", partial(HfApi, endpoint="http://127.0.0.1:9"))
+    assert "the hub cannot be reached (" in fault()
     monkeypatch.setattr(push, "get_token", lambda: None)
     assert "no token of the hub; log in with `hf auth login`, or set HF_TOKEN" in fault()
     assert "repo name is not a repository of the hub" in refused(capsys, run_folder, "name")
