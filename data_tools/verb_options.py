@@ -288,7 +288,7 @@ class ConvertConfig:
     overwrite: bool = False
     """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
     layout: Literal["sglang", "speculators", "deepspec", "modelopt", "slipstream"] = "sglang"
-    """sglang: the public layout (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load. deepspec:
+    """sglang: the public layout, of drafts that SGLang loads. speculators: what vLLM and that library load. deepspec:
     DeepSpec and vLLM. modelopt: ModelOpt and TensorRT-LLM. slipstream: ours, which holds every draft"""
     target: str = ""
     """The draft's target (folder or hub id). Default: the one that the draft names."""

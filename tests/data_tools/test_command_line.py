@@ -107,4 +107,4 @@ def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str])
     assert caught.value.code == 0
     output = capsys.readouterr().out
     assert f"slipstream {verb}" in output
-    assert "--output" in output
+    assert ("--repo" if verb == "push" else "--output") in output

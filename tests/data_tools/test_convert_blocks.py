@@ -22,6 +22,7 @@ ALL_WINDOWED: dict[str, Any] = {"windowed_layers": (0, 1), "sliding_window": 6, 
 HEADS: dict[str, dict[str, Any]] = {
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4, **ALL_WINDOWED},
     "dspark": {"markov_rank": 8, "confidence_head": True, "sample_from_anchor": True},
+    "bonus dspark": {"markov_rank": 8},
     "gated": {"markov_rank": 8, "markov_head_type": "gated", "sample_from_anchor": True},
     "deepspec dflash": {"sample_from_anchor": True},
     "lilicorr": {
@@ -29,6 +30,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 2,
     },
 }
+HEADS["dflash2, causal windows"] = {**HEADS["dflash2"], "sliding_window_non_causal": False}
 Save = Callable[[Path, Path, Path], None]  # draft, target, folder
 PEERS: dict[str, tuple[str, Save]] = {  # layout of another trainer: heads, and what writes it
     "z-lab DFlash 2": ("dflash2", lambda draft, _, folder: peer_drafts.save_as_zlab_dflash2(draft, folder)),
@@ -53,6 +55,8 @@ PEERS: dict[str, tuple[str, Save]] = {  # layout of another trainer: heads, and 
 }
 LAYOUTS = {  # heads -> layouts that hold them
     "dflash2": ("sglang", "speculators", "slipstream"),
+    "dflash2, causal windows": ("sglang", "speculators", "slipstream"),
+    "bonus dspark": ("sglang", "speculators", "modelopt", "slipstream"),
     "dspark": ("sglang", "speculators", "deepspec", "modelopt", "slipstream"),
     "gated": ("sglang", "speculators", "deepspec", "modelopt", "slipstream"),
     "deepspec dflash": ("speculators", "deepspec", "modelopt", "slipstream"),
