@@ -92,7 +92,7 @@ def default_lr(rates: Mapping[str, float], optimizer: str, width: int, tokens: f
     A step of Muon has one size in all directions; its scale, which is AdamW's, makes that size grow with the root of
     the width, and the weights' own size does not grow. Steps of fewer tokens have noisier gradients.
     """
-    return rates[optimizer] * (RATE_WIDTH / width) ** WIDTH_POWER[optimizer] * min(1.0, tokens / RATE_TOKENS) ** 0.5
+    return rates[optimizer] * (RATE_WIDTH / width) ** WIDTH_POWER[optimizer] * min(1.0, tokens / RATE_TOKENS) ** 0.25
 
 
 def lr_factor(step: float, num_steps: int, warmup: int, optim: OptimOptions) -> float:

@@ -136,9 +136,9 @@ def test_adamw_has_everything(training: Eagle3Training) -> None:
     [
         ("muon", 576, 16_384, 0.02),
         ("muon", 4 * 576, 16_384, 0.01),
-        ("muon", 576, 4_096, 0.01),
+        ("muon", 576, 1_024, 0.01),
         ("muon", 576, 10**9, 0.02),
-        ("adamw", 4 * 576, 4_096, 0.0005),
+        ("adamw", 4 * 576, 1_024, 0.0005),
     ],
 )
 def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: float, expected: float) -> None:
