@@ -112,14 +112,6 @@ def check_output_file(
         raise ValueError(f"{option} {output} exists; name another file or add --overwrite")
 
 
-def check_new_file(output: str, inputs: Inputs, *, option: str = "output") -> None:
-    """Raises ValueError unless `output` may be written and does not exist yet, or is empty."""
-    path = Path(output)
-    _check_file_place(path, inputs, option)
-    if path.exists() and path.stat().st_size:
-        raise ValueError(f"{option} {output} exists; name another file")
-
-
 def check_working_folder(output: str, inputs: Inputs, *, option: str = "output") -> None:
     """For programs that add or replace single files in a folder: raises ValueError if `output` is a file, an input or
     inside one, or cannot be written."""

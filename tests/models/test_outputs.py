@@ -12,7 +12,6 @@ from slipstream.models.files.outputs import (
     DATASET,
     STEP,
     FolderKind,
-    check_new_file,
     check_output_file,
     check_output_folder,
     check_working_folder,
@@ -136,8 +135,6 @@ def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> N
     for overwrite in (True, False):
         with pytest.raises(ValueError, match=f"^plot {path} is not a map and is not replaced; name another file$"):
             check(overwrite=overwrite, is_ours=False)
-    with pytest.raises(ValueError, match=f"^output {path} exists; name another file$"):
-        check_new_file(str(path), {})
 
 
 @pytest.mark.parametrize("check", [check_folder, check_file, check_working])
