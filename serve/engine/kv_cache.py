@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.serve.engine.kv_windows import WindowPages, WindowTable
+from slipstream.serve.engine.kv_windows import PagePool, WindowPages, WindowTable
 
 Key = tuple[str | int, ...]
 
@@ -48,7 +48,7 @@ class PageTable:
     windows: list[WindowTable] = field(default_factory=list)  # one for each window group, from admission to release
 
 
-class PageCache:
+class PageCache(PagePool):
     """Hands out pages 1..num_pages-1, each for `page_size` tokens, and remembers the text of full ones.
 
     A sequence references a node only together with all nodes above it, and gives them back deepest first. So
@@ -57,38 +57,22 @@ class PageCache:
     """
 
     def __init__(self, num_pages: int, page_size: int, windows: Sequence[WindowPages] = ()) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
+        super().__init__(num_pages, page_size)
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         assert all(window.page_size == page_size for window in windows), "all groups have one page size"
-        self.page_size = page_size
         self.windows = tuple(windows)
-        self.total_pages = num_pages - 1
-        self._free = list(range(num_pages - 1, 0, -1))
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
         self._root = Node((), 0, None)
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_available(self) -> int:
-        return len(self._free) + len(self._cached)
-
     def usage(self) -> dict[tuple[str, str], int]:
         """Counts pages by group (0: of all tokens) and state: used, cached, free."""
-        pools: list[PageCache | WindowPages] = [self, *self.windows]
         counts = {}
-        for group, pool in enumerate(pools):
+        for group, pool in enumerate((self, *self.windows)):
             available = pool.num_available
             states = {"used": pool.total_pages - available, "cached": available - pool.num_free, "free": pool.num_free}
             counts.update({(str(group), state): count for state, count in states.items()})
         return counts
-
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
 
     def match(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
         """Returns the nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.

@@ -14,7 +14,7 @@ still read it: passes run in launch order, and whoever gets the page next writes
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -44,32 +44,17 @@ def pages_of_window(window: int, reserve: int, page_size: int) -> int:
     return -(-(window - 1) // page_size) + 1 - (-reserve // page_size)
 
 
-class WindowPages:
-    """The pages 1..num_pages-1 of one group.
+class PagePool:
+    """The pages 1..num_pages-1 of a group."""
 
-    Every table has a quota: the most pages that it needs between passes, those of a window and of what the passes in
-    flight write. A table claims its quota, or what it holds if that is more; claims never exceed the pool. A page in
-    use is held by at least one table, so the pages that are not in use, free or cached, are at least those that tables
-    may still take up to their quotas: none ever lacks a page. Chunks of a prompt take what nobody claims beyond.
-    """
+    _cached: Sized  # pages that nobody uses and that have a text
 
-    def __init__(self, num_pages: int, page_size: int, window: int, reserve: int) -> None:
-        """`reserve`: most KV tokens that the passes in flight write beyond the committed ones."""
+    def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
-        if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
         self.page_size = page_size
-        self.window = window
-        self.reserve = reserve
         self.total_pages = num_pages - 1
-        self._claimed = 0  # by all tables
         self._free = list(range(num_pages - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # in the order in which they are given up
-        self._holders: dict[int, int] = {}  # by attached page: tables that hold it
-        self._nodes: dict[int, Hashable] = {}  # by attached page
-        self._attached: dict[Hashable, int] = {}  # by node
-        self._hit: set[int] = set()  # attached pages that a hit has found
 
     @property
     def num_free(self) -> int:
@@ -81,6 +66,30 @@ class WindowPages:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+
+class WindowPages(PagePool):
+    """The pages of a group of layers with one window.
+
+    Every table has a quota: the most pages that it needs between passes, those of a window and of what the passes in
+    flight write. A table claims its quota, or what it holds if that is more; claims never exceed the pool. A page in
+    use is held by at least one table, so the pages that are not in use, free or cached, are at least those that tables
+    may still take up to their quotas: none ever lacks a page. Chunks of a prompt take what nobody claims beyond.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, window: int, reserve: int) -> None:
+        """`reserve`: most KV tokens that the passes in flight write beyond the committed ones."""
+        super().__init__(num_pages, page_size)
+        if window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        self.window = window
+        self.reserve = reserve
+        self._claimed = 0  # by all tables
+        self._cached: OrderedDict[int, None] = OrderedDict()  # in the order in which they are given up
+        self._holders: dict[int, int] = {}  # by attached page: tables that hold it
+        self._nodes: dict[int, Hashable] = {}  # by attached page
+        self._attached: dict[Hashable, int] = {}  # by node
+        self._hit: set[int] = set()  # attached pages that a hit has found
 
     def quota(self, limit: int) -> int:
         """Returns the quota of a table for a text of up to `limit` tokens.
