@@ -64,16 +64,16 @@ class Costs(ABC):
         """Time of the draft pass that proposes `width` nodes, roots included, for each request."""
 
     @abstractmethod
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
-        """Time of a step: a target pass over `rows`, then a draft pass."""
-
-    @abstractmethod
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         """Learns that such a step took `ms`."""
 
     def target(self, rows: int, *, filtered: bool) -> float:
         """Time of a target pass."""
         return float(self.targets(np.array([rows]), filtered=filtered)[0])
+
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        """Time of a step: a target pass over `rows`, then a draft pass."""
+        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
     def round_up(self, rows: int) -> int:
         """Rows of the pass that computes so many."""
@@ -140,9 +140,6 @@ class StepCosts(Costs):
         if key not in self._draft_at:
             return 0.0
         return self.slower * self._draft[key[0]][key[1:]] * exp(self._logs[self._draft_at[key]])
-
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
-        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows > self.most_rows or ms <= 0:
@@ -225,9 +222,6 @@ class FittedCosts(Costs):
         """Returns times that include the time per request."""
         ms = float(_features(0, requests, width)[1:] @ self.coefficients[1:])
         return ms * self._filtered if filtered else ms
-
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
-        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows == 0 or ms <= 0:
