@@ -485,10 +485,7 @@ class _Rewriter:
                 raise Unsupported(place, "required", f"names {quote(name)}, which additionalProperties forbids")
             if name not in visited:
                 visited[name] = {} if more is True else more
-        result: dict[str, Any] = {}
-        for name in ("minProperties", "maxProperties"):
-            if name in keywords:
-                result[name] = _count(keywords[name], place, name)
+        result = _counts(keywords, place, "Properties")
         if "propertyNames" in keywords:
             if visited or "additionalProperties" in keywords or result:
                 raise Unsupported(place, "propertyNames", "beside other keywords is not supported")
@@ -509,10 +506,7 @@ class _Rewriter:
         return result
 
     def array(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for name in ("minItems", "maxItems"):
-            if name in keywords:
-                result[name] = _count(keywords[name], place, name)
+        result = _counts(keywords, place, "Items")
         prefix = keywords.get("prefixItems", [])
         items = keywords.get("items", True)
         if not isinstance(prefix, list):
@@ -526,10 +520,7 @@ class _Rewriter:
         return result
 
     def string(self, keywords: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        result = dict(keywords)
-        for name in ("minLength", "maxLength"):
-            if name in keywords:
-                result[name] = _count(keywords[name], place, name)
+        result = {**keywords, **_counts(keywords, place, "Length")}
         if "format" in keywords and keywords["format"] not in [*FORMATS]:
             raise Unsupported(place, "format", f"{quote(keywords['format'])} is not supported")
         kinds = [name for name in ("pattern", "format") if name in keywords]
@@ -742,13 +733,19 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
             yield index, character
 
 
-def _count(value: Any, place: str, name: str) -> int:
-    check_number(value, place, name)
-    if value != int(value) or value < 0:
-        raise Unsupported(place, name, "must be a whole number from 0 up")
-    if value > MOST_COUNT:
-        raise Unsupported(place, name, f"is {quote(value)}; at most {MOST_COUNT} is supported")
-    return int(value)
+def _counts(keywords: Mapping[str, Any], place: str, kind: str) -> dict[str, Any]:
+    """Returns the bounds of a number of `kind`: Items, Length or Properties."""
+    counts = {}
+    for name in (f"min{kind}", f"max{kind}"):
+        if name in keywords:
+            value = keywords[name]
+            check_number(value, place, name)
+            if value != int(value) or value < 0:
+                raise Unsupported(place, name, "must be a whole number from 0 up")
+            if value > MOST_COUNT:
+                raise Unsupported(place, name, f"is {quote(value)}; at most {MOST_COUNT} is supported")
+            counts[name] = int(value)
+    return counts
 
 
 def _is(value: Any, kind: str) -> bool:
