@@ -23,6 +23,7 @@ from slipstream.serve.http.schemas import (
     SamplingBody,
     UnderstoodFields,
     check_length,
+    check_parts,
     ignores_unknown,
     understood_fields,
 )
@@ -100,10 +101,8 @@ def read_input(value: Any, info: ValidationInfo) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ApiError(400, "input must be a text, or a list of at least one item", "input")
     check_length(value, limits.MAX_MESSAGES, "input")
-    contents = [item.get(name) for item in value if isinstance(item, dict) for name in ("content", "output")]
-    num_parts = sum(len(content) for content in contents if isinstance(content, list))
-    if num_parts > limits.MAX_PARTS:
-        raise ApiError(400, f"input has {num_parts} content parts; the limit is {limits.MAX_PARTS}", "input")
+    items = [item for item in value if isinstance(item, dict)]
+    check_parts((item.get(name) for item in items for name in ("content", "output")), "input")
     turns = Turns(ignore_unknown=ignores_unknown(info))
     for index, item in enumerate(value):
         turns.add(item, f"input.{index}")

@@ -5,7 +5,7 @@ silently ignored.
 """
 
 import json
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -130,7 +130,7 @@ def read_messages(value: Any, info: ValidationInfo) -> list[Message]:
     """Reads messages for the chat template. Raises ApiError naming a wrong or unknown field."""
     if isinstance(value, list):
         check_length(value, limits.MAX_MESSAGES, "messages")
-        check_parts(value)
+        check_parts((message.get("content") for message in value if isinstance(message, dict)), "messages")
         ignore = ignores_unknown(info)
         value = [known_message(message, f"messages.{index}", ignore) for index, message in enumerate(value)]
     try:
@@ -139,12 +139,10 @@ def read_messages(value: Any, info: ValidationInfo) -> list[Message]:
         raise ApiError(400, str(error), error.field) from error
 
 
-def check_parts(messages: list[Any]) -> None:
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+def check_parts(contents: Iterable[Any], field: str) -> None:
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
     if num_parts > limits.MAX_PARTS:
-        message = f"messages has {num_parts} content parts; the limit is {limits.MAX_PARTS}"
-        raise ApiError(400, message, "messages")
+        raise ApiError(400, f"{field} has {num_parts} content parts; the limit is {limits.MAX_PARTS}", field)
 
 
 def known_message(message: Any, path: str, ignore_unknown: bool) -> Any:
