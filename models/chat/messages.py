@@ -16,12 +16,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # the first is the one that templates get
 
 
-class MessageError(ValueError):
-    """An invalid message. `field` is the path of the fault, such as messages.0.content."""
+class FieldError(ValueError):
+    """A wrong field of a request or a row. `field` is its path, such as messages.0.content."""
 
     def __init__(self, field: str, fault: str) -> None:
         super().__init__(f"{field} {fault}")
         self.field = field
+
+
+class MessageError(FieldError):
+    """An invalid message."""
 
 
 def read_messages(value: Any, field: str = "messages") -> list[Message]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from slipstream.models.chat.messages import FieldError
 from slipstream.models.chat.quotes import quote, shorten
 
 MOST_TOOLS = 128  # as OpenAI
@@ -23,12 +24,8 @@ NEUTRAL_FIELDS: dict[str, Any] = {
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-class ToolError(ValueError):
-    """A wrong tool or choice of tools. `field`: the path of the fault, such as tools.0.function.name."""
-
-    def __init__(self, field: str, fault: str) -> None:
-        super().__init__(f"{field} {fault}")
-        self.field = field
+class ToolError(FieldError):
+    """A wrong tool or choice of tools."""
 
 
 @dataclass(frozen=True, slots=True)
