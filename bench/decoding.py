@@ -37,11 +37,10 @@ from slipstream.bench.lines import Lines, milliseconds, origin, table
 from slipstream.bench.streams import Stream, Streams, accept_length, gaps_ended, gaps_touching, num_tokens
 from slipstream.bench.workload import Task
 from slipstream.config import run
-from slipstream.data_tools.options import check_at_least
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import read_levels
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import Grammar, Request, SamplingParams
 
 WARMUP_ARRIVALS = 1  # alone, and again beside the streams; they compile what is not captured

@@ -27,6 +27,7 @@ from slipstream.config import parse
 from slipstream.models.files.atomic import remove_folder
 from slipstream.models.files.outputs import CHECKPOINT, DATASET, STEP, FolderKind, Inputs, check_output_folder
 from slipstream.serve.load import LoadResult, run_load
+from slipstream.serve.options import check_at_least
 from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,9 +75,7 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_drafter(self.drafter, "tiny")
-        for name in ("train_questions", "heldout_questions", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, 1, "train_questions", "heldout_questions", "max_tokens")
 
 
 def recipes(target: str) -> dict[str, Path]:

@@ -32,11 +32,10 @@ from slipstream.bench.serving_run import task_namespace
 from slipstream.bench.streams import Stream, Streams, accept_length, gaps_ended, num_tokens
 from slipstream.bench.workload import Task
 from slipstream.config import run
-from slipstream.data_tools.options import check_at_least
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import read_levels
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import Request, SamplingParams
 
 WARMUP_TOKENS = 16

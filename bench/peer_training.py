@@ -36,7 +36,6 @@ from slipstream import config as options
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.peer_runs import INSTALL, Peer, Run, call, module_command
 from slipstream.config import check_required
-from slipstream.data_tools.options import check_at_least
 from slipstream.data_tools.state_folders import trainer_flags
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.checkpoint import resolve
@@ -44,6 +43,7 @@ from slipstream.models.files.names import check_checkpoint, check_file, check_fo
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.files.state_store import StateIndex
 from slipstream.serve.measure.questions import rows_of
+from slipstream.serve.options import check_at_least
 
 HELDOUT = "heldout"
 PROGRAMS = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dflash"}  # kind of draft: our training program

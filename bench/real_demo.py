@@ -39,6 +39,7 @@ from slipstream.bench.real_target import find_gguf, write_target
 from slipstream.bench.server import running_server
 from slipstream.config import parse
 from slipstream.models.files.atomic import atomic_file
+from slipstream.serve.options import check_at_least
 from slipstream.train.trackers import read_metrics
 
 TARGET = "smollm2"
@@ -74,11 +75,8 @@ class RealDemoConfig:
 
     def __post_init__(self) -> None:
         check_drafter(self.drafter, TARGET)
-        for name in ("train_questions", "heldout_questions", "max_tokens", "measured_questions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.samples < 0:
-            raise ValueError(f"samples is {self.samples}; it must be at least 0")
+        check_at_least(self, 1, "train_questions", "heldout_questions", "max_tokens", "measured_questions")
+        check_at_least(self, 0, "samples")
 
 
 def demo(config: RealDemoConfig) -> None:

@@ -45,11 +45,10 @@ from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Task, Workload
 from slipstream.config import run
-from slipstream.data_tools.options import check_at_least
 from slipstream.models.files.names import is_checkpoint
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.load import read_levels
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import EngineConfig, check_at_least, find_target
 from slipstream.serve.request import Grammar
 
 WARMUP_TASKS = 2

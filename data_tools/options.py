@@ -7,16 +7,9 @@ from typing import Any, Literal
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date, date_of
 from slipstream.models.files.names import check_checkpoint, check_file, may_be_hub_id
+from slipstream.serve.options import check_at_least
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")  # of files of rows
-
-
-def check_at_least(config: object, minimum: float, *names: str) -> None:
-    """Raises ValueError if one of the options `names` is set and below `minimum`."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"{name} is {value}; give at least {minimum}")
 
 
 def check_source(option: str, name: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from slipstream.config import check_required
-from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_at_least, check_source
+from slipstream.data_tools.options import ConversationOptions, TokenizeOptions, check_source
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file, check_folder, is_checkpoint
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import EngineConfig, check_at_least
 from slipstream.serve.request import SamplingParams
 
 ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import check_required
-from slipstream.data_tools.options import ConversationOptions, check_at_least
+from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.files.names import KEY_FILE, check_checkpoint, check_file
+from slipstream.serve.options import check_at_least
 
 QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 

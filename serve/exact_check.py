@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.serve.options import EngineConfig, check_checkpoints, find_target
+from slipstream.serve.options import EngineConfig, check_at_least, check_checkpoints, find_target
 from slipstream.serve.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class ExactCheckConfig:
     """Options of the drafter by name."""
 
     def __post_init__(self) -> None:
-        for name in ("requests", "longest_prompt", "output_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, 1, "requests", "longest_prompt", "output_len")
 
     def check_inputs(self) -> None:
         """Raises ValueError for a checkpoint that does not exist, and if none names the target."""

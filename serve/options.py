@@ -105,10 +105,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_at_least(self, 1, "max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width")
         if not 0 <= self.json_whitespace <= MOST_WHITESPACE:
             raise ValueError(f"json_whitespace is {self.json_whitespace}; it must be between 0 and {MOST_WHITESPACE}")
         if self.max_running > MOST_RUNNING:
@@ -236,6 +233,14 @@ def check_choices(config: Any) -> None:
 def check_draft_cache(dtype: str) -> None:
     if dtype not in KV_CACHE_DTYPES:
         raise ValueError(f"drafter.kv_cache_dtype is {dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
+
+
+def check_at_least(config: object, minimum: float, *names: str) -> None:
+    """Raises ValueError if one of the options `names` is set and below `minimum`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} is {value}; give at least {minimum}")
 
 
 def check_positive(name: str, value: float | None) -> None:

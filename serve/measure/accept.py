@@ -43,7 +43,7 @@ from slipstream.serve.measure.conversations import (
 from slipstream.serve.measure.identity import Identity, checkpoint_identity, server_identities
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import Question, read_questions
-from slipstream.serve.options import EngineConfig, check_checkpoints, find_target
+from slipstream.serve.options import EngineConfig, check_at_least, check_checkpoints, find_target
 
 # Options that do not change the results.
 FREE = ("output", "overwrite", "fail_below", "api_key_file")
@@ -107,10 +107,7 @@ class AcceptConfig:
             raise ValueError("target, engine and drafter are for a draft in this process; leave them out, or url")
         if self.baseline_url and not self.url:
             raise ValueError("baseline_url goes with url; in this process the target is measured without a draft")
-        for name in ("max_tokens", "num_questions"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_at_least(self, 1, "max_tokens", "num_questions")
         if not self.settings:
             raise ValueError("questions is empty; name a file, or gsm8k")
 

@@ -34,6 +34,7 @@ from slipstream.serve.measure.intervals import LEAST_PAIRS
 from slipstream.serve.measure.journal import Journal
 from slipstream.serve.measure.questions import read_questions
 from slipstream.serve.measure.server_counts import kind_of
+from slipstream.serve.options import check_at_least
 
 FREE = ("output", "overwrite", "api_key_file", "seconds")
 
@@ -78,10 +79,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         check_required(self)
         read_levels(self.concurrency)
-        for name in ("max_tokens", "requests"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_at_least(self, 1, "max_tokens", "requests")
         if self.thinking not in THINKING:
             raise ValueError(f"thinking is {self.thinking!r}; choose one of {', '.join(THINKING)}")
         if self.temperature < 0 or self.seconds < 0:

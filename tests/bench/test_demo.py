@@ -25,7 +25,7 @@ from slipstream.serve.load import Answer, LoadResult
 
 @pytest.mark.parametrize("name", ["train_questions", "heldout_questions", "max_tokens"])
 def test_nothing_to_do_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):
+    with pytest.raises(ValueError, match=f"^{name} is 0; give at least 1$"):
         DemoConfig(output=str(tmp_path), **{name: 0})
 
 

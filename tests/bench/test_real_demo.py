@@ -46,8 +46,8 @@ def test_make_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"drafter": "ngram"}, "drafter is 'ngram'; recipes exist for dflash, dflash2, dspark, eagle, eagle3"),
-        ({"samples": -1}, "samples is -1; it must be at least 0"),
-        ({"measured_questions": 0}, "measured_questions is 0; it must be at least 1"),
+        ({"samples": -1}, "samples is -1; give at least 0"),
+        ({"measured_questions": 0}, "measured_questions is 0; give at least 1"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, str | int], message: str) -> None:
