@@ -1,6 +1,5 @@
 """The demo's table, plots and report.json."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from slipstream.bench.lines import table
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import write_json
 from slipstream.serve.load import LoadResult
 
 BLUE = "#1f6feb"
@@ -76,8 +75,7 @@ def write_report(comparison: Comparison, output: Path) -> None:
         "identical": num_identical == num_answers,
         "num_identical": num_identical,
     }
-    with atomic_file(output / "report.json") as temporary:
-        temporary.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(output / "report.json", report)
     plot_acceptance(comparison, output / "acceptance.png")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.models.files.atomic import atomic_file, remove_folder
+from slipstream.models.files.atomic import remove_folder, write_json
 from slipstream.models.files.checkpoint import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,8 +110,7 @@ class Run:
         )
         if not self.draft.exists():
             raise ValueError(f"{self.folder / 'train.log'}: the program ended without {self.draft.name}")
-        with atomic_file(self.folder / TRAINED) as temporary:
-            temporary.write_text(json.dumps({"seconds": round(time.perf_counter() - began, 1)}) + "\n")
+        write_json(self.folder / TRAINED, {"seconds": round(time.perf_counter() - began, 1)})
 
     def measure(self, flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """The figures of `slipstream accept` with `flags`, by category. Raises ValueError if it fails."""

@@ -38,7 +38,7 @@ from slipstream.bench.demo_report import DIFFERENCES
 from slipstream.bench.real_target import find_gguf, write_target
 from slipstream.bench.server import running_server
 from slipstream.config import parse
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import write_json
 from slipstream.serve.options import check_at_least
 from slipstream.train.trackers import read_metrics
 
@@ -173,8 +173,7 @@ def write_report(drafter: str, output: Path, seconds: float) -> None:
         "num_answers": num_answers,
         "num_identical": num_identical,
     }
-    with atomic_file(output / "report.json") as temporary:
-        temporary.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(output / "report.json", report)
     identical = num_identical == num_answers
     verdict = "yes" if identical else f"NO, {num_identical:,} of {num_answers:,} ({DIFFERENCES})"
     print(f"answers identical with and without the draft: {verdict}")

@@ -31,7 +31,7 @@ from slipstream.data_tools.options import (
 from slipstream.data_tools.rows import check_data
 from slipstream.data_tools.target_tokenizer import ChatTemplate, TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.verb_options import RegenerateConfig
-from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked
+from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked, write_json
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
 from slipstream.models.files.text import read_text_file
@@ -158,13 +158,13 @@ def regenerate(config: RegenerateConfig) -> None:
         ) as bar,
     ):
         progress = Progress(journal, dropped, bar)
-        write_report(report_path, {"options": options, "failed_ids": sorted(failed)})
+        write_json(report_path, {"options": options, "failed_ids": sorted(failed)})
         waiting = in_order(DialogueReader(config, config.samples), journal.ids | dropped.ids, failed)
         try:
             answer_all(config, source, waiting, progress)
         finally:
             report = summary(options, reader, progress, dropped, failed)
-            write_report(report_path, report)
+            write_json(report_path, report)
         for path in (output, dropped_path):
             sort_rows(path, reader.ids)
     show_report(output, report)
@@ -332,11 +332,6 @@ def show_report(output: Path, report: Mapping[str, Any]) -> None:
     figures = {**report, "rows_dropped": counted(report["rows_dropped"])}
     print(f"{output}:")
     show_table({name.replace("_", " "): figures[name] for name in figures if name not in ("options", "failed_ids")})
-
-
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

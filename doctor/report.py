@@ -1,6 +1,5 @@
 """The doctor's findings as a table, a page (one file that loads nothing else) and JSON."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from html import escape
@@ -11,7 +10,7 @@ from slipstream.doctor.diagnosis import SOUND_LENGTH, Finding, first_cause
 from slipstream.doctor.examination import Examination
 from slipstream.doctor.readings import STAGES
 from slipstream.doctor.replay import Score
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.outputs import check_output_file
 
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content='slipstream doctor'>"
@@ -127,8 +126,7 @@ def write_report(examination: Examination, path: Path) -> Path:
     """Writes the page, and the JSON beside it."""
     with atomic_file(path) as temporary:
         temporary.write_text(page(examination), encoding="utf-8")
-    with atomic_file(path.with_suffix(".json")) as temporary:
-        temporary.write_text(json.dumps(as_json(examination), indent=1) + "\n", encoding="utf-8")
+    write_json(path.with_suffix(".json"), as_json(examination), indent=1)
     return path
 
 

@@ -82,6 +82,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _sync(real.parent)
 
 
+def write_json(path: Path, values: object, indent: int = 2) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(values, indent=indent) + "\n")
+
+
 def remove_folder(path: Path) -> None:
     """Deletes a folder atomically: a kill leaves all of it or nothing under its name."""
     real = path.resolve()

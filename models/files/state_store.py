@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.checkpoint import read_header, read_json
 
 INDEX = "index.json"
@@ -282,8 +282,7 @@ class StateIndex:
         )
 
     def write(self, folder: Path) -> None:
-        with atomic_file(folder / INDEX) as temporary:
-            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_json(folder / INDEX, self.to_json(), indent=1)
 
     @property
     def digest(self) -> str:

@@ -11,7 +11,6 @@ accept.json (all figures) and accept.png. docs/accept.md says what the figures m
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import read_levels
@@ -357,9 +356,8 @@ def report(config: AcceptConfig, figures: Sequence[Figures], failures: Counter[s
     if figures:
         print(shown_table(figures))
         name = config.url or config.draft
-        with atomic_file(output / "accept.json") as temporary:
-            result = {"options": config.result_options, "figures": [asdict(entry) for entry in figures]}
-            temporary.write_text(json.dumps(result, indent=2) + "\n")
+        result = {"options": config.result_options, "figures": [asdict(entry) for entry in figures]}
+        write_json(output / "accept.json", result)
         with atomic_file(output / "accept.png") as temporary:
             plot(figures, name, temporary)
         print(f"\n{output}/accept.json, accept.png, answers.jsonl")

@@ -10,7 +10,6 @@ continues an interrupted run. OUTPUT also gets compare.json and compare.png. See
 """
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slipstream.config import check_required, run
-from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
@@ -253,9 +252,8 @@ def time_per_token(answer: Answer) -> float | None:
 def report(config: CompareConfig, comparisons: Sequence[Comparison]) -> None:
     output = Path(config.output)
     print(shown_table(comparisons, config.url, greedy=config.temperature == 0))
-    with atomic_file(output / "compare.json") as temporary:
-        result = {"options": config.result_options, "figures": [asdict(entry) for entry in comparisons]}
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+    result = {"options": config.result_options, "figures": [asdict(entry) for entry in comparisons]}
+    write_json(output / "compare.json", result)
     with atomic_file(output / "compare.png") as temporary:
         plot(comparisons, config.url, temporary)
     print(f"\n{output}/compare.json, compare.png, passes.jsonl")
