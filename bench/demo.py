@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"dense": ROOT / "assets" / "tiny-target", "moe": ROOT / "assets" / "tiny-moe-target"}
 QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
 QUESTIONS_FILE = "questions.jsonl"
+VOCABULARY = 1024  # tokens that the draft may guess
 MARKER = "demo.json"  # written first; identifies a demo's folder
 MADE = FolderKind(
     "an earlier demo",
@@ -101,17 +102,10 @@ def demo(config: DemoConfig) -> None:
         program("data_tools/regenerate.py", data=output / QUESTIONS_FILE, target=config.target_path,
                 output=output / "answers.jsonl", max_tokens=config.max_tokens,
                 **{"engine.max_running": 128})  # fmt: skip
-        train_file, heldout_file = split_answers(output, ["answers.jsonl"])
-        program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=config.target_path,
-                output=output / "dataset")  # fmt: skip
-    with step("2/5 Which tokens does it use?"):
-        program("data_tools/frequency_map.py", data=output / "dataset", target=config.target_path, size=1024,
-                output=output / "token_map.safetensors")  # fmt: skip
-    with step("3/5 Train the draft"):
-        accelerate = Path(sys.executable).parent / "accelerate"
-        launcher = [str(accelerate), "launch", "--config_file", "configs/accelerate/cpu.yaml"]
-        train(recipes("tiny")[config.drafter], config.target_path, output, launcher)
-    draft = output / "draft" / "best"
+        prepare(["answers.jsonl"], config.target_path, output)
+    accelerate = Path(sys.executable).parent / "accelerate"
+    launcher = [str(accelerate), "launch", "--config_file", "configs/accelerate/cpu.yaml"]
+    draft = train(recipes("tiny")[config.drafter], config.target_path, output, launcher, VOCABULARY)
     with step("4/5 Serve the held-out questions, without the draft and with it"):
         baseline = measure("none", questions, config)
         drafted = measure(str(draft), questions, config)
@@ -196,11 +190,25 @@ def program(script: str, **options: Any) -> None:
     call([sys.executable, script, *flags])
 
 
-def train(recipe: Path, target: Path, output: Path, launcher: Sequence[str]) -> None:
-    """Trains by a recipe; `launcher`: words that begin the command."""
-    call([*launcher, f"train/{recipe.parent.name}.py", "--config", relative(str(recipe)),
-          "--target", relative(str(target)), "--data.path", str(output / "dataset"),
-          "--draft.vocabulary", str(output / "token_map.safetensors"), "--output", str(output / "draft")])  # fmt: skip
+def prepare(names: Sequence[str], target: Path, output: Path) -> None:
+    """Makes the dataset from files of answers."""
+    train_file, heldout_file = split_answers(output, names)
+    program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=target,
+            output=output / "dataset")  # fmt: skip
+
+
+def train(recipe: Path, target: Path, output: Path, launcher: Sequence[str], vocabulary: int) -> Path:
+    """Runs steps 2 and 3 and returns the best checkpoint. `launcher`: words that begin the command; `vocabulary`: how
+    many tokens the draft may guess."""
+    token_map = output / "token_map.safetensors"
+    with step("2/5 Which tokens does it use?"):
+        program("data_tools/frequency_map.py", data=output / "dataset", target=target, size=vocabulary,
+                output=token_map)  # fmt: skip
+    with step("3/5 Train the draft"):
+        call([*launcher, f"train/{recipe.parent.name}.py", "--config", relative(str(recipe)),
+              "--target", relative(str(target)), "--data.path", str(output / "dataset"),
+              "--draft.vocabulary", str(token_map), "--output", str(output / "draft")])  # fmt: skip
+    return output / "draft" / "best"
 
 
 def call(command: Sequence[str]) -> None:

@@ -26,10 +26,10 @@ from slipstream.bench.demo import (
     duration,
     empty_output,
     errors_as_messages,
+    prepare,
     print_command,
     program,
     recipes,
-    split_answers,
     step,
     train,
     write_questions,
@@ -92,12 +92,7 @@ def demo(config: RealDemoConfig) -> None:
         print(f"{gguf.name} -> {target}", flush=True)
         write_target(gguf, target)
         answer_prompts(config, target, output)
-    with step("2/5 Which tokens does it use?"):
-        program("data_tools/frequency_map.py", data=output / "dataset", target=target, size=VOCABULARY,
-                output=output / "token_map.safetensors")  # fmt: skip
-    with step("3/5 Train the draft"):
-        train(recipes(TARGET)[config.drafter], target, output, launcher=[sys.executable])
-    draft = output / "draft" / "best"
+    draft = train(recipes(TARGET)[config.drafter], target, output, [sys.executable], VOCABULARY)
     with step("4/5 Serve MT-bench and GSM8K, without the draft and with it"):
         measure(config, target, draft, output)
     with step("5/5 Report"):
@@ -137,9 +132,7 @@ def answer_prompts(config: RealDemoConfig, target: Path, output: Path) -> None:
         names.append("samples.jsonl")
         program("data_tools/regenerate.py", **shared, output=output / names[1], where="split=train", temperature=1.0,
                 samples=config.samples)  # fmt: skip
-    train_file, heldout_file = split_answers(output, names)
-    program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=target,
-            output=output / "dataset")  # fmt: skip
+    prepare(names, target, output)
 
 
 def measure(config: RealDemoConfig, target: Path, draft: Path, output: Path) -> None:
