@@ -13,13 +13,12 @@ everybody has left. The bundled target has no tools, so the server gets it with 
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -29,12 +28,11 @@ import aiohttp
 import numpy as np
 import psutil
 
+from slipstream.bench.fuzzed import CHAT, COMPLETIONS
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.server import Server, running_server
-from slipstream.bench.soak import JSON, session_to
+from slipstream.bench.soak import JSON, busy_cores, session_to
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 PROBE_S = 0.02
 QUIET_S = 3.0
 AFTER_S = 2.0
@@ -173,20 +171,11 @@ async def warm_up(server: Server) -> None:
         await attack(session, {"regex": "a"})
 
 
-@contextmanager
-def running(*tasks: asyncio.Task[None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 async def run_case(server: Server, make: Callable[[int], Body], copies: int, seconds: float) -> dict[str, Any]:
     async with session_to(server) as session:
         times = Times()
         users = [asyncio.create_task(use(session, times)) for use in (probe, stream, ask_for_grammars)]
-        with running(*users):
+        try:
             await asyncio.sleep(QUIET_S)
             quiet = times.take()
             attacks = [asyncio.create_task(attack(session, make(number))) for number in range(copies)]
@@ -199,6 +188,9 @@ async def run_case(server: Server, make: Callable[[int], Body], copies: int, sec
                 task.cancel()
             during = times.take()
             during.health += [] if during.health else [time.perf_counter() - began]  # not answered at all
+        finally:
+            for user in users:
+                user.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*users, *attacks, return_exceptions=True)
     await asyncio.sleep(AFTER_S)
@@ -234,13 +226,6 @@ def cpu_s(processes: list[psutil.Process]) -> float:
     return total
 
 
-def copy_target(target: str, folder: Path) -> Path:
-    """The target with a template that takes tools."""
-    shutil.copytree(target, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="assets/tiny-target", help="a folder")
@@ -250,10 +235,11 @@ def main() -> int:
     parser.add_argument("--output", help="JSON lines file to append to")
     args = parser.parse_args()
     names = [name for name in CASES if any(part in name for part in args.only.split(","))]
-    load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
+    load = busy_cores()
     cases = dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        target = copy_target(args.target, Path(folder) / "target")
+        target = shutil.copytree(args.target, Path(folder) / "target")
+        (target / "chat_template.jinja").write_text(TEMPLATE)  # it takes tools
         command = [sys.executable, "-m", "slipstream.serve.cli", f"--target={target}", "--draft=none", "--device=cpu"]
         with running_server([*command, "--tool-parser=qwen3_coder"]) as server:
             asyncio.run(warm_up(server))
@@ -262,7 +248,7 @@ def main() -> int:
                 figures = {key: value for key, value in cases[name].items() if key != "all_health"}
                 print(f"{name}: {figures}", flush=True)
     health = 1000 * np.array([seconds for case in cases.values() for seconds in case.pop("all_health")])
-    line = {"cores_busy_before": round(load, 1), "cases": cases}
+    line = {"cores_busy_before": load, "cases": cases}
     line |= {
         "health_p99_ms": round(float(np.quantile(health, 0.99)), 1),
         "health_max_ms": round(float(health.max()), 1),

@@ -123,6 +123,11 @@ def memory_mb(pid: int) -> float:
     return total / 2**20
 
 
+def busy_cores() -> float:
+    """Measures for a second how many cores other programs use."""
+    return round(psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1), 1)
+
+
 def session_to(server: Server) -> aiohttp.ClientSession:
     """Without limits."""
     connector = aiohttp.TCPConnector(limit=0)
@@ -267,7 +272,7 @@ def main() -> int:
     parser.add_argument("--output", help="JSON lines file to append to")
     args = parser.parse_args()
     tally = Tally()
-    load = psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1)
+    load = busy_cores()
     options = {
         "target": args.target,
         "draft": args.draft,
@@ -287,7 +292,7 @@ def main() -> int:
         figures = summary(tally, time.monotonic() - start_s) | {"left": asyncio.run(leftovers(server))}
     figures["exit"] = server.process.returncode
     shared = origin("soak", "cpu") | {name: getattr(args, name) for name in ("kind", "clients", "draft")}
-    lines = Lines(args.output, shared | {"cores_busy_before": round(load, 1)})
+    lines = Lines(args.output, shared | {"cores_busy_before": load})
     lines.add(figures)
     lines.print()
     for wrong in tally.wrong[:20]:
