@@ -143,7 +143,8 @@ def file_fault(config: object, error: OSError) -> str:
     """The system's error as the option that names the file, the file and a remedy, as far as they can be told."""
     if error.errno is None or error.filename is None:
         return str(error)
-    file, fault = os.fsdecode(error.filename), os.strerror(error.errno)
+    file = os.fsdecode(error.filename)
+    fault = os.strerror(error.errno)
     remedy = REMEDIES.get(error.errno, "check the path, or name another")
     for option, path in paths_of(config):
         if concerns(path, Path(file).absolute()):
@@ -155,8 +156,8 @@ def paths_of(config: object) -> list[tuple[str, str]]:
     """Options and the texts that they hold, any of which may be a path; those with a folder first."""
     values = flatten(asdict(config)) if is_dataclass(config) and not isinstance(config, type) else {}
     listed = [(name, value if isinstance(value, list | tuple) else [value]) for name, value in values.items()]
-    found = [(name, text) for name, texts in listed for text in texts if isinstance(text, str) and text]
-    return sorted(found, key=lambda one: os.sep not in one[1])
+    texts = [(name, text) for name, items in listed for text in items if isinstance(text, str) and text]
+    return sorted(texts, key=lambda option: os.sep not in option[1])
 
 
 def concerns(text: str, file: Path) -> bool:
@@ -207,7 +208,8 @@ def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any])
 
 def sentence(message: str) -> str:
     """The parser's message on a value of the wrong type as field, value and remedy; other messages unchanged."""
-    key, value = re.match(r'Parser key "([\w.]+)":', message), re.search(r"(?:Got|Given) value: (.*)", message)
+    key = re.match(r'Parser key "([\w.]+)":', message)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
     expected = re.findall(r"<class '(\w+)'>|Literal\[([^]]*)\]|\b(tuple|list)\[", message.split("Given value type")[0])
     names = [(name or container, choices) for name, choices, container in expected if name != "NoneType"]
     words = [WORDS.get(name) or choices.replace("'", "").replace(", ", " or ") for name, choices in names]
@@ -228,7 +230,9 @@ def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: 
 
 def files_first(argv: Sequence[str]) -> list[str]:
     """`argv` with its --config words moved to the front: the parser lets later words win, and flags must."""
-    words, files, flags = list(argv), list[str](), list[str]()
+    words = list(argv)
+    files: list[str] = []
+    flags: list[str] = []
     while words:
         word = words.pop(0)
         if word == "--config":
@@ -240,8 +244,8 @@ def files_first(argv: Sequence[str]) -> list[str]:
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
-    named = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--config"]
-    return named + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    following = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--config"]
+    return following + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
 
 
 def read_options(file: str) -> dict[str, Any]:
@@ -312,8 +316,8 @@ def complete(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
     leave out."""
     present = {section for name in values for section in sections_of(name)}
     absent = (defaults.keys() | values.keys()) - present
-    known = {name: value for name, value in defaults.items() if name in absent and absent.isdisjoint(sections_of(name))}
-    return known | dict(values)
+    fill = {name: value for name, value in defaults.items() if name in absent and absent.isdisjoint(sections_of(name))}
+    return fill | dict(values)
 
 
 def sections_of(name: str) -> list[str]:

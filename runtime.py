@@ -52,12 +52,13 @@ def cores_in_use(seconds: float = 0.3) -> float:
 
 def free_cores() -> int:
     """The cores that other programs leave, at least one; says so on stderr where these take half of one or more."""
-    cores, used = usable_cores(), cores_in_use()
-    if used < 0.5:
+    cores = usable_cores()
+    load = cores_in_use()
+    if load < 0.5:
         return cores
-    message = f"the machine is busy: other programs use {used:.1f} of {cores} cores, so this takes longer than usual"
+    message = f"the machine is busy: other programs use {load:.1f} of {cores} cores, so this takes longer than usual"
     print(message, file=sys.stderr, flush=True)
-    return max(1, round(cores - used))
+    return max(1, round(cores - load))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Options:
 
     size: int = 3
     """A whole number."""
-    most: int | None = None
+    limit: int | None = None
     """A whole number or nothing."""
     layers: tuple[int, ...] | None = None
     """A list."""
@@ -48,7 +48,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ("flag", "sentence"),
     [
         ("--size=7.5", "size is '7.5'; give a whole number"),
-        ("--most=few", "most is 'few'; give a whole number"),
+        ("--limit=few", "limit is 'few'; give a whole number"),
         ("--layers=all", "layers is 'all'; give a list such as [1, 2]"),
         ("--quick=maybe", "quick is 'maybe'; give true or false"),
         ("--part.rate=abc", "part.rate is 'abc'; give a number"),
@@ -62,8 +62,8 @@ def test_a_value_of_the_wrong_type(
     name, value = flag.removeprefix("--").split("=")
     file = tmp_path / "options.yaml"
     file.write_text(f"part:\n  {name.removeprefix('part.')}: {value}\n" if "." in name else f"{name}: {value}\n")
-    found = refusal(capsys, "--config", str(file))
-    assert found.replace("'7.5'", "7.5") == f"test: error: {sentence}".replace("'7.5'", "7.5")
+    message = refusal(capsys, "--config", str(file))
+    assert message.replace("'7.5'", "7.5") == f"test: error: {sentence}".replace("'7.5'", "7.5")
 
 
 def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_an_empty_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert refusal(capsys, "--config", str(file)) == (
         f"test: error: part in {file} is empty; give part.kind or another option below it, or leave it out"
     )
-    file.write_text("size: 4\nmost: null\n")
+    file.write_text("size: 4\nlimit: null\n")
     assert parse(Options, ["--config", str(file)], prog="test", description="A test.").size == 4
 
 
@@ -115,7 +115,8 @@ class Files:
 
 FULL = "No space left on device"
 ABSENT = "No such file or directory"
-NO_ROOM, NO_FILE = "make room and run the same command again", "check the path, or name another"
+NO_ROOM = "make room and run the same command again"
+NO_FILE = "check the path, or name another"
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
     """The columns of a form, and its messages: questions and answers in alternation, or questions alone."""
     question = texts[0]
     pair = chat(*texts[:2])
-    whole = chat(*texts)
+    conversation = chat(*texts)
     worse = {"role": "assistant", "content": "worse"}
-    preference = {"chosen": whole[-1:], "rejected": [worse]}
+    preference = {"chosen": conversation[-1:], "rejected": [worse]}
     forms: dict[str, tuple[dict[str, Any], list[Any]]] = {
         "alpaca": ({"instruction": question, "input": "", "output": texts[1]}, pair),
         "alpaca with input": (
@@ -71,13 +71,19 @@ def form_of(kind: str, texts: list[str]) -> tuple[dict[str, Any], list[Any]]:
         "texts as prompt": ({"prompt": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
         "chosen for a question": ({"question": question, "chosen": texts[1], "rejected": "worse"}, pair),
         "chosen for an input": ({"input": question, "chosen": texts[1], "rejected": "worse"}, pair),
-        "messages as prompt": ({"prompt": whole[:-1]}, whole[:-1]),
+        "messages as prompt": ({"prompt": conversation[:-1]}, conversation[:-1]),
         "turns": ({"turns": texts[::2]}, [{"role": "user", "content": text} for text in texts[::2]]),
         "chosen text": ({"prompt": question, "chosen": texts[1], "rejected": "worse"}, pair),
-        "chosen text after messages": ({"prompt": whole[:-1], "chosen": texts[-1], "rejected": "worse"}, whole),
-        "chosen message": ({"prompt": whole[:-1], **preference}, whole),
-        "chosen conversation": ({"chosen": whole, "rejected": [*whole[:-1], worse]}, whole),
-        "its first question": ({"prompt": question, "chosen": whole, "rejected": [*whole[:-1], worse]}, whole),
+        "chosen text after messages": (
+            {"prompt": conversation[:-1], "chosen": texts[-1], "rejected": "worse"},
+            conversation,
+        ),
+        "chosen message": ({"prompt": conversation[:-1], **preference}, conversation),
+        "chosen conversation": ({"chosen": conversation, "rejected": [*conversation[:-1], worse]}, conversation),
+        "its first question": (
+            {"prompt": question, "chosen": conversation, "rejected": [*conversation[:-1], worse]},
+            conversation,
+        ),
     }
     return forms[kind]
 
@@ -139,8 +145,8 @@ def test_other_formats() -> None:
     assert example({"text": "Hello"}).text == "Hello"
     tokens = example({"input_ids": [3, 4], "loss_mask": [0, True], "messages": TURNS})
     assert (tokens.documents, tokens.messages) == ([([3, 4], [0, 1])], None)
-    both = [{"input_ids": [3, 4], "loss_mask": [0, 1]}, {"input_ids": [5], "loss_mask": [1]}]
-    assert example({"token_rows": both, "messages": TURNS}).documents == [([3, 4], [0, 1]), ([5], [1])]
+    token_rows = [{"input_ids": [3, 4], "loss_mask": [0, 1]}, {"input_ids": [5], "loss_mask": [1]}]
+    assert example({"token_rows": token_rows, "messages": TURNS}).documents == [([3, 4], [0, 1]), ([5], [1])]
     assert example({"input_ids": None, "loss_mask": None, "messages": TURNS}).messages == TURNS
     plain = example({"prompt": "Hello", "completion": "fine"}, has_template=False)
     assert (plain.prompt, plain.text, plain.messages) == ("Hello", "fine", None)

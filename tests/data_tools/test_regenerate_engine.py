@@ -169,10 +169,12 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
 
 
 def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: list[FakeLLM], capsys: Any) -> None:
-    words = ("--target", target, "--temperature", 1)
-    single = run(tmp_path, *words, rows=ROWS[3:6])
-    assert run(tmp_path, *words, "--samples", 2, rows=ROWS[3:6])[::2] == single, "rows of the file are kept"
-    rows = run(tmp_path, *words, "--samples", 3, rows=ROWS[3:6])
+    def answer(*flags: Any) -> list[dict[str, Any]]:
+        return run(tmp_path, "--target", target, "--temperature", 1, *flags, rows=ROWS[3:6])
+
+    single = answer()
+    assert answer("--samples", 2)[::2] == single, "rows of the file are kept"
+    rows = answer("--samples", 3)
     assert {request.id for request in llms[-1].requests} == {"row3#2", "row4#2", "row5#2"}
     ids = [f"row{number}{sample}" for number in (3, 4, 5) for sample in ("", "#1", "#2")]
     assert [row["id"] for row in rows] == ids
@@ -182,10 +184,10 @@ def test_each_prompt_gets_several_answers(tmp_path: Path, target: Path, llms: li
     assert len({str(messages) for messages in expected}) == 9
     figures = report(tmp_path)
     assert [figures[name] for name in ("rows_in", "samples", "rows_kept")] == [3, 9, 9]
-    message = error(capsys, tmp_path, *words, "--samples", 2, rows=ROWS[3:6])
+    message = error(capsys, tmp_path, "--target", target, "--temperature", 1, "--samples", 2, rows=ROWS[3:6])
     assert "samples is 2, but" in message
     assert "was started with 3; give as many or more" in message
-    assert run(tmp_path, *words, "--samples", 3, "--overwrite", rows=ROWS[3:6]) == rows
+    assert answer("--samples", 3, "--overwrite") == rows
 
 
 @pytest.mark.usefixtures("llms")
