@@ -214,7 +214,7 @@ def careless(subject: Subject, replay: Replay) -> Iterator[Reading]:
 
 def _careless_flags(subject: Subject) -> Iterator[Reading]:
     values = subject.files.values
-    eagle = values.get("eagle_config") or {}
+    eagle = subject.section("eagle_config")
     for flag in FLAGS:
         tensor = FLAG_TENSORS.get(flag)
         outer = values.get(flag)

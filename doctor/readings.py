@@ -101,17 +101,16 @@ def are_layers(layers: tuple[int, ...], last: int) -> bool:
 
 def with_layers(subject: Subject, layers: tuple[int, ...]) -> Subject:
     """The files with these layer outputs in every place that names them."""
-    values = dict(subject.files.values)
+    values = subject.files.values
     if subject.family == "dflash":
-        inner = dict(values.get("dflash_config") or {})
         if "target_layer_ids" in values:
             return subject.with_values(target_layer_ids=list(layers))
         if "aux_hidden_state_layer_ids" in values:
             return subject.with_values(aux_hidden_state_layer_ids=[layer + 1 for layer in layers])
-        return subject.with_values(dflash_config={**inner, "target_layer_ids": list(layers)})
-    eagle = {name: x for name, x in (values.get("eagle_config") or {}).items() if "layer_ids" not in name}
+        return subject.with_values(dflash_config={**subject.section("dflash_config"), "target_layer_ids": list(layers)})
+    eagle = {name: x for name, x in subject.section("eagle_config").items() if "layer_ids" not in name}
     inputs = [layer + 1 for layer in layers]
-    return replace(subject, choices=replace(subject.choices, aux_layers=None)).with_values(
+    return subject.with_choices(aux_layers=None).with_values(
         eagle_config=eagle, eagle_aux_hidden_state_layer_ids=inputs
     )
 
@@ -145,10 +144,9 @@ def norms(case: Case) -> Iterator[Reading]:
 
 
 def without_flag(subject: Subject, flag: str) -> Subject:
-    eagle = {name: x for name, x in (subject.files.values.get("eagle_config") or {}).items() if name != flag}
-    choices = replace(subject.choices, norm_output=None) if flag == "norm_output" else subject.choices
-    changed = subject.with_values(eagle_config=eagle) if "eagle_config" in subject.files.values else subject
-    return replace(changed, choices=choices)
+    if "eagle_config" in subject.files.values:
+        subject = subject.with_values(eagle_config=subject.section("eagle_config", flag))
+    return subject.with_choices(norm_output=None) if flag == "norm_output" else subject
 
 
 def mask_tokens(case: Case) -> Iterator[Reading]:
@@ -168,7 +166,7 @@ def other_masks(subject: Subject, target: Target, mask_token: int | None) -> Ite
     for name, token in tokens.items():
         if token is None or token == mask_token or token >= target.config.vocab_size:
             continue
-        inner = {**(subject.files.values.get("dflash_config") or {}), "mask_token_id": token}
+        inner = {**subject.section("dflash_config"), "mask_token_id": token}
         yield Reading(
             "mask token",
             f"the {name} token as the mask token",
@@ -201,22 +199,20 @@ def convention(subject: Subject, *, from_anchor: bool) -> Reading:
     other_fields = [field for field in fields if not field.startswith("sample_from_anchor")]
     instead = f" instead of {', '.join(other_fields)}" if other_fields else ""
     meaning = "the next token" if from_anchor else "nothing"
-    inner = subject.files.values.get("dflash_config") or {}
-    inner_values = {name: x for name, x in inner.items() if name not in ANCHOR_FIELDS}
+    inner = subject.section("dflash_config", *ANCHOR_FIELDS)
     changed = {**dict.fromkeys(ANCHOR_FIELDS), "sample_from_anchor": from_anchor}
     return Reading(
         "block convention",
         f"sample_from_anchor {value}",
         f"the draft was trained so that the anchor's slot drafts {meaning}; {statement}",
         f"write sample_from_anchor {value}{instead} in config.json{option}",
-        subject.with_values(**changed, dflash_config=inner_values).with_choices(sample_from_anchor=None),
+        subject.with_values(**changed, dflash_config=inner).with_choices(sample_from_anchor=None),
     )
 
 
 def anchor_fields(subject: Subject) -> list[str]:
     """The fields by which config.json says whether the anchor's slot drafts, with their values."""
-    values = subject.files.values
-    levels = values, values.get("dflash_config") or {}
+    levels = subject.files.values, subject.section("dflash_config")
     settings = {name: fields[name] for fields in levels for name in ANCHOR_FIELDS if fields.get(name) is not None}
     return [f"{name} {str(bool(value)).lower()}" for name, value in settings.items()]
 
@@ -291,8 +287,7 @@ def windows(case: Case) -> Iterator[Reading]:
 
 def other_window_mask(subject: Subject, *, causal: bool) -> Reading:
     """The files with windows whose slots see later slots of their block, or with `causal` do not."""
-    inner = subject.files.values.get("dflash_config") or {}
-    inner_values = {name: x for name, x in inner.items() if name not in (*CAUSAL_FIELDS, "sliding_window_non_causal")}
+    inner = subject.section("dflash_config", *CAUSAL_FIELDS, "sliding_window_non_causal")
     value = str(not causal).lower()
     return Reading(
         "windows",
@@ -300,9 +295,7 @@ def other_window_mask(subject: Subject, *, causal: bool) -> Reading:
         f"in layers with a window the draft is read as if slots {'saw' if causal else 'did not see'} later slots of "
         f"their block, but it was trained the other way round",
         f"write sliding_window_non_causal {value} and is_causal {str(causal).lower()} in config.json",
-        subject.with_values(
-            dflash_config=inner_values, **dict.fromkeys(CAUSAL_FIELDS), sliding_window_non_causal=not causal
-        ),
+        subject.with_values(dflash_config=inner, **dict.fromkeys(CAUSAL_FIELDS), sliding_window_non_causal=not causal),
     )
 
 
@@ -406,9 +399,8 @@ def repairs(subject: Subject, target: Target, path: Path, is_refused: bool) -> I
 
 def flags_of_tensors(subject: Subject) -> Iterator[Reading]:
     """Flags that contradict the norms in the files."""
-    values = subject.files.values
+    levels = subject.files.values, subject.section("eagle_config")
     for flag, tensor in FLAG_TENSORS.items():
-        levels = values, values.get("eagle_config") or {}
         settings = [fields[flag] for fields in levels if fields.get(flag) is not None]
         has = subject.tensor(tensor) is not None
         if not settings or all(bool(setting) == has for setting in settings):
@@ -487,16 +479,15 @@ def quantised(subject: Subject) -> Iterator[Reading]:
 def scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """codes (O, I) times scales: one, (O,) or (O, 1), or of blocks (o, i)."""
     scale = scale.float()
-    if scale.numel() == 1 or codes.dim() == 1:
-        return (
-            (codes.float() * scale.reshape(())).bfloat16() if scale.numel() == 1 else (codes.float() * scale).bfloat16()
-        )
-    if scale.dim() == 1 or scale.shape[1] == 1:
-        return (codes.float() * scale.reshape(-1, 1)).bfloat16()
-    rows = -(-codes.shape[0] // scale.shape[0])
-    columns = -(-codes.shape[1] // scale.shape[1])
-    spread = scale.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)[:, : codes.shape[1]]
-    return (codes.float() * spread).bfloat16()
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    elif codes.dim() > 1 and (scale.dim() == 1 or scale.shape[1] == 1):
+        scale = scale.reshape(-1, 1)
+    elif codes.dim() > 1:
+        rows = -(-codes.shape[0] // scale.shape[0])
+        columns = -(-codes.shape[1] // scale.shape[1])
+        scale = scale.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)[:, : codes.shape[1]]
+    return (codes.float() * scale).bfloat16()
 
 
 def other_families(subject: Subject) -> Iterator[Reading]:
@@ -525,7 +516,7 @@ def left_open(subject: Subject, target: Target) -> Iterator[Reading]:
     values = subject.files.values
     last = target.config.num_layers
     if subject.family == "eagle3":
-        layer_ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = subject.section("eagle_config").get("eagle_aux_hidden_state_layer_ids")
         counted = tuple(layer_ids or values.get("eagle_aux_hidden_state_layer_ids") or ())
         candidates = {
             (1, last // 2 - 1, last - 4): "EAGLE-3's",

@@ -68,6 +68,11 @@ class Subject:
         new_tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
         return dataclasses.replace(self, files=self.files._replace(tensors=new_tensors))
 
+    def section(self, name: str, *left_out: str) -> dict[str, Any]:
+        """The fields of a section of config.json, without those `left_out`."""
+        fields = self.files.values.get(name) or {}
+        return {field: value for field, value in fields.items() if field not in left_out}
+
     def names(self, name: str) -> list[str]:
         """The names in the files of the tensor with this public name: some trainers prefix it."""
         return [alias for alias in (name, f"model.{name}") if alias in self.files.tensors]
