@@ -436,7 +436,7 @@ class Call(NamedTuple):
         if not self.is_chat:
             return []
         first = {"role": "assistant", "content": ""}
-        return [self._event([self._part(index, first, None)], 0) for index in range(len(self.requests))]
+        return [self._event([self._part(index, first)], 0) for index in range(len(self.requests))]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the events of a delta in the order of a message: reasoning, content, calls. The last event has the
@@ -456,13 +456,9 @@ class Call(NamedTuple):
         has_more = delta.finish_reason or delta.scored or delta.traced or (delta.tokens and self.wants_token_ids)
         if (delta.finish_reason is not None and calls) or (not parts and has_more):
             parts.append({})
-        choices = [self._part(delta.index, part, None) for part in parts]
+        choices = [self._part(delta.index, part) for part in parts]
         if choices:
-            choices[place] |= {
-                "logprobs": self._logprobs(delta.scored),
-                **self._trace(delta.traced),
-                **self._ids(delta),
-            }
+            choices[place] |= self._details(delta)
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self._event([choice], delta.num_tokens) for choice in choices]
 
@@ -504,8 +500,8 @@ class Call(NamedTuple):
         """Returns the reasoning by both names that clients read."""
         return dict.fromkeys(("reasoning_content", "reasoning"), answer.reasoning or None)
 
-    def _part(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _part(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
         content: dict[str, Any] = {"text": answer.text}
@@ -517,19 +513,20 @@ class Call(NamedTuple):
             if answer.calls:
                 message["tool_calls"] = [whole_call(call) for call in answer.calls]
             content = {"message": message}
-        details = {"logprobs": self._logprobs(answer.scored), **self._trace(answer.traced), **self._ids(answer)}
-        return {"index": answer.index, **content, **details, "finish_reason": answer.finish_reason}
+        reason = answer.finish_reason
+        return {"index": answer.index, **content, **self._details(answer), "finish_reason": reason}
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
-        if self.logprobs is None:
-            return None
-        return (chat_logprobs if self.is_chat else completion_logprobs)(scored, self.logprobs, self.texts)
-
-    def _ids(self, answer: Delta) -> dict[str, Any]:
-        return {"token_ids": list(answer.tokens)} if self.wants_token_ids else {}
-
-    def _trace(self, traced: Sequence[TracedToken]) -> dict[str, Any]:
-        return {"speculation": {"trace": trace_entries(traced, self.texts)}} if self.wants_trace else {}
+    def _details(self, answer: Delta) -> dict[str, Any]:
+        """Returns the fields about single tokens."""
+        details: dict[str, Any] = {"logprobs": None}
+        if self.logprobs is not None:
+            describe = chat_logprobs if self.is_chat else completion_logprobs
+            details["logprobs"] = describe(answer.scored, self.logprobs, self.texts)
+        if self.wants_trace:
+            details["speculation"] = {"trace": trace_entries(answer.traced, self.texts)}
+        if self.wants_token_ids:
+            details["token_ids"] = list(answer.tokens)
+        return details
 
 
 def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict[str, Any]]:
