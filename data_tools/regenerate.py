@@ -34,7 +34,7 @@ from slipstream.data_tools.verb_options import RegenerateConfig
 from slipstream.models.files.atomic import atomic_file, full_disk_errors, open_locked, write_json
 from slipstream.models.files.checkpoint import read_json, resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_output_file
-from slipstream.models.files.text import read_text_file
+from slipstream.models.files.text import read_key
 from slipstream.serve.llm import LLM
 
 
@@ -191,7 +191,7 @@ class Source:
         target_hash = None if target is None else hash_of(target, config)
         if not config.endpoint:
             return cls(target, context=own_context, target_hash=target_hash)
-        api_key = None if config.api_key_file is None else read_text_file("api_key_file", config.api_key_file).strip()
+        api_key = read_key(config.api_key_file)
         model, context = shared_model(config.urls, config.model, api_key)
         return cls(target, model, context or own_context, api_key, target_hash)
 

@@ -42,6 +42,7 @@ from slipstream.models.files.checkpoint import (
     tokenizer_hash,
     weights_fingerprint,
 )
+from slipstream.models.files.text import read_key
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.drafters.registry import drafter_name
@@ -68,7 +69,7 @@ def examine(config: DoctorConfig) -> Examination:
     """Raises ValueError for data without questions, for a draft of an unknown kind, and for an endpoint that does not
     answer."""
     if config.endpoint is not None:
-        check_endpoint(config.endpoint, config.api_key)
+        check_endpoint(config.endpoint, read_key(config.api_key_file))
     path = resolve(config.draft)
     name, folder = find_target(EngineConfig(target=config.target, draft=config.draft, revision=config.revision))
     config = replace(config, target=str(folder), data=config.data or (str(QUESTIONS),))
@@ -142,7 +143,7 @@ def read_texts(
         endpoint = None
         if config.endpoint is not None:
             texts = [engine.text(answer) for answer in answered]
-            endpoint = ask_endpoint(config.endpoint, answered, texts, config.max_tokens, config.api_key)
+            endpoint = ask_endpoint(config.endpoint, answered, texts, config.max_tokens, read_key(config.api_key_file))
     return Texts(answered=tuple(answered), served=served, refusal=engine.refusal, variants=variants, endpoint=endpoint)
 
 

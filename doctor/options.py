@@ -40,10 +40,6 @@ class DoctorConfig(ConversationOptions):
     output: str = "doctor.html"
     """Page to write; the same as JSON goes beside it."""
 
-    @property
-    def api_key(self) -> str | None:
-        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
-
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
         check_required(self)

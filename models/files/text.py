@@ -10,3 +10,8 @@ def read_text_file(option: str, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         fault = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"{option} is {name!r}, which cannot be read ({fault}); name a text file") from error
+
+
+def read_key(name: str | None) -> str | None:
+    """The API key in the file of the option api_key_file, if it is set."""
+    return None if name is None else read_text_file("api_key_file", name).strip()

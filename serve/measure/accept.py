@@ -27,6 +27,7 @@ from slipstream.config import run
 from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
+from slipstream.models.files.text import read_key
 from slipstream.serve.load import read_levels
 from slipstream.serve.measure.accept_report import ESTIMATED, Figures, figures_of, plot, shown_table
 from slipstream.serve.measure.conversations import (
@@ -134,10 +135,6 @@ class AcceptConfig:
     @property
     def request_options(self) -> RequestOptions:
         return RequestOptions(max_tokens=self.max_tokens, seed=self.seed, template=self.template, fields=self.fields)
-
-    @property
-    def api_key(self) -> str | None:
-        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
 
     @property
     def result_options(self) -> dict[str, Any]:
@@ -255,7 +252,7 @@ def identity_of(config: AcceptConfig) -> Identity | None:
     if not config.url:
         return checkpoint_identity(find_target(engine_options(config))[0], config.draft)
     urls = [url for url in (config.url, config.baseline_url) if url]
-    return asyncio.run(server_identities(urls, model=config.model, api_key=config.api_key))
+    return asyncio.run(server_identities(urls, model=config.model, api_key=read_key(config.api_key_file)))
 
 
 def engine_options(config: AcceptConfig) -> EngineConfig:
@@ -266,7 +263,7 @@ def engine_options(config: AcceptConfig) -> EngineConfig:
 async def measure_servers(config: AcceptConfig, record: Record) -> None:
     """Measures each setting with the draft and, if the server can do without it, also without."""
     shared: dict[str, Any] = {"connections": max(read_levels(config.concurrency)), "model": config.model}
-    shared |= {"api_key": config.api_key, "request_options": config.request_options}
+    shared |= {"api_key": read_key(config.api_key_file), "request_options": config.request_options}
     salt = secrets.token_hex(4)  # another run's prompts are not in the cache of this one
     async with AsyncExitStack() as stack:
         responder = await stack.enter_async_context(server_responder(config.url, speculates=True, salt=salt, **shared))

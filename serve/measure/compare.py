@@ -25,6 +25,7 @@ from slipstream.config import check_required, run
 from slipstream.models.files.atomic import atomic_file, write_json
 from slipstream.models.files.names import KEY_FILE, check_file
 from slipstream.models.files.outputs import check_working_folder
+from slipstream.models.files.text import read_key
 from slipstream.serve.load import Answer, Client, LoadResult, Prompt, read_levels, send_all
 from slipstream.serve.measure.compare_report import Comparison, compare_passes, plot, shown_table
 from slipstream.serve.measure.conversations import THINKING, template_variables
@@ -88,10 +89,6 @@ class CompareConfig:
         """Raises ValueError for an input that does not exist."""
         check_file("api_key_file", self.api_key_file, KEY_FILE)
 
-    @property
-    def api_key(self) -> str | None:
-        return None if self.api_key_file is None else Path(self.api_key_file).read_text().strip()
-
     def block_len(self, level: int) -> int:
         return self.requests or max(4, 2 * level)
 
@@ -134,7 +131,7 @@ def compare(config: CompareConfig) -> None:
     prompts = [question.first for question in read_questions(config.questions)]
     check_working_folder(config.output, {"questions": config.questions})
     output = Path(config.output)
-    identity = asyncio.run(server_identities(config.url, model=config.model, api_key=config.api_key))
+    identity = asyncio.run(server_identities(config.url, model=config.model, api_key=read_key(config.api_key_file)))
     passes = output / "passes.jsonl"
     with Journal(passes, "slipstream compare", config.result_options, identity, anew=config.overwrite) as journal:
         if journal.results:
@@ -163,7 +160,7 @@ async def measure(config: CompareConfig, prompts: Sequence[Prompt], journal: Jou
     async with AsyncExitStack() as stack:
         sides = []
         for url in config.url:
-            client = Client(url, connections=max(levels), model=config.model, api_key=config.api_key)
+            client = Client(url, connections=max(levels), model=config.model, api_key=read_key(config.api_key_file))
             await stack.enter_async_context(client)
             salts = kind_of(await client.read("/metrics")) in ("slipstream", "vllm")
             sides.append(Side(client, salts=salts))
