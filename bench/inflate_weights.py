@@ -126,9 +126,6 @@ class Inflation:
         weight[-1] = constant
         return weight
 
-    def head_norm(self, small: Tensor | None, head_dim: int) -> Tensor:
-        return small if small is not None else 1.0 + self.fill(head_dim)
-
     def reads(self, small: Tensor | None, rows: int, num_inputs: int = 1, factor: float = 1.0) -> Tensor:
         """A matrix over normed states: (O, K * h) -> (rows, K * H), small values times `factor`."""
         weight = self.fill(rows, num_inputs * self.H)
@@ -250,7 +247,7 @@ class Inflation:
         if small is not None and part in ("embed_tokens", "lm_head"):
             return (self.embedding if part == "embed_tokens" else self.head)(small, shape[0])
         if part in ("q_norm", "k_norm"):
-            return self.head_norm(small, *shape)
+            return small if small is not None else 1.0 + self.fill(*shape)
         if part.endswith("norm"):
             return self.norm(small, LIFT if part == "norm" else 0.0)
         if part in ("o_proj", "down_proj"):

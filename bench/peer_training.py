@@ -202,22 +202,18 @@ def compare(config: PeerConfig) -> None:
             for words in tries.peer_tries:
                 runs.append(peer_run(config, peer, name, words, folder))
                 figures.append(workers.submit(runs[-1], accept_flags(config, name, questions)))
-        failures = [f"{run.drafter}, {run.side}, {run.flags}: {error}" for run, error in errors(runs, figures)]
+        failures = []
+        for run, future in zip(runs, figures, strict=True):
+            error = future.exception()  # waits
+            if isinstance(error, ValueError):
+                failures.append(f"{run.drafter}, {run.side}, {run.flags}: {error}")
+            elif error is not None:
+                raise error
     finally:
         workers.close()
         report(config, peer, results_of(runs, figures))  # of a run that was interrupted, too
     if failures:
         raise ValueError("\n".join((f"{len(failures)} of {len(runs)} tries failed; the others are kept", *failures)))
-
-
-def errors(runs: Iterable[Run], figures: Iterable["Future[Any]"]) -> Iterable[tuple[Run, ValueError]]:
-    """Waits for all runs. Yields those whose program failed; raises any other error."""
-    for run, future in zip(runs, figures, strict=True):
-        error = future.exception()
-        if isinstance(error, ValueError):
-            yield run, error
-        elif error is not None:
-            raise error
 
 
 def results_of(runs: Iterable[Run], figures: Iterable["Future[Any]"]) -> list[tuple[Run, dict[str, dict[str, Any]]]]:
