@@ -190,15 +190,7 @@ def read_top_k(value: int) -> int:
     return 0 if value == -1 else value  # both mean off
 
 
-def read_stop(value: Any) -> list[str]:
-    return read_strings("stop", value, limits.MAX_STOP_STRINGS)
-
-
-def read_bad_words(value: Any) -> list[str]:
-    return read_strings("bad_words", value, limits.MAX_BAD_WORDS)
-
-
-def read_strings(field: str, value: Any, limit: int) -> list[str]:
+def read_strings(value: Any, *, field: str, limit: int) -> list[str]:
     strings = value if isinstance(value, list) else [value]
     check_length(strings, limit, field)
     if not all(isinstance(string, str) and string for string in strings):
@@ -307,14 +299,16 @@ class SamplingBody(Fields):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
     min_tokens: NumTokens = 0
-    bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
+    bad_words: Annotated[
+        list[str], PlainValidator(partial(read_strings, field="bad_words", limit=limits.MAX_BAD_WORDS))
+    ] = []
     # Grammars of the answer, as vLLM and SGLang name them; see `grammar_of`.
     structured_outputs: dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], PlainValidator(read_stop)] = []
+    stop: Annotated[list[str], PlainValidator(partial(read_strings, field="stop", limit=limits.MAX_STOP_STRINGS))] = []
     stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
     ignore_eos: bool = False
     # Requests share cached prompt prefixes only with requests of the same salt.
