@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.data_tools.conversations import TOKEN_COLUMNS, Example, content_hash, read_category, to_example
-from slipstream.data_tools.masking import Document, is_empty, read_turn
+from slipstream.data_tools.masking import Document, add_answer, is_empty, read_turn
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
@@ -186,7 +186,10 @@ def converse(
                 return Result(id=dialogue.id, dropped="empty_answer")
             messages = [*messages, answer.message]
             answers.append((len(messages), answer))
-            documents = _extend(documents, prompt_ids, answer)
+            if answer.token_ids is None:
+                documents = None
+            elif documents is not None:
+                add_answer(documents, prompt_ids, answer.token_ids)
             if is_cut or answer.message.get("tool_calls"):
                 break
         if chat is not None and documents is None:
@@ -195,19 +198,6 @@ def converse(
     except RowDropped as error:
         return Result(id=dialogue.id, dropped=error.reason)
     return Result(id=dialogue.id, row=_row(dialogue, messages, answers, documents if chat else None, chat))
-
-
-def _extend(documents: list[Document] | None, prompt_ids: list[int], answer: Answer) -> list[Document] | None:
-    """`documents` with an answer and its prompt: in the last one if the prompt goes on with it, else, where the
-    template renders an earlier answer otherwise, in another. None if the tokens are not known."""
-    if documents is None or answer.token_ids is None:
-        return None
-    mask: list[float] = []
-    if documents and prompt_ids[: len(documents[-1][0])] == documents[-1][0]:
-        mask = documents[-1][1]
-        documents = documents[:-1]
-    mask = mask + [0.0] * (len(prompt_ids) - len(mask)) + [1.0] * len(answer.token_ids)
-    return [*documents, (prompt_ids + answer.token_ids, mask)]
 
 
 def _row(

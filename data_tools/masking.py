@@ -55,13 +55,18 @@ def mask_conversation(
     documents: list[Document] = []
     for index in supervised if turns == "all" else supervised[-1:]:
         turn = read_turn(chat, messages[: index + 1], tools, end_ids, is_cut=is_cut and index == answers[-1])
-        if documents and turn.ids[: turn.start][: len(documents[-1][0])] == documents[-1][0]:
-            mask = documents.pop()[1]
-        else:
-            mask = []
-        mask = mask + [0.0] * (turn.start - len(mask)) + [weights.get(index, 1.0)] * (len(turn.ids) - turn.start)
-        documents.append((turn.ids, mask))
+        add_answer(documents, turn.ids[: turn.start], turn.ids[turn.start :], weights.get(index, 1.0))
     return documents
+
+
+def add_answer(documents: list[Document], prompt_ids: list[int], answer_ids: list[int], weight: float = 1.0) -> None:
+    """Adds an answer and its prompt: to the last document if the prompt goes on with it, else, where the template
+    renders an earlier answer otherwise, as another."""
+    mask: list[float] = []
+    if documents and prompt_ids[: len(documents[-1][0])] == documents[-1][0]:
+        mask = documents.pop()[1]
+    mask = mask + [0.0] * (len(prompt_ids) - len(mask)) + [weight] * len(answer_ids)
+    documents.append((prompt_ids + answer_ids, mask))
 
 
 def read_turn(
