@@ -114,9 +114,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
             break
         words[place] = f"--{option}={words[place]}"
     words = expand(config_class, files_first(words))
-    if hasattr(config_class, "choose_defaults"):
+    choose_defaults: Any = getattr(config_class, "choose_defaults", None)
+    if choose_defaults is not None:
         values = parse_or_exit(parser, [word for word in words if not word.startswith("--print")])
-        parser.set_defaults(config_class.choose_defaults(values.as_dict()))
+        parser.set_defaults(choose_defaults(values.as_dict()))
     return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 

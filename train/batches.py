@@ -316,16 +316,16 @@ def training_batches(
     only NaN in a step that has such a row anyway.
     """
     order = itertools.islice(row_order(rows, seed, start), None if end is None else end - start)
-    own = slice(process * batch_size, (process + 1) * batch_size)
+    share = slice(process * batch_size, (process + 1) * batch_size)
     filler = 0
     filler_number = start
     for first in itertools.count(start, batch_size * num_processes):
-        taken = list(itertools.islice(order, batch_size * num_processes))
-        if taken:
-            filler = taken[0]
+        numbers = list(itertools.islice(order, batch_size * num_processes))
+        if numbers:
+            filler = numbers[0]
             filler_number = first
-        chosen = taken[own]
-        yield rows.batch(chosen or [filler], first + own.start if chosen else filler_number), bool(chosen)
+        share_rows = numbers[share]
+        yield rows.batch(share_rows or [filler], first + share.start if share_rows else filler_number), bool(share_rows)
 
 
 def evaluation_batches(
@@ -336,8 +336,8 @@ def evaluation_batches(
     step = batch_size * num_processes
     for first in range(0, len(rows), step):
         offset = first + process * batch_size
-        chosen = list(range(offset, min(offset + batch_size, len(rows))))
-        yield rows.batch(chosen or [0], offset if chosen else 0), bool(chosen)
+        share_rows = list(range(offset, min(offset + batch_size, len(rows))))
+        yield rows.batch(share_rows or [0], offset if share_rows else 0), bool(share_rows)
 
 
 def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:

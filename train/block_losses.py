@@ -27,15 +27,15 @@ MARGIN = 2.0  # of scorer_hinge, in scores
 
 
 def mix_of(weights: Mapping[str, float]) -> Mix:
-    """Those over the vocabulary."""
+    """The losses over the vocabulary."""
     tv = weights["tv"] + 2 * weights["l1"]
     return Mix(weights["ce"], weights["kl"], tv, weights["lk"], weights["lk_lambda"])
 
 
 def reads_teacher(weights: Mapping[str, float]) -> bool:
     """Whether they read the target's distribution."""
-    named = (weights[name] for name in ("selector_tv", "confidence", "scorer_regret"))
-    return mix_of(weights).reads_teacher or any(named)
+    head_weights = (weights[name] for name in ("selector_tv", "confidence", "scorer_regret"))
+    return mix_of(weights).reads_teacher or any(head_weights)
 
 
 class Candidates(NamedTuple):
@@ -46,24 +46,24 @@ class Candidates(NamedTuple):
 def with_labels(rows: Tensor, labels: Tensor) -> Candidates:
     """rows (M, k), best first; labels (M,): a label that is missing takes the last place."""
     matches = rows == labels.unsqueeze(1)
-    found = matches.any(dim=1)
-    places = torch.where(found, matches.long().argmax(dim=1), rows.shape[1] - 1)
-    last = torch.where(found, rows[:, -1], labels)
+    has_label = matches.any(dim=1)
+    places = torch.where(has_label, matches.long().argmax(dim=1), rows.shape[1] - 1)
+    last = torch.where(has_label, rows[:, -1], labels)
     return Candidates(torch.cat((rows[:, :-1], last.unsqueeze(1)), dim=1), places)
 
 
 def selector_losses(scores: Tensor, places: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
     """scores (M, k), places (M,) of the labels, teacher (M, k) the target's logits -> losses (M,) by name."""
     scores = scores.float()
-    found = {"selector_ce": F.cross_entropy(scores, places, reduction="none")}
+    losses = {"selector_ce": F.cross_entropy(scores, places, reduction="none")}
     if teacher is not None:
         overlap = torch.minimum(scores.softmax(dim=-1), teacher.float().softmax(dim=-1)).sum(dim=-1)
-        found["selector_tv"] = 1 - overlap
-    return found
+        losses["selector_tv"] = 1 - overlap
+    return losses
 
 
 class ScorerSlots(NamedTuple):
-    """Of whole blocks."""
+    """Slots of whole blocks."""
 
     scores: Tensor  # (B, K, k) of a slot's candidates after the text's token before
     places: Tensor  # (B, K) where the text's token is among them
@@ -85,13 +85,16 @@ def scorer_losses(slots: ScorerSlots, teacher: Tensor | None) -> dict[str, Tenso
     (LiLiCorr, arXiv 2608.20530)."""
     scores = slots.scores
     gold = slots.places.unsqueeze(2)
-    own = scores.gather(2, gold)
-    others = scores.scatter(2, gold, -torch.inf).amax(dim=2) if scores.shape[2] > 1 else own.squeeze(2) - MARGIN
-    found = {
-        "scorer_ce": scores.logsumexp(dim=2) - own.squeeze(2),
-        "scorer_hinge": F.relu(MARGIN + others - own.squeeze(2)),
+    gold_scores = scores.gather(2, gold).squeeze(2)
+    if scores.shape[2] > 1:
+        best_others = scores.scatter(2, gold, -torch.inf).amax(dim=2)
+    else:
+        best_others = gold_scores - MARGIN
+    losses = {
+        "scorer_ce": scores.logsumexp(dim=2) - gold_scores,
+        "scorer_hinge": F.relu(MARGIN + best_others - gold_scores),
     }
     if teacher is not None:
         regret = F.relu(teacher.gather(2, gold) - teacher)
-        found["scorer_regret"] = (scores.softmax(dim=2) * regret).sum(dim=2)
-    return {name: loss * slots.inside for name, loss in found.items()}
+        losses["scorer_regret"] = (scores.softmax(dim=2) * regret).sum(dim=2)
+    return {name: loss * slots.inside for name, loss in losses.items()}

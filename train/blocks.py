@@ -83,15 +83,15 @@ def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     width = batch.tokens.shape[1]
     possible = possible_roots(batch).numpy()
     bounds = np.searchsorted(possible, np.arange(len(batch.tokens) + 1) * width)
-    chosen = []
+    anchors = []
     weights = []
     for number, (first, last) in zip(batch.numbers.tolist(), pairwise(bounds.tolist()), strict=True):
         row = possible[first:last]
         if len(row) > limit:
             row = np.sort(np.random.default_rng((seed, number)).choice(row, limit, replace=False))
-        chosen.append(row)
+        anchors.append(row)
         weights.append(np.full(len(row), (last - first) / max(len(row), 1), np.float32))
-    return torch.from_numpy(np.concatenate(chosen)), torch.from_numpy(np.concatenate(weights))
+    return torch.from_numpy(np.concatenate(anchors)), torch.from_numpy(np.concatenate(weights))
 
 
 def find_blocks(batch: Batch, anchors: Tensor, size: int, *, first_slot: int = 1) -> Blocks:
@@ -124,15 +124,15 @@ def decay_weights(num_proposals: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(num_proposals) / gamma)
 
 
-def dpace_weights(losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
+def dpace_weights(losses: Tensor, is_known: Tensor, counts: Tensor) -> Tensor:
     """(N, K) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
 
-    losses (N, K) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
+    losses (N, K) cross-entropies where `is_known`; slots that count with a label outside the draft vocabulary are sure
     to fail. w_k = sum over j >= k of P_j, P_j = product over i <= j of (1 - alpha) exp(-loss_i) + alpha.
     """
-    confidence = torch.where(known, torch.exp(-losses.detach()), 0.0)
+    confidence = torch.where(is_known, torch.exp(-losses.detach()), 0.0)
     survival = ((1 - DPACE_ALPHA) * confidence + DPACE_ALPHA).cumprod(dim=1) * counts
-    return survival.flip(1).cumsum(1).flip(1) * known
+    return survival.flip(1).cumsum(1).flip(1) * is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,10 @@ def sees(places: Places, q: Any, k: Any, window: int | None, mask: Mask) -> Tens
     key_block = places.key_block[k]
     key_row = places.key_row[k]
     is_context = (key_block < 0) & (key_row >= places.first[q]) & (key_row < places.anchor[q])
-    seen = is_context | (key_block == places.block[q])
+    is_visible = is_context | (key_block == places.block[q])
     if mask == "causal":
-        seen = seen & (key_row <= places.row[q])
-    return seen if window is None else seen & (key_row > places.row[q] - window)
+        is_visible = is_visible & (key_row <= places.row[q])
+    return is_visible if window is None else is_visible & (key_row > places.row[q] - window)
 
 
 class BlockAttention(Attention, ABC):
@@ -192,13 +192,13 @@ class BlockAttention(Attention, ABC):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
-        key = layer.spec.window, mask
-        assert mask == "block" or key[0] is not None, "the kinds of layer that blocks have"
+        window = layer.spec.window
+        assert mask == "block" or window is not None, "the kinds of layer that blocks have"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
-        if key not in self.masks:
-            self.masks[key] = self.make_mask(*key)
-        return self.compute(q, k, v, *self.context[layer.id], self.masks[key])
+        if (window, mask) not in self.masks:
+            self.masks[window, mask] = self.make_mask(window, mask)
+        return self.compute(q, k, v, *self.context[layer.id], self.masks[window, mask])
 
     @abstractmethod
     def make_mask(self, window: int | None, mask: Mask) -> Any: ...
@@ -232,9 +232,9 @@ class SDPABlockAttention(BlockAttention):
                 last += 1
             slots = slice(first * size, last * size)
             rows = slice(starts[first], anchors[last - 1])
-            own = torch.arange(slots.start, slots.stop)
-            keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + own))
-            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window, mask)))
+            queries = torch.arange(slots.start, slots.stop)
+            keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + queries))
+            groups.append(Group(slots, rows, sees(places, queries.unsqueeze(1), keys, window, mask)))
             first = last
         return groups
 
@@ -245,8 +245,8 @@ class SDPABlockAttention(BlockAttention):
         for group in mask:
             keys = torch.cat((context_k[group.rows], k[group.slots]))
             values = torch.cat((context_v[group.rows], v[group.slots]))
-            asked, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[group.slots], keys, values))
-            attended = F.scaled_dot_product_attention(asked, keys, values, attn_mask=group.mask, enable_gqa=True)
+            queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[group.slots], keys, values))
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, enable_gqa=True)
             outputs.append(attended.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
 

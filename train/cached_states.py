@@ -56,8 +56,9 @@ class CachedStates:
         else:
             final.index_copy_(0, self.final_rows, decode(self.final, self.final_scales, dtype))
         if len(self.online_rows):
-            asked = tokens.flatten()[self.online_rows], positions.flatten()[self.online_rows]
-            captured, normed = target.aux_states(*(one.unsqueeze(0) for one in asked))
+            online_tokens = tokens.flatten()[self.online_rows].unsqueeze(0)
+            online_positions = positions.flatten()[self.online_rows].unsqueeze(0)
+            captured, normed = target.aux_states(online_tokens, online_positions)
             aux_states.index_copy_(0, self.online_rows, captured[0])
             final.index_copy_(0, self.online_rows, normed[0])
         return aux_states.view(*shape, -1), final.view(*shape, -1)

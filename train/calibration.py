@@ -37,7 +37,7 @@ class Calibration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Confidences:
-    """What a head said of drafted chains, and how they fared. On the host."""
+    """A head's logits of drafted chains, and how they fared. On the host."""
 
     logits: Tensor  # (N, K) before calibration
     accepted: Tensor  # (N,) int64 leading tokens that the text has, too
@@ -72,22 +72,23 @@ def calibration_error(probabilities: Tensor, outcomes: Tensor) -> float:
     return float(gaps.abs().sum() / len(probabilities))
 
 
-def chain_error(found: Confidences, calibration: Calibration) -> float:
+def chain_error(confidences: Confidences, calibration: Calibration) -> float:
     """The calibration error of all chains' survival, over all slots that count."""
-    return calibration_error(found.survival(calibration)[found.counts], found.survived[found.counts])
+    counts = confidences.counts
+    return calibration_error(confidences.survival(calibration)[counts], confidences.survived[counts])
 
 
-def fit_calibration(found: Confidences) -> Calibration:
+def fit_calibration(confidences: Confidences) -> Calibration:
     """The numbers of each slot, from left to right: those with the largest likelihood of the product up to it. With few
     chains they stay near 1 and 0."""
-    chosen = list[Tensor]()
-    before = torch.ones(len(found.logits), dtype=torch.float64)
-    for slot, logits in enumerate(found.logits.double().unbind(dim=1)):
-        here = found.counts[:, slot]
-        numbers = _fit_slot(logits[here], before[here], found.survived[here, slot])
-        chosen.append(numbers)
+    columns = list[Tensor]()
+    before = torch.ones(len(confidences.logits), dtype=torch.float64)
+    for slot, logits in enumerate(confidences.logits.double().unbind(dim=1)):
+        counts = confidences.counts[:, slot]
+        numbers = _fit_slot(logits[counts], before[counts], confidences.survived[counts, slot])
+        columns.append(numbers)
         before = before * _probabilities(logits, numbers)
-    log_temperatures, biases = torch.stack(chosen, dim=1).float()
+    log_temperatures, biases = torch.stack(columns, dim=1).float()
     return Calibration(log_temperatures.exp(), biases)
 
 
@@ -95,12 +96,12 @@ def _fit_slot(logits: Tensor, before: Tensor, outcomes: Tensor) -> Tensor:
     """(2,) logarithm of the temperature, and bias, of logits (M,) after products `before` (M,); outcomes (M,) bool."""
     numbers = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([numbers], max_iter=MOST_STEPS, line_search_fn="strong_wolfe")
-    wanted = outcomes.double()
+    targets = outcomes.double()
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         products = (before * _probabilities(logits, numbers)).clamp(1e-6, 1 - 1e-6)
-        entropy = torch.nn.functional.binary_cross_entropy(products, wanted, reduction="sum")
+        entropy = torch.nn.functional.binary_cross_entropy(products, targets, reduction="sum")
         total = entropy + STRENGTH / 2 * numbers.square().sum()
         total.backward()
         return total

@@ -73,7 +73,7 @@ class Progress:
 
 
 def provenance(data_hash: str) -> dict[str, Any]:
-    """What produced a checkpoint, for its run.json: the command, the code, the machine of this process, the data."""
+    """Origin of a checkpoint, for its run.json: the command, the code, the machine of this process, the data."""
     versions = {name: version(name) for name in ("slipstream", "transformers", "accelerate")}
     versions |= {"python": sys.version.split()[0], "torch": str(torch.__version__)}  # with its build, such as +cu130
     return {
@@ -92,7 +92,7 @@ def provenance(data_hash: str) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Of this code; None outside a repository, or where git is not installed."""
+    """Revision of this code; None outside a repository, or where git is not installed."""
     try:
         git = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
@@ -130,10 +130,10 @@ class Checkpoints:
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if `resume` is
         "never" and the output holds a run, or if that run differs from this one."""
-        found = step_folders(self.output)
+        folders = step_folders(self.output)
         if resume == "never":
-            self.check_empty(found)
-        progress = self.load(found[-1]) if found else Progress()
+            self.check_empty(folders)
+        progress = self.load(folders[-1]) if folders else Progress()
         self.newest = progress.step
         self.accelerator.wait_for_everyone()  # all have read
         if self.accelerator.is_main_process:
@@ -152,11 +152,11 @@ class Checkpoints:
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
         return Progress(**saved["progress"])
 
-    def check_empty(self, found: list[Path]) -> None:
-        """Raises ValueError if the output holds anything of a run; `found` are its step-N."""
-        for path in (*found[-1:], self.output / "best", self.output / "metrics.jsonl"):
+    def check_empty(self, folders: list[Path]) -> None:
+        """Raises ValueError if the output holds anything of a run; `folders` are its step-N."""
+        for path in (*folders[-1:], self.output / "best", self.output / "metrics.jsonl"):
             if path.is_dir() or (path.exists() and path.stat().st_size > 0):
-                remedy = "use resume auto" if found else "delete it"
+                remedy = "use resume auto" if folders else "delete it"
                 raise ValueError(f"output {self.output} holds a run ({path.name}); name another one or {remedy}")
 
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
@@ -165,31 +165,31 @@ class Checkpoints:
         earlier = complete(saved, self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
             is_elsewhere = content_hash_of(name) in saved or (name in BY_CONTENT.values() and name not in saved)
-            here = self.identity.get(name)
-            there = earlier.get(name)
-            if here == there or is_elsewhere or name.startswith(FREE_OPTIONS):
+            value = self.identity.get(name)
+            saved_value = earlier.get(name)
+            if value == saved_value or is_elsewhere or name.startswith(FREE_OPTIONS):
                 continue
             if is_extension(name, earlier, self.identity):
-                self.extension[name.removeprefix("optim.")] = there
+                self.extension[name.removeprefix("optim.")] = saved_value
                 continue
             if name not in self.identity.keys() | self.defaults.keys():
                 raise ValueError(
-                    f"the run in {folder} has {name} {there!r}, an option that this version does not have; continue it "
-                    "with the version that its run.json names, or name another output to start afresh"
+                    f"the run in {folder} has {name} {saved_value!r}, an option that this version does not have; "
+                    "continue it with the version that its run.json names, or name another output to start afresh"
                 )
             raise ValueError(
-                f"{name} is {here!r}, but the run in {folder} has {there!r}; "
+                f"{name} is {value!r}, but the run in {folder} has {saved_value!r}; "
                 f"{REMEDIES.get(name, 'pass the saved value')} to continue it, or another output to start afresh"
             )
 
     def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
         """Raises ValueError if the state in `folder` was saved in shards that these processes cannot load."""
-        here = state_form(self.accelerator)
-        is_deepspeed = here["sharding"].startswith("DeepSpeed")  # which cannot reshard
-        if here["sharding"] != saved["sharding"] or (is_deepspeed and here != saved):
+        form = state_form(self.accelerator)
+        is_deepspeed = form["sharding"].startswith("DeepSpeed")  # which cannot reshard
+        if form["sharding"] != saved["sharding"] or (is_deepspeed and form != saved):
             raise ValueError(
                 f"{folder} was saved by {saved['num_processes']} processes under {saved['sharding']}, this launch has "
-                f"{here['num_processes']} under {here['sharding']}; launch with the accelerate configuration and "
+                f"{form['num_processes']} under {form['sharding']}; launch with the accelerate configuration and "
                 "num_processes that the run began with (under DDP a run continues on any number)"
             )
 

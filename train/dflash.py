@@ -60,7 +60,7 @@ SAME_NAMES = (  # options that are fields of the config
 
 
 class Read(NamedTuple):
-    """What a batch of C rows gives its blocks, on the device."""
+    """Inputs of the blocks from a batch of C rows, on the device."""
 
     tokens: Tensor  # (C,)
     attention: BlockAttention  # holds the context of every row
@@ -78,17 +78,17 @@ class Slots:
     previous: Tensor  # (M,) target ids of the tokens before
     taught_by: Tensor  # (M,) rows of the batch whose final state says the target's distribution
     places: Tensor  # (M,) int64 among all N * K
-    known: Tensor  # (N, K) bool: which have a token of the draft's vocabulary
+    is_known: Tensor  # (N, K) bool: which have a token of the draft's vocabulary
     counts: Tensor  # (N, K) bool
     stands_for: Tensor  # (N, 1) fp32 how many possible anchors a block represents; (N, K) times its tokens' weights
-    whole: Tensor  # (B,) blocks whose K tokens are all known
+    whole_blocks: Tensor  # (B,) blocks whose K tokens are all known
     hidden: Tensor  # (N, K, H) states of all slots that propose
     contexts: Tensor  # (N,) rows of the batch before the anchors
     read: Read
 
     def spread(self, values: Tensor) -> Tensor:
         """values (M,) -> (N, K), 0 at all other slots."""
-        return values.new_zeros(self.known.numel()).index_copy(0, self.places, values).view(self.known.shape)
+        return values.new_zeros(self.is_known.numel()).index_copy(0, self.places, values).view(self.is_known.shape)
 
     def gather(self, values: Tensor) -> Tensor:
         """values (N, K) -> (M,)."""
@@ -96,7 +96,7 @@ class Slots:
 
 
 class TokenLosses(NamedTuple):
-    """Of the M slots over the vocabulary."""
+    """Losses of the M slots over the vocabulary."""
 
     total: Tensor  # weighted, summed
     entropies: Tensor  # (M,) with a gradient where nothing but `ce` is weighed and there is no Markov head
@@ -115,8 +115,8 @@ class DFlashTraining(DraftTraining):
     rates = {"muon": 0.016, "adamw": 0.003}
     fitted = ("confidence_temperatures", "confidence_biases")
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         config = self.draft.config
         self.depth = min(self.depth, config.num_proposals)
         self.losses = self.options.losses.of(config)
@@ -163,7 +163,7 @@ class DFlashTraining(DraftTraining):
         """
         slots = self.backbone(batch)
         tokens = self.token_losses(slots)
-        agrees = slots.spread((tokens.best == slots.labels) & slots.gather(slots.known))
+        agrees = slots.spread((tokens.best == slots.labels) & slots.gather(slots.is_known))
         rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (K, 2)
         metrics = {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
         total = tokens.total
@@ -171,19 +171,19 @@ class DFlashTraining(DraftTraining):
         parts: dict[str, tuple[Tensor, Tensor]] = {}  # losses, and the weights of their slots
         overlaps = tokens.overlaps
         if self.draft.selector is not None:
-            found, overlaps = self.selector_losses(slots, tokens)
-            parts |= {name: (losses, weights) for name, losses in found.items()}
+            by_name, overlaps = self.selector_losses(slots, tokens)
+            parts |= {name: (losses, weights) for name, losses in by_name.items()}
         if self.draft.scorer is not None:
-            own = tokens.weights[slots.whole]
-            parts |= {name: (losses, own) for name, losses in self.scorer_losses(slots, tokens).items()}
+            slot_weights = tokens.weights[slots.whole_blocks]
+            parts |= {name: (losses, slot_weights) for name, losses in self.scorer_losses(slots, tokens).items()}
         if self.draft.confidence is not None:
             assert overlaps is not None
-            own = self.fixed_weights() * slots.counts * slots.stands_for
-            parts["confidence"] = self.confidence_losses(slots, overlaps), slots.gather(own)
-        for name, (losses, own) in parts.items():
+            slot_weights = self.fixed_weights() * slots.counts * slots.stands_for
+            parts["confidence"] = self.confidence_losses(slots, overlaps), slots.gather(slot_weights)
+        for name, (losses, slot_weights) in parts.items():
             if self.losses[name]:
-                total = total + self.losses[name] * (own * losses).sum()
-            metrics[name] = torch.stack((losses.detach().sum(), (own > 0).sum().to(losses.dtype)))
+                total = total + self.losses[name] * (slot_weights * losses).sum()
+            metrics[name] = torch.stack((losses.detach().sum(), (slot_weights > 0).sum().to(losses.dtype)))
         return total, metrics
 
     def backbone(self, batch: Batch) -> Slots:
@@ -192,9 +192,9 @@ class DFlashTraining(DraftTraining):
         anchors, represented = draw_anchors(batch, self.options.anchors, self.seed)
         blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
         labels = self.head_rows[blocks.labels]  # (N, K)
-        known = blocks.counts & (labels >= 0)
-        chosen = known if self.draft.confidence is None else blocks.counts
-        places = chosen.flatten().nonzero().squeeze(1)  # (M,)
+        is_known = blocks.counts & (labels >= 0)
+        is_taught = is_known if self.draft.confidence is None else blocks.counts
+        places = is_taught.flatten().nonzero().squeeze(1)  # (M,)
         end = batch.tokens.numel() - 1
         before = blocks.rows_before.clamp(max=end)
         stands_for = represented.unsqueeze(1)
@@ -203,9 +203,9 @@ class DFlashTraining(DraftTraining):
         previous = batch.tokens.flatten()[before].flatten()[places]
         taught_by = before.flatten()[places]
         labels = labels.flatten()[places].clamp(min=0)
-        whole = known.all(dim=1).nonzero().squeeze(1)
-        columns = labels, previous, taught_by, places, known, stands_for, whole
-        labels, previous, taught_by, places, known, stands_for, whole = (x.to(self.device) for x in columns)
+        whole_blocks = is_known.all(dim=1).nonzero().squeeze(1)
+        columns = labels, previous, taught_by, places, is_known, stands_for, whole_blocks
+        labels, previous, taught_by, places, is_known, stands_for, whole_blocks = (x.to(self.device) for x in columns)
         blocks = blocks.to(self.device)
         read = self.read(batch)
         hidden = self.states(blocks, read)[:, config.first_slot :]
@@ -215,17 +215,17 @@ class DFlashTraining(DraftTraining):
             previous=previous,
             taught_by=taught_by,
             places=places,
-            known=known,
+            is_known=is_known,
             counts=blocks.counts,
             stands_for=stands_for,
-            whole=whole,
+            whole_blocks=whole_blocks,
             hidden=hidden,
             contexts=blocks.anchors - 1,  # an anchor is never a document's first token
             read=read,
         )
 
     def token_losses(self, slots: Slots) -> TokenLosses:
-        """Those over the vocabulary, and the candidates that the other heads score."""
+        """The losses over the vocabulary, and the candidates that the other heads score."""
         draft = self.draft
         config = self.draft.config
         mix = mix_of(self.losses)
@@ -237,10 +237,10 @@ class DFlashTraining(DraftTraining):
         states = states if config.output_multiplier == 1 else states * config.output_multiplier
         needs_overlap = draft.confidence is not None and draft.selector is None
         if draft.markov is None and not mix.reads_teacher and not needs_overlap:
-            losses, best = head_losses(states, self.head.rows, slots.labels, cap=cap, candidates=candidates)
-            weights = self.weights(slots, losses)
-            total = mix.ce * (slots.gather(weights) * losses).sum()
-            return TokenLosses(total, losses, None, best, candidates, weights)
+            entropies, best = head_losses(states, self.head.rows, slots.labels, cap=cap, candidates=candidates)
+            weights = self.weights(slots, entropies)
+            total = mix.ce * (slots.gather(weights) * entropies).sum()
+            return TokenLosses(total, entropies, None, best, candidates, weights)
         bias = None
         if draft.markov is not None:
             bias = LowRankBias(draft.markov.features(slots.states, slots.previous), draft.markov.output_rows)
@@ -248,17 +248,26 @@ class DFlashTraining(DraftTraining):
         reads = mix.reads_teacher or needs_overlap
         final = slots.read.final[slots.taught_by] if reads else states[:0]
         teach = (lambda part: self.head.teach(final[part])) if reads else None
-        own = slots.labels, slots.gather(weights), mix, teach
-        found = mixed_losses(states, self.head.rows, *own, bias=bias, cap=cap, candidates=candidates)
-        overlaps = found.overlaps if reads else None
-        return TokenLosses(found.total, found.entropies, overlaps, found.best, candidates, weights)
+        losses = mixed_losses(
+            states,
+            self.head.rows,
+            slots.labels,
+            slots.gather(weights),
+            mix,
+            teach,
+            bias=bias,
+            cap=cap,
+            candidates=candidates,
+        )
+        overlaps = losses.overlaps if reads else None
+        return TokenLosses(losses.total, losses.entropies, overlaps, losses.best, candidates, weights)
 
     @torch.no_grad()
     def entropies(self, states: Tensor, slots: Slots, bias: LowRankBias | None) -> Tensor:
         """(M,) cross-entropies against the text, for weights that depend on them."""
-        ones = torch.ones(len(states), device=states.device)
+        weights = torch.ones(len(states), device=states.device)
         cap = self.draft.config.final_logit_softcapping
-        return mixed_losses(states, self.head.rows, slots.labels, ones, Mix(ce=1.0), bias=bias, cap=cap).entropies
+        return mixed_losses(states, self.head.rows, slots.labels, weights, Mix(ce=1.0), bias=bias, cap=cap).entropies
 
     def selector_losses(self, slots: Slots, tokens: TokenLosses) -> tuple[dict[str, Tensor], Tensor | None]:
         """By name (M,), and the overlaps (M,) of the selector's choice with the target's, if the confidence head wants
@@ -282,27 +291,27 @@ class DFlashTraining(DraftTraining):
         """By name (B, K), of the B whole blocks. A candidate's log-probability keeps its gradient: the draft's layers
         learn from the scorer, too."""
         draft = self.draft
-        shape = (len(slots.whole), *slots.known.shape[1:])
+        shape = (len(slots.whole_blocks), *slots.is_known.shape[1:])
         assert tokens.candidates is not None
-        numbers = torch.empty(slots.known.shape, dtype=torch.int64, device=self.device)
+        numbers = torch.empty(slots.is_known.shape, dtype=torch.int64, device=self.device)
         numbers.flatten()[slots.places] = torch.arange(len(slots.places), device=self.device)
-        own = numbers[slots.whole].flatten()  # (B * K,) which of the M
-        rows = tokens.candidates[own]
-        labels = slots.labels[own]
-        states = slots.states[own]
+        slot_numbers = numbers[slots.whole_blocks].flatten()  # (B * K,) which of the M
+        rows = tokens.candidates[slot_numbers]
+        labels = slots.labels[slot_numbers]
+        states = slots.states[slot_numbers]
         with_label = torch.cat((rows, labels.unsqueeze(1)), dim=1)
         logits = draft.unary(gathered_logits(states, self.head.rows, with_label))
-        normalisers = self.row_entropies(slots, tokens)[own] + logits[:, -1]
+        normalisers = self.row_entropies(slots, tokens)[slot_numbers] + logits[:, -1]
         log_probs = (logits[:, :-1] - normalisers.unsqueeze(1)).unflatten(0, shape)
         embedded = self.target.embed(self.head.ids[rows]).unflatten(0, shape)
-        context = slots.read.context[slots.contexts[slots.whole]]
-        start, edges = draft.scorer(embedded, log_probs, slots.hidden[slots.whole], context)
-        found = scorer_slots(start, edges, rows.unflatten(0, shape), labels.view(shape))
+        context = slots.read.context[slots.contexts[slots.whole_blocks]]
+        start, edges = draft.scorer(embedded, log_probs, slots.hidden[slots.whole_blocks], context)
+        scored_slots = scorer_slots(start, edges, rows.unflatten(0, shape), labels.view(shape))
         teacher = None
         if self.losses["scorer_regret"]:
-            final = slots.read.final[slots.taught_by[own]]
+            final = slots.read.final[slots.taught_by[slot_numbers]]
             teacher = self.head.teach_candidates(final, rows).unflatten(0, shape)
-        return scorer_losses(found, teacher)
+        return scorer_losses(scored_slots, teacher)
 
     def row_entropies(self, slots: Slots, tokens: TokenLosses) -> Tensor:
         """(M,) cross-entropies with a gradient."""
@@ -316,19 +325,19 @@ class DFlashTraining(DraftTraining):
         """(M,) of the head after the text's tokens; a slot whose token the draft cannot propose fails."""
         embedded = None if self.draft.markov is None else self.draft.markov.embed(slots.previous)
         logits = self.draft.confidence(slots.states, embedded).float()
-        wanted = torch.where(slots.gather(slots.known), overlaps.detach(), 0.0)
-        return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        targets = torch.where(slots.gather(slots.is_known), overlaps.detach(), 0.0)
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
 
     def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
         """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
         times the anchors that it stands for and the weights of its tokens. `losses` (M,): cross-entropies, for those
         that depend on them."""
-        known = slots.known
+        is_known = slots.is_known
         if self.options.loss == "dpace":
-            found = slots.spread(losses if isinstance(losses, Tensor) else losses())
-            count = known.shape[1]
-            return dpace_weights(found, known, slots.counts) * (2 / (count * (count + 1))) * slots.stands_for
-        return self.fixed_weights() * known * slots.stands_for
+            entropies = slots.spread(losses if isinstance(losses, Tensor) else losses())
+            count = is_known.shape[1]
+            return dpace_weights(entropies, is_known, slots.counts) * (2 / (count * (count + 1))) * slots.stands_for
+        return self.fixed_weights() * is_known * slots.stands_for
 
     def fixed_weights(self) -> Tensor:
         """(K,) fp32 that fall with the distance, together 1."""
@@ -349,14 +358,14 @@ class DFlashTraining(DraftTraining):
             hidden = self.states(blocks, read)[:, first:]
             noise = self.noise(batch, blocks, read)
             if self.joins:
-                found, chain, sums = self.follow_lattice(blocks, hidden, read, noise)
+                num_accepted, chain, sums = self.follow_lattice(blocks, hidden, read, noise)
                 add(metrics, sums)
             else:
                 chain = self.predictions(hidden, noise)
-                found = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
+                num_accepted = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
             if self.draft.confidence is not None and self.is_new:
-                self.said.append((int(batch.numbers[0]), self.confidences(blocks, hidden, chain, found, read)))
-            accepted.append(found)
+                self.said.append((int(batch.numbers[0]), self.confidences(blocks, hidden, chain, num_accepted, read)))
+            accepted.append(num_accepted)
         joined = torch.cat(accepted).cpu()  # sync
         return metrics | self.walk(batch, anchors - 1, joined)
 
@@ -376,7 +385,7 @@ class DFlashTraining(DraftTraining):
     def follow_lattice(
         self, blocks: Blocks, hidden: Tensor, read: Read, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, Metrics]:
-        """What the chain through the lattice has right (N,), the chain (N, K) of target ids, and sums:
+        """Tokens that the chain through the lattice has right (N,), the chain (N, K) of target ids, and sums:
         `candidate_recall`, the share of slots whose token is a candidate; `path_accept_rate`, of the tokens that some
         path has right, the share that the chain has; `block_accept_length`, the mean over blocks of the accepted
         tokens, and `slots_accept_length`, the same of each slot's best token by itself."""
@@ -401,7 +410,7 @@ class DFlashTraining(DraftTraining):
         return accepted, chain, {name: torch.stack(pair) for name, pair in sums.items()}
 
     def confidences(self, blocks: Blocks, hidden: Tensor, chain: Tensor, accepted: Tensor, read: Read) -> Confidences:
-        """What the confidence head says of the chains (N, K) of target ids."""
+        """The confidence head's logits of the chains (N, K) of target ids, and how the chains fared."""
         before = torch.cat((read.tokens[blocks.anchors].unsqueeze(1), chain[:, :-1]), dim=1)
         embedded = None if self.draft.markov is None else self.draft.markov.embed(before)
         logits = self.draft.confidence(hidden, embedded).float()
@@ -417,15 +426,15 @@ class DFlashTraining(DraftTraining):
         self.said = []
         if not parts:
             return {}
-        found = Confidences.joined([said for _, said in sorted(parts, key=lambda part: part[0])])
-        half = len(found.accepted) // 2
-        none = Calibration.none(found.logits.shape[1])
-        others = found.of(slice(half, None))
-        fitted = fit_calibration(found).padded(self.draft.config.num_proposals)
+        confidences = Confidences.joined([part for _, part in sorted(parts, key=lambda part: part[0])])
+        half = len(confidences.accepted) // 2
+        none = Calibration.none(confidences.logits.shape[1])
+        second_half = confidences.of(slice(half, None))
+        fitted = fit_calibration(confidences).padded(self.draft.config.num_proposals)
         temperatures, biases = (tuple(numbers.tolist()) for numbers in fitted)
         self.draft.config = replace(self.draft.config, confidence_temperatures=temperatures, confidence_biases=biases)
-        error = chain_error(others, fit_calibration(found.of(slice(0, half))))
-        return {"confidence_error": error, "confidence_error_before": chain_error(others, none)}
+        error = chain_error(second_half, fit_calibration(confidences.of(slice(0, half))))
+        return {"confidence_error": error, "confidence_error_before": chain_error(second_half, none)}
 
     def read(self, batch: Batch) -> Read:
         aux_states, final = target_states(self.target, batch, self.device)
@@ -437,9 +446,9 @@ class DFlashTraining(DraftTraining):
     def states(self, blocks: Blocks, read: Read) -> Tensor:
         """The draft's final states (N, S, H)."""
         read.attention.ask(blocks)
-        asked = self.draft.block_tokens(read.tokens[blocks.anchors], blocks.size)
-        states = self.draft(self.target.embed(asked).flatten(0, 1), read.attention, blocks.size)
-        return states.view(*asked.shape, -1)
+        tokens = self.draft.block_tokens(read.tokens[blocks.anchors], blocks.size)
+        states = self.draft(self.target.embed(tokens).flatten(0, 1), read.attention, blocks.size)
+        return states.view(*tokens.shape, -1)
 
     def predictions(self, states: Tensor, noise: Tensor | None = None) -> Tensor:
         """Target id of the best draft token by a slot's own logits, plus `noise` (..., Vd): (..., H) -> (...)."""
@@ -457,20 +466,21 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """
-    own = public_tensors(draft)
+    parameters = public_tensors(draft)
     weights = target.initial_weights(len(draft.layers))
-    matrices = [name for name, x in own.items() if name.startswith("layers.") and x.ndim == 2 and "_conv." not in name]
-    strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
+    of_layers = {name: x for name, x in parameters.items() if name.startswith("layers.")}
+    matrices = [name for name, x in of_layers.items() if x.ndim == 2 and "_conv." not in name]
+    strange = [name for name in matrices if name not in weights or weights[name].shape != parameters[name].shape]
     if strange:
         raise ValueError(
             "draft.init_from_target needs a target with at least as many layers as the draft, of the same kind and "
             f"shapes; it has {len(target.layers)} and differs at {', '.join(strange[:3])}; set draft.init_from_target "
             "to false"
         )
-    for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
-        own[name].copy_(weights[name])
-    own["fc.weight"].zero_()[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
-    own["hidden_norm.weight"].copy_(own[f"layers.{len(draft.layers) - 1}.input_layernorm.weight"])
+    for name in parameters.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
+        parameters[name].copy_(weights[name])
+    parameters["fc.weight"].zero_()[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
+    parameters["hidden_norm.weight"].copy_(parameters[f"layers.{len(draft.layers) - 1}.input_layernorm.weight"])
 
 
 program = partial(train, kind=DFlashTraining)

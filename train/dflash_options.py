@@ -51,18 +51,20 @@ class LossWeights:
     def of(self, config: "DFlashConfig") -> dict[str, float]:
         """The weights of all losses, by name, for a draft with these heads. Raises ValueError for a loss of a head that
         it lacks, and for a head that no loss trains."""
-        given = {weight.name: getattr(self, weight.name) for weight in fields(self)}
-        if all(value is None for value in given.values()):
-            given |= default_weights(config)
-        weights = {name: value or 0.0 for name, value in given.items()}
+        options_by_name = {weight.name: getattr(self, weight.name) for weight in fields(self)}
+        if all(value is None for value in options_by_name.values()):
+            options_by_name |= default_weights(config)
+        weights = {name: value or 0.0 for name, value in options_by_name.items()}
         heads = {"selector": config.selector_rank, "scorer": config.lilicorr, "confidence": config.confidence_head}
         options = {"selector": "selector_rank", "scorer": "lilicorr", "confidence": "confidence_head"}
         for head, has in heads.items():
-            names = [name for name in given if name.startswith(head)]
-            used = [name for name in names if weights[name]]
-            if used and not has:
-                raise ValueError(f"draft.losses.{used[0]} is {given[used[0]]}, but the draft has no {options[head]}")
-            if has and not used:
+            names = [name for name in options_by_name if name.startswith(head)]
+            positive = [name for name in names if weights[name]]
+            if positive and not has:
+                raise ValueError(
+                    f"draft.losses.{positive[0]} is {weights[positive[0]]}, but the draft has no {options[head]}"
+                )
+            if has and not positive:
                 raise ValueError(
                     f"draft.{options[head]} adds a head that no loss trains; give draft.losses."
                     f"{' or draft.losses.'.join(names)}"
@@ -73,7 +75,7 @@ class LossWeights:
 
 
 def default_weights(config: "DFlashConfig") -> dict[str, float]:
-    """Of a draft with these heads: those of the recipes that did best elsewhere (docs/dflash.md names them)."""
+    """Weights for a draft with these heads, by the recipes that did best elsewhere (docs/dflash.md names them)."""
     if config.selector_rank:
         weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
     elif config.markov_rank:

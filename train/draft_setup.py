@@ -1,4 +1,4 @@
-"""What all training programs share: options and files of the target, the data, the run."""
+"""The parts that all training programs share: options and files of the target, the data, the run."""
 
 import hashlib
 from contextlib import ExitStack
@@ -103,7 +103,7 @@ class TargetFiles:
         return target
 
     def size(self, dtype: torch.dtype) -> TargetSize | None:
-        """Of the target's weights, before they are read; None where transformers is to run it."""
+        """Size of the target's weights, before they are read; None where transformers is to run it."""
         if self.options.target_sharding != "none" or not is_served(read_json(self.path / "config.json")):
             return None
         return target_size(self.path, self.config, dtype)
@@ -199,8 +199,8 @@ def train_draft(
 def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     """The draft, started as the options say, and its target."""
     options = files.options
-    own = options.draft if files.start is None else inherit(options.draft, files.start.config)
-    draft: Any = kind.new_draft(own, files)
+    draft_options = options.draft if files.start is None else inherit(options.draft, files.start.config)
+    draft: Any = kind.new_draft(draft_options, files)
     check_options(options.draft.interchange, kind.drafter, draft_values(draft.config))
     target = files.freeze(draft.config.aux_layers)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)

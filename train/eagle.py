@@ -36,8 +36,8 @@ class EagleTraining(ChainTraining):
     drafter = "eagle"
     rates = {"muon": 0.015, "adamw": 0.003}
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.head = TargetHead(self.target, self.target_ids)
 
     @classmethod
@@ -54,8 +54,8 @@ class EagleTraining(ChainTraining):
         options = self.options
         regression = (regression_losses(step.states, step.teacher) * step.row_weights).sum()
         entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, options.loss)
-        own = options.feature_weight * regression + options.token_weight * entropy
-        return options.ttt_decay**index * own, self.head.ids[rows], {"feature_loss": regression}
+        loss = options.feature_weight * regression + options.token_weight * entropy
+        return options.ttt_decay**index * loss, self.head.ids[rows], {"feature_loss": regression}
 
     def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
         return self.target.as_read(final + self.noise(batch).flatten(0, 1))  # noise is fp32

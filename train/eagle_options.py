@@ -23,11 +23,10 @@ class DraftOptions(ChainDraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = self.feature_weight, self.token_weight
-        if min(*weights, self.noise) < 0 or max(weights) == 0:
+        if min(self.feature_weight, self.token_weight, self.noise) < 0 or self.feature_weight == self.token_weight == 0:
             raise ValueError(
-                f"draft.feature_weight is {weights[0]}, draft.token_weight {weights[1]} and draft.noise {self.noise}; "
-                "none may be negative, nor both weights 0"
+                f"draft.feature_weight is {self.feature_weight}, draft.token_weight {self.token_weight} and "
+                f"draft.noise {self.noise}; none may be negative, nor both weights 0"
             )
 
 

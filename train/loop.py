@@ -128,17 +128,17 @@ def fit(
         stack.enter_context(bar)
         while not loop.is_done and not stopped:
             record, stopped = loop.train_step(interrupt.received)
-            written = []
+            folders = []
             if loop.is_done or progress.step % options.evaluation.every == 0:
                 record |= loop.evaluate()
                 if progress.best_step == progress.step:
-                    written.append(checkpoints.save_best(progress))
+                    folders.append(checkpoints.save_best(progress))
             if trackers is not None:
                 trackers.log(progress.step, record, training.take_samples())
             if loop.is_done or stopped or progress.step % options.checkpoint.every == 0:
-                written.append(checkpoints.save_step(progress))
+                folders.append(checkpoints.save_step(progress))
             if trackers is not None:
-                trackers.checkpoints(written, progress.step, progress.metrics)
+                trackers.checkpoints(folders, progress.step, progress.metrics)
             show(bar, record, progress)
     mute_lost_streams()
     if not loop.is_done:
@@ -167,13 +167,20 @@ class Loop:
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        share = self.accelerator.process_index, self.accelerator.num_processes
-        schedule = Schedule.of(self.options, len(self.train), share[1])
+        num_processes = self.accelerator.num_processes
+        schedule = Schedule.of(self.options, len(self.train), num_processes)
         tokens = schedule.rows_per_step * self.train.row_tokens
         self.schedule = schedule.with_lr(self.training.peak_lr(self.options.optim, tokens))
         self.num_steps = self.schedule.num_steps(self.progress)
-        rows = self.progress.rows, self.schedule.last_row
-        batches = training_batches(self.train, self.options.data.batch_size, self.options.seed, *rows, *share)
+        batches = training_batches(
+            self.train,
+            self.options.data.batch_size,
+            self.options.seed,
+            self.progress.rows,
+            self.schedule.last_row,
+            self.accelerator.process_index,
+            num_processes,
+        )
         self.batches = read_ahead(batches, self.train)
 
     @property
@@ -308,11 +315,11 @@ class Loop:
 
 def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
     mute_lost_streams()
-    shown = {"loss": f"{record['loss']:.3f}"} if "loss" in record else {}
-    shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
+    figures = {"loss": f"{record['loss']:.3f}"} if "loss" in record else {}
+    figures["tok/s"] = f"{record['tokens_per_second']:.0f}"
     if "accept_length" in progress.metrics:
-        shown["accept"] = f"{progress.metrics['accept_length']:.2f}"
-    bar.set_postfix(shown, refresh=False)
+        figures["accept"] = f"{progress.metrics['accept_length']:.2f}"
+    bar.set_postfix(figures, refresh=False)
     bar.update()
 
 

@@ -135,7 +135,7 @@ class LowRankBias(NamedTuple):
 
 
 class MixedLosses(NamedTuple):
-    """Of rows that are read through a frozen head."""
+    """Losses of rows that are read through a frozen head."""
 
     total: Tensor  # the rows' mixtures times their weights, summed; what has a gradient
     entropies: Tensor  # (N,) fp32 cross-entropies against the labels
@@ -161,15 +161,15 @@ class _MixedLoss(torch.autograd.Function):
         with torch.autocast(states.device.type, enabled=False):
             wide = None if rows is None else rows.to(head.dtype)
             for part in parts(len(states), head):
-                own = None if features is None else features[part].to(head.dtype)
-                bias = None if own is None or wide is None else own @ wide.t()
-                found, gradient, slope = loss_of(part, states[part].to(head.dtype) @ head.t(), bias)
-                for column, values in zip((losses, entropies, overlaps, best), found, strict=True):
+                part_features = None if features is None else features[part].to(head.dtype)
+                bias = None if part_features is None or wide is None else part_features @ wide.t()
+                columns, gradient, slope = loss_of(part, states[part].to(head.dtype) @ head.t(), bias)
+                for column, values in zip((losses, entropies, overlaps, best), columns, strict=True):
                     column[part] = values
                 if gradients[1] is not None and wide is not None:
                     gradients[1][part] = gradient @ wide
-                if gradients[2] is not None and own is not None:
-                    gradients[2] += gradient.t() @ own
+                if gradients[2] is not None and part_features is not None:
+                    gradients[2] += gradient.t() @ part_features
                 if gradients[0] is not None:
                     gradients[0][part] = (gradient if slope is None else gradient * slope) @ head
         ctx.save_for_backward(*gradients)
@@ -209,15 +209,15 @@ def mixed_losses(
         if candidates is not None:
             candidates[part] = logits.topk(candidates.shape[1], dim=-1).indices
         logits = logits if bias is None else logits + bias
-        own = weights[part]
+        row_weights = weights[part]
         label = labels[part]
         if teach is not None:
-            found = mixed_cross_entropy(logits, teach(part), label, own, mix, with_gradient=with_gradient)
-            return found, logits, slope
+            losses = mixed_cross_entropy(logits, teach(part), label, row_weights, mix, with_gradient=with_gradient)
+            return losses, logits, slope
         entropies, best = label_cross_entropy(logits, label, with_gradient=with_gradient)
         if with_gradient:
-            logits *= (mix.ce * own).to(logits.dtype).unsqueeze(1)
-        return (mix.ce * own * entropies, entropies, torch.zeros_like(entropies), best), logits, slope
+            logits *= (mix.ce * row_weights).to(logits.dtype).unsqueeze(1)
+        return (mix.ce * row_weights * entropies, entropies, torch.zeros_like(entropies), best), logits, slope
 
     return MixedLosses(*_MixedLoss.apply(states, features, rows, head, loss_of))
 

@@ -57,7 +57,8 @@ class Schedule:
         return self.optim.steps or progress.step + math.ceil(self._rows_left(progress) / self.rows_per_step)
 
     def lr(self, progress: Progress) -> float:
-        """Of the next step. Epochs set it by the rows done, so that it goes on where it was if steps change size.
+        """Learning rate of the next step. Epochs set it by the rows done, so that it goes on where it was if the size
+        of steps changes.
 
         A run that has become longer keeps the warm-up of its first plan.
         """
@@ -158,10 +159,10 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     Muon (Jordan et al. 2024; torch.optim.Muon) moves a matrix along the orthogonalised momentum. Its step is scaled to
     the root mean square of AdamW's, so both share one learning rate, which the loop sets in every step.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [p for name, p in named if options.name == "muon" and is_hidden_matrix(name, p)]
-    chosen = {id(parameter) for parameter in matrices}
-    rest = [parameter for _, parameter in named if id(parameter) not in chosen]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [p for name, p in trainable if options.name == "muon" and is_hidden_matrix(name, p)]
+    matrix_ids = {id(parameter) for parameter in matrices}
+    rest = [parameter for _, parameter in trainable if id(parameter) not in matrix_ids]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=0.0, betas=options.betas, weight_decay=options.weight_decay)
     ]

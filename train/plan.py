@@ -182,7 +182,7 @@ def bytes_of(*modules: nn.Module) -> int:
 
 
 def target_bytes(target: PreTrainedModel, size: TargetSize | None, is_run: bool) -> int:
-    """Of the target, or of what training reads of it where its states come from disk."""
+    """Bytes of the target, or of what training reads of it where its states come from disk."""
     if not is_run:
         return bytes_of(*heads_of(target))
     return bytes_of(target) if size is None else size.resident
@@ -215,7 +215,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any,
 
 
 def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, target_size: int) -> int:
-    """What the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the blocks' slots.
+    """Bytes that the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the slots.
 
     Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for EAGLE3
     also the draft's logits and the target's, of `target_size` bytes. A GPU keeps no weights of attention

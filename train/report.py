@@ -117,7 +117,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What was trained for which target; the folder's name before the first checkpoint."""
+        """Names what was trained for which target; the folder's name before the first checkpoint."""
         if not self.draft:
             return self.name
         target = str(self.draft.get("target", "")).rstrip("/")
@@ -208,8 +208,8 @@ def families(run: Run) -> Iterator[tuple[str, list[str]]]:
     for name in sorted(names - NOT_DRAWN, key=_by_position):
         grouped.setdefault(_by_position(name)[0], []).append(name)
     order = list(TITLES)
-    known = sorted(grouped.keys() & TITLES.keys(), key=order.index)
-    for family in [*known, *sorted(grouped.keys() - TITLES.keys())]:
+    titled = sorted(grouped.keys() & TITLES.keys(), key=order.index)
+    for family in [*titled, *sorted(grouped.keys() - TITLES.keys())]:
         yield family, grouped[family]
 
 
@@ -344,11 +344,11 @@ def samples(run: Run) -> str:
     if not run.samples:
         return ""
     newest = run.samples[-1][0]
-    shown = [sample for step, sample in run.samples if step == newest][:MAX_SAMPLES]
+    newest_samples = [sample for step, sample in run.samples if step == newest][:MAX_SAMPLES]
     articles = [
         f"<article><p class=prompt>{escape(sample.prompt)}</p><p>{sample.html()}</p>"
         f"<p class=share>{sample.accepted_share:.0%} of the text drafted</p></article>"
-        for sample in shown
+        for sample in newest_samples
     ]
     legend = "<mark>Marked</mark>: drafted and accepted; the rest is the target's own."
     return f"<p>Step {newest:,}. {legend}</p>{''.join(articles)}"

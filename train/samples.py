@@ -66,19 +66,19 @@ class SampleAnswers:
         """`walks` of the batch, which lies on the host."""
         tokens = batch.tokens.flatten().tolist()
         documents = batch.documents.flatten().tolist()
-        shown = -1
+        document = -1
         for walk in walks:
             if len(self.kept) == self.limit:
                 return
-            if documents[walk.first] != shown:
-                shown = documents[walk.first]
-                self.kept.append(self.sample(tokens, documents.index(shown), walk))
+            if documents[walk.first] != document:
+                document = documents[walk.first]
+                self.kept.append(self.sample(tokens, documents.index(document), walk))
 
     def take(self) -> list[Sample]:
         """Returns the samples of the evaluation that has ended, and forgets them."""
-        kept = self.kept
+        samples = self.kept
         self.kept = []
-        return kept
+        return samples
 
     def sample(self, tokens: list[int], start: int, walk: "Walk") -> Sample:
         """`start`: the first token of the answer's document."""

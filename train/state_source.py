@@ -86,21 +86,22 @@ class StateSource:
         being copied, so that reads of the next batch overlap. Raises ValueError for a document without states, unless
         `online`, and for a shard that cannot be opened."""
         starts, needed = document_rows(batch)
-        found = [self.find(document, length) for document, length in zip(documents, needed.tolist(), strict=True)]
-        cached = np.array([place is not None for place in found], dtype=bool)
+        places = [self.find(document, length) for document, length in zip(documents, needed.tolist(), strict=True)]
+        cached = np.array([place is not None for place in places], dtype=bool)
         rows = rows_of(starts[cached], needed[cached])
         final_rows = rows[batch.supervised.flatten()[rows]] if self.takes_final else rows[:0]
         states = self.allocate(rows, final_rows, rows_of(starts[~cached], needed[~cached]))
         jobs = []
         row = 0
         final_row = 0
-        for place, start, length in zip(found, starts.tolist(), needed.tolist(), strict=True):
+        for place, start, length in zip(places, starts.tolist(), needed.tolist(), strict=True):
             if place is None:
                 continue
             tokens, supervised = (part.flatten()[start : start + length] for part in (batch.tokens, batch.supervised))
             count = int(supervised.sum())
-            part = slice(row, row + length), slice(final_row, final_row + count)
-            jobs.append(self.threads.submit(self.copy, place, tokens, supervised, states, *part))
+            part = slice(row, row + length)
+            final_part = slice(final_row, final_row + count)
+            jobs.append(self.threads.submit(self.copy, place, tokens, supervised, states, part, final_part))
             row = row + length
             final_row = final_row + count
         return replace(batch, cached=replace(states, copies=tuple(jobs)))

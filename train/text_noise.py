@@ -20,7 +20,7 @@ NOISE_COST = 8  # times the memory of some rows' logits that their noise takes w
 RowValues = Callable[[slice], Tensor]  # rows -> numbers (R, Vd) there
 
 
-def noise_behind(said: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+def noise_behind(tokens: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise (R, Vd) fp32 of the target ids `ids` (Vd,), given that argmax(logits + noise) is `said` (R,).
 
     logits (R, V): the target's, divided by the temperature. keys and positions (R,) int64 seed the samples.
@@ -28,9 +28,9 @@ def noise_behind(said: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, 
     logits = logits.float()
     no_token = ids.new_tensor([logits.shape[1]])  # an id of its own for the noise of the maximum
     maximum = logits.logsumexp(dim=1, keepdim=True) + gumbel(keys, positions, no_token)  # (R, 1)
-    own = logits[:, ids]
-    truncated = -torch.logaddexp(-maximum, -(own + gumbel(keys, positions, ids)))
-    return torch.where(ids == said[:, None], maximum, truncated) - own
+    draft_logits = logits[:, ids]
+    truncated = -torch.logaddexp(-maximum, -(draft_logits + gumbel(keys, positions, ids)))
+    return torch.where(ids == tokens[:, None], maximum, truncated) - draft_logits
 
 
 def best_with_noise(num_rows: int, size: int, logits: RowValues, noise: RowValues) -> Tensor:

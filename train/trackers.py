@@ -29,9 +29,9 @@ class JsonLines:
     """One JSON object a step. Opened at step n, it drops later records, left by a killed run."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in read_lines(path) if line["step"] <= step]
+        lines = [line for line in read_lines(path) if line["step"] <= step]
         with atomic_file(path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.file = path.open("a")
 
     def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:

@@ -29,7 +29,7 @@ Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides i
 
 
 class DraftTraining(nn.Module, ABC):
-    """What `fit` trains: its parameters are the draft's; a frozen target must not be a submodule.
+    """The module that `fit` trains: its parameters are the draft's; a frozen target must not be a submodule.
 
     Everything goes through `forward`: there DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
@@ -113,7 +113,7 @@ class DraftTraining(nn.Module, ABC):
         return self.step_times.metrics(lengths)
 
     def fitted_fields(self) -> dict[str, list[float]]:
-        """What evaluations have fitted so far."""
+        """Fields that evaluations have fitted so far."""
         values = {name: getattr(self.draft.config, name) for name in self.fitted}
         return {name: list(value) for name, value in values.items() if value}
 

@@ -120,7 +120,7 @@ def counting_rows(asking: Tensor, num_steps: int) -> Tensor:
 
 
 class TTTAttention(Attention):
-    """Of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of every layer
+    """Attention of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of every layer
     (asking rows) and next_step.
 
     One kernel takes all documents at once on a GPU, in bf16 and fp16; elsewhere products take them one by one.
@@ -155,9 +155,9 @@ class TTTAttention(Attention):
         assert mask == "causal", "a chain sees what comes before it"
         q, k = norm_heads(q, k, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
-        own = self.own.setdefault(layer.id, [])
+        step_keys = self.own.setdefault(layer.id, [])
         if self.step > 0:
-            own.append((k, v.contiguous()))  # a view would keep the whole projection alive
+            step_keys.append((k, v.contiguous()))  # a view would keep the whole projection alive
         elif self.context is None:
             assert not len(self.rows.context), "context rows are written first"
             self.shared[layer.id] = k, v.contiguous()
@@ -167,8 +167,8 @@ class TTTAttention(Attention):
         shared = self.shared[layer.id]
         window = layer.spec.window
         if self.runs is not None and takes(v) and window is None:
-            return packed_attention(q, *shared, self.runs, own)
-        return self.by_document(q, *shared, own, window)
+            return packed_attention(q, *shared, self.runs, step_keys)
+        return self.by_document(q, *shared, step_keys, window)
 
     def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
@@ -176,23 +176,25 @@ class TTTAttention(Attention):
     def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
         return torch.cat((context, asking)).index_select(0, self.rows.keys)
 
-    def by_document(self, q: Tensor, k: Tensor, v: Tensor, own: list[KeyValue], window: int | None = None) -> Tensor:
-        """q (N, Q, D) over the step-0 keys and values (K, G, D) and `own`: (N, Q, D)."""
+    def by_document(
+        self, q: Tensor, k: Tensor, v: Tensor, step_keys: list[KeyValue], window: int | None = None
+    ) -> Tensor:
+        """q (N, Q, D) over the step-0 keys and values (K, G, D) and those of later steps: (N, Q, D)."""
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D)
         moved = 0 if window is None else self.step  # a window moves on with the position of the query
         if (window, moved) not in self.biases:
             self.biases[window, moved] = self.make_biases(q.shape[2], q.dtype, window)
-        own = own if window is None else own[max(0, self.step - window) :]
+        step_keys = step_keys if window is None else step_keys[max(0, self.step - window) :]
         own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, S)
-        if own:
-            own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in own], dim=-1)
-        asked = (x.split(self.rows.num_asking) for x in (q, own_scores))
-        seen = (x.split(self.rows.num_keys) for x in (k, v))
-        documents = zip(*asked, *seen, self.biases[window, moved], strict=True)
+        if step_keys:
+            own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in step_keys], dim=-1)
+        query_parts = (x.split(self.rows.num_asking) for x in (q, own_scores))
+        key_parts = (x.split(self.rows.num_keys) for x in (k, v))
+        documents = zip(*query_parts, *key_parts, self.biases[window, moved], strict=True)
         outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
         output = torch.cat(outputs)
         own_weights = torch.cat(weights)
-        for index, (_, own_v) in enumerate(own):
+        for index, (_, own_v) in enumerate(step_keys):
             output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
         return output.flatten(1, 2)
 
@@ -201,11 +203,11 @@ class TTTAttention(Attention):
         keys = self.in_reading_order(self.rows.context, self.rows.asking)
         splits = zip(self.rows.asking.split(self.rows.num_asking), keys.split(self.rows.num_keys), strict=True)
         biases = []
-        for asking, seen in splits:
-            bias = torch.zeros(len(asking), len(seen), dtype=dtype, device=keys.device)
-            hidden = seen > asking.unsqueeze(1)
+        for asking, key_rows in splits:
+            bias = torch.zeros(len(asking), len(key_rows), dtype=dtype, device=keys.device)
+            hidden = key_rows > asking.unsqueeze(1)
             if window is not None:
-                hidden |= seen <= asking.unsqueeze(1) + self.step - window
+                hidden |= key_rows <= asking.unsqueeze(1) + self.step - window
             bias.masked_fill_(hidden, -torch.inf)
             biases.append(bias.repeat_interleave(heads, dim=0))
         return biases
@@ -248,8 +250,8 @@ class ChainTraining(DraftTraining):
     """Training of a draft that continues from its own states (EAGLE, EAGLE3): its chain, the sum of its losses and the
     held-out walk."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.is_known = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
         self.is_known[self.target_ids.to(self.device)] = True
 
@@ -279,8 +281,8 @@ class ChainTraining(DraftTraining):
         loss = torch.zeros((), device=self.device)
         metrics = Metrics()
         for index, step in enumerate(self.backbone(batch)):
-            own, drafted, sums = self.objective(index, step)
-            loss = loss + own
+            step_loss, drafted, sums = self.objective(index, step)
+            loss = loss + step_loss
             agreements = ((drafted == step.best) & step.counts).sum()
             metrics[f"accept_rate_{index}"] = torch.stack((agreements, step.counts.sum()))
             for name, total in sums.items():

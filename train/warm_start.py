@@ -34,10 +34,10 @@ def read_start(option: str, name: str, network: type[DraftNetwork], drafter: str
     """The draft at `name`, a folder or hub id that `option` gives, on the host in fp32. Raises ValueError for a draft
     of another kind, and for one that cannot be read."""
     path = resolve(name)
-    found = drafter_of(read_json(path / "config.json"), name)
-    if found != drafter:
+    kind = drafter_of(read_json(path / "config.json"), name)
+    if kind != drafter:
         raise ValueError(
-            f"{option} {name} is a draft of kind {found}; training of {drafter} drafts starts from {drafter} drafts: "
+            f"{option} {name} is a draft of kind {kind}; training of {drafter} drafts starts from {drafter} drafts: "
             f"name another {option}"
         )
     return load_draft(network, path, target, torch.float32, torch.device("cpu"))
@@ -45,33 +45,33 @@ def read_start(option: str, name: str, network: type[DraftNetwork], drafter: str
 
 def inherit(options: Any, config: DraftConfig) -> Any:
     """Options of a draft with those that were left out as the other draft has them."""
-    known = {field.name for field in fields(options)}
-    missing = [name for name in INHERITED if name in known and getattr(options, name) is None]
+    names = {field.name for field in fields(options)}
+    missing = [name for name in INHERITED if name in names and getattr(options, name) is None]
     return replace(options, **{name: getattr(config, name) for name in missing})
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a draft took over."""
+    """Tensors that a draft took over, and how it differs from the other."""
 
-    taken: list[str]  # names of tensors
-    partly: list[str]  # of tensors that took over some rows or columns
+    complete: list[str]  # names of tensors that it took over
+    partial: list[str]  # of tensors that took over some rows or columns
     new: list[str]  # of the draft's, which the other lacks or has in another shape
-    left: list[str]  # of the other's, which the draft lacks or has in another shape
+    ignored: list[str]  # of the other's, which the draft lacks or has in another shape
     differences: list[str]
 
     @property
     def is_exact(self) -> bool:
         """Whether the draft's first tokens are those of the other."""
         heads = all(any(part in name for part in IDENTITIES) for name in self.new)
-        return heads and not (self.partly or self.left or self.differences)
+        return heads and not (self.partial or self.ignored or self.differences)
 
     def lines(self, name: str) -> Iterator[str]:
         """The report."""
-        yield f"init_from {name}: {len(self.taken)} tensors taken over"
-        for what, names in (("partly", self.partly), ("new", self.new), ("left there", self.left)):
+        yield f"init_from {name}: {len(self.complete)} tensors taken over"
+        for label, names in (("partly", self.partial), ("new", self.new), ("left there", self.ignored)):
             if names:
-                yield f"  {what}: {', '.join(shortened(names))}"
+                yield f"  {label}: {', '.join(shortened(names))}"
         for difference in self.differences:
             yield f"  differs: {difference}"
         if self.is_exact:
@@ -84,46 +84,58 @@ class WarmStart:
 def warm_start(draft: DraftNetwork, source: DraftNetwork) -> WarmStart:
     """Copies what both drafts have into `draft`. Rows that belong to tokens, and columns that belong to target states,
     go where they mean the same."""
-    own, theirs = (
-        {name: x for name, x in public_tensors(module).items() if name not in MAPS} for module in (draft, source)
-    )
-    taken = list[str]()
-    partly = list[str]()
-    for name, tensor in own.items():
-        if name not in theirs:
-            continue
-        copied = copy_tensor(name, tensor, theirs[name], draft, source)
-        if copied is not None:
-            (taken if copied else partly).append(name)
-    used = {*taken, *partly}
+    tensors = unmapped_tensors(draft)
+    source_tensors = unmapped_tensors(source)
+    complete: list[str] = []
+    partial: list[str] = []
+    for name in tensors.keys() & source_tensors.keys():
+        is_complete = copy_tensor(name, tensors[name], source_tensors[name], draft, source)
+        if is_complete is not None:
+            (complete if is_complete else partial).append(name)
+    copied = {*complete, *partial}
     return WarmStart(
-        taken, partly, [x for x in own if x not in used], [x for x in theirs if x not in used],
-        list(differences(draft, source)),
-    )  # fmt: skip
+        complete=[name for name in tensors if name in complete],
+        partial=[name for name in tensors if name in partial],
+        new=[name for name in tensors if name not in copied],
+        ignored=[name for name in source_tensors if name not in copied],
+        differences=list(differences(draft, source)),
+    )
 
 
-def copy_tensor(name: str, own: Tensor, theirs: Tensor, draft: DraftNetwork, source: DraftNetwork) -> bool | None:
-    """Whether all of a tensor was taken over; None: nothing was."""
-    mine = token_ids(draft)
-    other = token_ids(source)
-    if name in BY_TOKEN and own.shape[1:] == theirs.shape[1:] and not torch.equal(mine, other):
-        where = torch.full((draft.config.vocab_size,), -1).index_copy(0, other, torch.arange(len(other)))[mine]
-        known = (where >= 0).to(own.device)
-        own[known] = theirs[where[where >= 0]].to(own.device, own.dtype)
+def unmapped_tensors(module: DraftNetwork) -> dict[str, Tensor]:
+    """The tensors of a draft by their public names, without its token map."""
+    return {name: x for name, x in public_tensors(module).items() if name not in MAPS}
+
+
+def copy_tensor(name: str, tensor: Tensor, origin: Tensor, draft: DraftNetwork, source: DraftNetwork) -> bool | None:
+    """Copies `origin` of the source into `tensor` of the draft. Whether all of it was copied; None: nothing was."""
+    ids = token_ids(draft)
+    source_ids = token_ids(source)
+    if name in BY_TOKEN and tensor.shape[1:] == origin.shape[1:] and not torch.equal(ids, source_ids):
+        places = torch.full((draft.config.vocab_size,), -1).index_copy(0, source_ids, torch.arange(len(source_ids)))[
+            ids
+        ]
+        is_shared = places >= 0
+        tensor[is_shared.to(tensor.device)] = origin[places[is_shared]].to(tensor.device, tensor.dtype)
         return False
-    layers, others = (tuple(getattr(module.config, "aux_layers", ())) for module in (draft, source))
-    if name == FC and layers != others and own.shape[0] == theirs.shape[0]:
+    layers = aux_layers_of(draft)
+    source_layers = aux_layers_of(source)
+    if name == FC and layers != source_layers and tensor.shape[0] == origin.shape[0]:
         size = draft.config.target_hidden_size
-        shared = [layer for layer in layers if layer in others]
+        shared = [layer for layer in layers if layer in source_layers]
         for layer in shared:
             to = layers.index(layer) * size
-            start = others.index(layer) * size
-            own[:, to : to + size] = theirs[:, start : start + size].to(own.device, own.dtype)
-        return set(layers) == set(others) if shared else None
-    if own.shape != theirs.shape:
+            start = source_layers.index(layer) * size
+            tensor[:, to : to + size] = origin[:, start : start + size].to(tensor.device, tensor.dtype)
+        return set(layers) == set(source_layers) if shared else None
+    if tensor.shape != origin.shape:
         return None
-    own.copy_(theirs)
+    tensor.copy_(origin)
     return True
+
+
+def aux_layers_of(draft: DraftNetwork) -> tuple[int, ...]:
+    return tuple(getattr(draft.config, "aux_layers", ()))
 
 
 def token_ids(draft: DraftNetwork) -> Tensor:
@@ -133,15 +145,15 @@ def token_ids(draft: DraftNetwork) -> Tensor:
 
 
 def differences(draft: DraftNetwork, source: DraftNetwork) -> Iterator[str]:
-    mine, theirs = (values_of(module.config) for module in (draft, source))
-    for name, value in mine.items():
-        if name not in NOT_COMPARED and value != theirs[name]:
-            yield f"{name} is {theirs[name]} there, {value} here"
+    source_values = values_of(source.config)
+    for name, value in values_of(draft.config).items():
+        if name not in NOT_COMPARED and value != source_values[name]:
+            yield f"{name} is {source_values[name]} there, {value} here"
     ids = token_ids(draft)
-    others = token_ids(source)
-    if not torch.equal(ids, others):
-        both = len(set(ids.tolist()) & set(others.tolist()))
-        yield f"the token map has {len(others)} tokens there, {len(ids)} here, {both} in both"
+    source_ids = token_ids(source)
+    if not torch.equal(ids, source_ids):
+        num_shared = len(set(ids.tolist()) & set(source_ids.tolist()))
+        yield f"the token map has {len(source_ids)} tokens there, {len(ids)} here, {num_shared} in both"
     fingerprints = source.config.target_fingerprint, draft.config.target_fingerprint
     if all(fingerprints) and len(set(fingerprints)) > 1:
         yield f"the target has other weights than the one that draft was trained for, {source.config.target}"

@@ -101,7 +101,7 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
     if draft.confidence is not None:
         embedded = None if draft.markov is None else draft.markov.embed(slots.previous)
         c = torch.sigmoid(draft.confidence(slots.states, embedded))
-        truth = overlaps.detach() * slots.gather(slots.known)
+        truth = overlaps.detach() * slots.gather(slots.is_known)
         losses["confidence"] = -(truth * c.log() + (1 - truth) * (1 - c).log())
     if draft.scorer is not None:
         losses |= plain_scorer_losses(training, slots, unary, teacher)
@@ -110,11 +110,11 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
 
 def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, teacher: Tensor) -> dict[str, Tensor]:
     draft = training.draft
-    K = slots.known.shape[1]
+    K = slots.is_known.shape[1]
     names = ("scorer_ce", "scorer_hinge", "scorer_regret")
-    losses: dict[str, Tensor] = {name: torch.zeros(len(slots.whole), K) for name in names}
+    losses: dict[str, Tensor] = {name: torch.zeros(len(slots.whole_blocks), K) for name in names}
     places = slots.places.tolist()
-    for b, block in enumerate(slots.whole.tolist()):
+    for b, block in enumerate(slots.whole_blocks.tolist()):
         slot_rows = [places.index(block * K + k) for k in range(K)]
         rows = unary[slot_rows].topk(16).indices
         log_probs = unary[slot_rows].log_softmax(-1).gather(1, rows)
@@ -152,7 +152,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(
     batch, _ = packed(0)
     total, _ = training.loss(batch)
     slots = training.backbone(batch)
-    count = slots.known.shape[1]
+    count = slots.is_known.shape[1]
     gamma = {4: 2.5, 5: 3.0}[count]
     decay = torch.exp(-torch.arange(count) / gamma)
     fixed = decay / decay.sum() * slots.stands_for
@@ -162,10 +162,10 @@ def test_losses_and_gradients_are_those_of_whole_rows(
         if loss == "confidence":
             weights = slots.gather(fixed * slots.counts)
         elif loss.startswith("scorer"):
-            weights = fixed[slots.whole]
+            weights = fixed[slots.whole_blocks]
             assert losses[loss].any() != reduced, "no block is whole where every other token is missing"
         else:
-            weights = slots.gather(fixed * slots.known)
+            weights = slots.gather(fixed * slots.is_known)
         expected = expected + weight * (weights * losses[loss]).sum()
     assert_same_gradients(total, expected, training.draft)
 
@@ -217,8 +217,8 @@ def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, to
     source.markov.markov_w2.weight.data.normal_()
     report = warm_start(draft, source)
     assert not report.is_exact
-    assert {"fc.weight", "markov_head.markov_w2.weight"} == set(report.partly)
-    assert any(name.startswith("layers.1.") for name in report.left)
+    assert {"fc.weight", "markov_head.markov_w2.weight"} == set(report.partial)
+    assert any(name.startswith("layers.1.") for name in report.ignored)
     text = "\n".join(report.lines("runs/x"))
     for words in ("mask_token_id is 7 there, 9 here", "sample_from_anchor is False there, True here"):
         assert words in text
