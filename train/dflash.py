@@ -112,6 +112,7 @@ class DFlashTraining(DraftTraining):
 
     Network = DFlash
     drafter = "dflash"
+    tokens_power = 0.75
     rates = {"muon": 0.016, "adamw": 0.003}
     fitted = ("confidence_temperatures", "confidence_biases")
 

@@ -86,14 +86,15 @@ class Schedule:
         return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
 
 
-def default_lr(rates: Mapping[str, float], optimizer: str, width: int, tokens: float) -> float:
+def default_lr(rates: Mapping[str, float], optimizer: str, width: int, tokens: float, power: float) -> float:
     """Peak learning rate of a draft with hidden size `width` whose steps take `tokens` tokens, from the `rates` of
     the optimizers at RATE_WIDTH and RATE_TOKENS.
 
     A step of Muon has one size in all directions; its scale, which is AdamW's, makes that size grow with the root of
-    the width, and the weights' own size does not grow. Steps of fewer tokens have noisier gradients.
+    the width, and the weights' own size does not grow. Steps of fewer tokens have noisier gradients: the rate falls
+    with this `power` of the tokens.
     """
-    return rates[optimizer] * (RATE_WIDTH / width) ** WIDTH_POWER[optimizer] * min(1.0, tokens / RATE_TOKENS) ** 0.25
+    return rates[optimizer] * (RATE_WIDTH / width) ** WIDTH_POWER[optimizer] * min(1.0, tokens / RATE_TOKENS) ** power
 
 
 def lr_factor(step: float, num_steps: int, warmup: int, optim: OptimOptions) -> float:

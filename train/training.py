@@ -37,6 +37,7 @@ class DraftTraining(nn.Module, ABC):
     Network: ClassVar[type[DraftNetwork]]
     drafter: ClassVar[str]  # its kind, as files name it
     rates: ClassVar[Mapping[str, float]]  # peak learning rates by optimizer, for `default_lr`
+    tokens_power = 0.25  # by which the rate falls with the tokens of a step
     fitted: ClassVar[tuple[str, ...]] = ()  # fields of the draft's config that evaluations fit: lists of numbers
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
@@ -80,7 +81,7 @@ class DraftTraining(nn.Module, ABC):
         """The learning rate of `optim`, or else the default for steps of `tokens` tokens."""
         if optim.lr is not None:
             return optim.lr
-        return default_lr(self.rates, optim.name, self.draft.config.hidden_size, tokens)
+        return default_lr(self.rates, optim.name, self.draft.config.hidden_size, tokens, self.tokens_power)
 
     @property
     def device(self) -> torch.device:

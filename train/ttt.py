@@ -120,8 +120,8 @@ def counting_rows(asking: Tensor, num_steps: int) -> Tensor:
 
 
 class TTTAttention(Attention):
-    """Attention of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of every layer
-    (asking rows) and next_step.
+    """Attention of one pass over `rows`. Call order: write (context rows, if there are any), then per step attend of
+    every layer (asking rows) and next_step.
 
     One kernel takes all documents at once on a GPU, in bf16 and fp16; elsewhere products take them one by one.
     """

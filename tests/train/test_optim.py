@@ -142,7 +142,7 @@ def test_adamw_has_everything(training: Eagle3Training) -> None:
     ],
 )
 def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: float, expected: float) -> None:
-    assert default_lr({"muon": 0.02, "adamw": 0.004}, name, width, tokens) == pytest.approx(expected)
+    assert default_lr({"muon": 0.02, "adamw": 0.004}, name, width, tokens, 0.25) == pytest.approx(expected)
 
 
 def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
