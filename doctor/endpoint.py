@@ -16,11 +16,11 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A server's answers to the conversations, `asked` in number."""
+    """A server's answers to the conversations, `num_prompts` in number."""
 
     url: str
     server: Kind
-    asked: int
+    num_prompts: int
     accept_length: float | None  # None: it tells no rounds
     depth: float | None  # drafted tokens that a round verifies, mean or else most; None: it does not tell
     other_prompts: int  # prompts that have another number of tokens there
@@ -62,7 +62,7 @@ def ask_endpoint(
     return Endpoint(
         url=url.rstrip("/").removesuffix("/v1"),
         server=kind_of(before),
-        asked=len(pairs),
+        num_prompts=len(pairs),
         accept_length=decoded / rounds if rounds else None,
         depth=drafted / rounds if drafted else places or None,
         other_prompts=sum(remote.prompt_tokens not in (0, len(local.prompt)) for local, remote, _ in pairs),

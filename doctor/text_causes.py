@@ -106,7 +106,7 @@ def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Find
     """Finds where a server's accept length departs from the replay's: in the prompts, in the target, or in how it reads
     the draft's files."""
     server = f"{endpoint.server} at {endpoint.url}"
-    num_asked = endpoint.asked
+    num_prompts = endpoint.num_prompts
     simulated = None if diagnosis.as_read is None else _at_depth(diagnosis.as_read, endpoint.depth)
     accept_length = endpoint.accept_length
     is_less = simulated is not None and accept_length is not None and accept_length < (1 - LOSS) * simulated
@@ -125,17 +125,17 @@ def endpoint_findings(diagnosis: Diagnosis, endpoint: Endpoint) -> Iterator[Find
             kind=kind,
             stage="prompt text",
             name="prompts of the server differ",
-            cause=f"{endpoint.other_prompts} of {num_asked} prompts have another number of tokens at {server}: it has "
-            "another chat template, system prompt, date or tokenizer",
+            cause=f"{endpoint.other_prompts} of {num_prompts} prompts have another number of tokens at {server}: it "
+            "has another chat template, system prompt, date or tokenizer",
             remedy="start it with the target's chat template, or give its variables here (--date, --template)",
             **lengths,
         )
-    elif endpoint.other_answers > MOSTLY * num_asked:
+    elif endpoint.other_answers > MOSTLY * num_prompts:
         yield Finding(
             kind=kind,
             stage="target's states",
             name="answers of the server differ",
-            cause=f"{endpoint.other_answers} of {num_asked} answers differ at {server} at temperature 0, though the "
+            cause=f"{endpoint.other_answers} of {num_prompts} answers differ at {server} at temperature 0, though the "
             "prompts are as long: its target has other weights, or another quantisation",
             remedy="serve the target that the draft was trained for, or train the draft on for that one (--init-from)",
             **lengths,

@@ -28,7 +28,7 @@ def test_a_server_is_asked(dialect: str) -> None:
         ask_endpoint(server.url, answered()[:1], answers[:1], MOST)  # its counters do not begin at 0
         report = ask_endpoint(f"{server.url}/v1/", answered(), [*answers[:-1], "something else"], MOST)
     assert (report.url, report.server) == (server.url, "unknown" if dialect == "plain" else dialect.split("-")[0])
-    assert (report.asked, report.other_prompts, report.other_answers) == (4, 1, 1)
+    assert (report.num_prompts, report.other_prompts, report.other_answers) == (4, 1, 1)
     if dialect == "plain":
         assert (report.accept_length, report.depth) == (None, None)
     else:

@@ -151,7 +151,7 @@ RISK = Finding(
 )
 SCORE = Score(emitted=(4, 4), rounds=tuple(Round(i // 2, i, 1) for i in range(4)), depth=2)
 SERVER = Endpoint(
-    url="http://host:1", server="vllm", asked=10, accept_length=2.0, depth=None, other_prompts=0, other_answers=1
+    url="http://host:1", server="vllm", num_prompts=10, accept_length=2.0, depth=None, other_prompts=0, other_answers=1
 )
 
 
