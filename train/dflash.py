@@ -45,10 +45,11 @@ from slipstream.train.blocks import (
 )
 from slipstream.train.calibration import Calibration, Confidences, chain_error, fit_calibration
 from slipstream.train.dflash_options import DFlashOptions, DraftOptions
-from slipstream.train.draft_setup import TargetFiles, train
+from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LowRankBias, TargetHead, gathered_logits, head_losses, mixed_losses, rows_at_once
 from slipstream.train.state_source import target_states
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import NOISE_COST
 from slipstream.train.training import DraftTraining, Metrics, add
 

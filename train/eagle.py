@@ -18,10 +18,11 @@ from torch import Tensor
 from slipstream.config import run
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import TargetFiles, train
+from slipstream.train.draft_setup import train
 from slipstream.train.eagle_options import DraftOptions, EagleOptions
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import RowValues
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining

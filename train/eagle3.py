@@ -16,10 +16,11 @@ from slipstream.config import run
 from slipstream.kernels.cross_entropy import soft_cross_entropy
 from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.targets.config import default_aux_layers
-from slipstream.train.draft_setup import TargetFiles, train
+from slipstream.train.draft_setup import train
 from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
 from slipstream.train.loop import leave_processes
 from slipstream.train.losses import LOGITS_AT_ONCE, regression_losses
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import RowValues, best_with_noise
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +20,8 @@ from slipstream.train.optim import default_lr
 from slipstream.train.options import EvaluationOptions, OptimOptions
 from slipstream.train.samples import Sample, SampleAnswers
 from slipstream.train.speed import StepTimes
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import noise_behind
-
-if TYPE_CHECKING:
-    from slipstream.train.draft_setup import TargetFiles
 
 Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it in the end
 
@@ -65,7 +63,7 @@ class DraftTraining(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
+    def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
         """A draft for the target, not trained yet; `options` of the draft."""
 
     def configure(self, evaluation: EvaluationOptions) -> None:

@@ -28,8 +28,9 @@ from slipstream.models.drafts.base import HEAD, DraftNetwork
 from slipstream.models.files.weights import public_tensors
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.draft_options import BaseDraftOptions
-from slipstream.train.draft_setup import TargetFiles, train
+from slipstream.train.draft_setup import train
 from slipstream.train.options import CheckpointOptions, DataOptions, EvaluationOptions, OptimOptions
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.training import DraftTraining
 
 ASSETS = Path(__file__).resolve().parent

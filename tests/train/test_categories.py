@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.train.conftest import SaveData, documents, random_dataset
 from slipstream.tests.train.runs import Arguments, end_program, records, start_program
 from slipstream.train import draft_setup, eagle3
@@ -76,7 +77,7 @@ def test_folders_with_and_without_categories_are_evaluated_together(save_data: S
 
 
 def read_hash(path: Path) -> str:
-    return str(draft_setup.read_json(path / "report.json")["tokenizer_hash"])
+    return str(read_json(path / "report.json")["tokenizer_hash"])
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ from slipstream.models.drafts.interchange import RULES, Rule, broken_rules, draf
 from slipstream.tests import server_loaders
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.dflash_options import DFlashOptions
-from slipstream.train.draft_setup import TargetFiles, build
+from slipstream.train.draft_setup import build
 from slipstream.train.eagle import EagleTraining
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
 from slipstream.train.eagle_options import EagleOptions
+from slipstream.train.target_files import TargetFiles
 
 DEPTH = 4  # layers of the target
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -116,7 +117,7 @@ def write(target_path: Path, data_path: Path, vocabulary_path: Path, tmp_path: P
         flags = [f"--target={target_path}", f"--data.path={data_path}", "--output=o", *SIZES.get(drafter, ())]
         flags += [word.replace("MAP", str(vocabulary_path)) for word in words]
         options = parse(program, flags, prog="train", description="")
-        training = build(kind, TargetFiles.find(options, Accelerator(cpu=True), kind))
+        training = build(kind, TargetFiles.find(options, Accelerator(cpu=True), kind.Network, kind.drafter))
         folder = tmp_path / "draft"
         folder.mkdir()
         training.write(training.state_dict(), folder, {})

@@ -32,7 +32,7 @@ from slipstream.tests.train.runs import (
     start_program,
     weights,
 )
-from slipstream.train import draft_setup, loop
+from slipstream.train import loop, target_files
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
@@ -250,7 +250,7 @@ def test_bad_options_end_in_a_sentence(
 def test_what_cannot_run_is_refused_before_the_target_is_read(
     tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
-    monkeypatch.setattr(draft_setup, "load_frozen_target", None)
+    monkeypatch.setattr(target_files, "load_frozen_target", None)
     if "optim__name" in changes:
         sharded = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2)
         monkeypatch.setattr(loop, "Accelerator", lambda **_options: sharded)
@@ -263,7 +263,7 @@ def test_an_interrupt_before_the_first_step_ends_in_a_word(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_setup, "load_frozen_target", interrupt)
+    monkeypatch.setattr(target_files, "load_frozen_target", interrupt)
     assert refusal(arguments(tmp_path)) == "130"
     assert capsys.readouterr().err.endswith("train/eagle3.py: interrupted\n")
 

@@ -23,7 +23,7 @@ from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_datase
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
-from slipstream.train.draft_setup import TargetFiles, build
+from slipstream.train.draft_setup import build
 from slipstream.train.options import DataOptions
 from slipstream.train.state_source import (
     BATCHES_AHEAD,
@@ -33,6 +33,7 @@ from slipstream.train.state_source import (
     read_states,
     target_states,
 )
+from slipstream.train.target_files import TargetFiles
 from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
@@ -63,7 +64,7 @@ def start(
     data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
-    files = TargetFiles.find(run, accelerator, kind)
+    files = TargetFiles.find(run, accelerator, kind.Network, kind.drafter)
     splits = load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     states = open_states(data, {data.path: {**files.origin(), "data_hash": "0123"}})
