@@ -199,7 +199,7 @@ def make_batch(config: StepConfig) -> Batch:
 
 def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) -> dict[str, Part]:
     """The parts of a step in order."""
-    optim = OptimOptions()
+    optim = OptimOptions(name="adamw")  # as in the figures of docs/performance.md
     target = training.target
     model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
     scale = 1 / batch.num_supervised

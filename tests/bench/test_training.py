@@ -44,7 +44,7 @@ def repeated(training: DFlashTraining, batch: Batch) -> int:
         slots = len(training.backbone(batch).states)
         columns = config.selector_top_k
     else:
-        slots = len(training.backbone(batch).whole) * config.num_proposals
+        slots = len(training.backbone(batch).whole_blocks) * config.num_proposals
         columns = config.num_candidates + 1
     return 4 * config.hidden_size * slots * columns if config.selector_rank or config.lilicorr else 0
 
