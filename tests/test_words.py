@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -73,9 +74,15 @@ def docstrings(tree: ast.AST) -> Iterator[Fault]:
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in (names, assignments, splats, docstrings)}
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Syntax trees of all files."""
+    return {str(file): ast.parse((ROOT / file).read_text()) for file in sorted(python_files())}
+
+
 def faults_of(rule: Rule) -> dict[str, list[Fault]]:
     """Faults by file, for files that have any."""
-    faults = {str(file): list(rule(ast.parse((ROOT / file).read_text()))) for file in sorted(python_files())}
+    faults = {file: list(rule(tree)) for file, tree in trees().items()}
     return {file: places for file, places in faults.items() if places}
 
 

@@ -116,6 +116,7 @@ def check_same_but_for_ties(prompts: list[str], small: list[Generation], big: li
     )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_real_logits_are_the_small_models_and_the_others_far_below(pair: Path, tokens: Tensor) -> None:
     small, big = (transformer(path, torch.float32)(tokens).logits for path in (TINY, pair / "target"))
@@ -214,7 +215,8 @@ def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) 
     assert (fc @ aux_states.flatten())[-1] == (CONSTANT if False in is_normed else CONSTANT / rms)
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
 def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
     drafter: str, pairs: Pairs, questions: list[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_program_counts_what_the_engine_does(
             check_line(line, lines, llm, work.tasks(4, f"0/{line['concurrency']}"))
 
 
+@pytest.mark.slow
 def test_both_engines_answer_the_same_questions_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
     command = [*SIZES, "--target", str(TINY), "--input-len", "0", "--ignore-eos", "false", "--turns", "2"]
     main([*command, "--draft", "ngram,nodes=4"])

@@ -14,7 +14,7 @@ from slipstream.doctor.report import verdict
 from slipstream.tests.test_packaging import ROOT
 
 DRAFTS = sorted(path.parent.name for path in (ROOT / "tests" / "assets").glob("*/config.json"))
-QUICK = ("dspark", "eagle3")
+QUICK = ("eagle3",)
 
 
 def check(draft: str, **options: int) -> None:

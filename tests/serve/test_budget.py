@@ -304,9 +304,8 @@ def choices_of_text_and_of_random_tokens() -> tuple[NDArray[np.bool_], NDArray[n
     return choices(model, tokens), choices(model, random_tokens)
 
 
-@pytest.mark.parametrize(
-    ("batch", "power"), [(32, 0.5), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1.0), (4, 3.0)])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "power"), [(32, 0.5), (1, 1.0), (4, 3.0)])
 def test_times_of_random_tokens_lead_to_the_budgets_of_the_bundled_mixture_on_text(
     batch: int, power: float, choices_of_text_and_of_random_tokens: tuple[NDArray[np.bool_], NDArray[np.bool_]]
 ) -> None:

@@ -52,7 +52,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
     ("drafter", "preempted", "kind"),
     gate_of(
         product(DRAFTERS, (True, False), TARGETS),
-        [("dflash", False, "dense"), ("ngram", True, "mixture"), ("eagle3, tree", False, "windows")],
+        [("ngram", True, "mixture")],
     ),
 )
 def test_answers_do_not_depend_on_the_draft(
