@@ -86,7 +86,7 @@ def plan(
         *memory_lines(memory),
         *share_lines(train),
         *aux_lines(training, train),
-        *step_lines(train, options, num_processes),
+        *step_lines(training, train, options, num_processes),
         *scarcity_lines(training, train, options, num_processes),
     ]
     return "\n".join(lines)
@@ -131,7 +131,7 @@ def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
         yield f"aux hidden states  at most {_gb(size)} GB on disk in {dtype}, if captured offline"
 
 
-def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
+def step_lines(training: DraftTraining, train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
     schedule = Schedule.of(options, len(train), num_processes)
     steps = schedule.num_steps(Progress())
     rows = schedule.rows_per_step
@@ -142,6 +142,8 @@ def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[
     share = train.supervised_share
     total = planned_rows(schedule) * train.row_tokens
     yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
+    rate = training.peak_lr(options.optim, rows * train.row_tokens)
+    yield f"rate      {rate:.3g} at most, {options.optim.name}"
 
 
 def planned_rows(schedule: Schedule) -> int:

@@ -46,6 +46,7 @@ def test_no_weights_are_read_and_nothing_is_written(
         "aux hidden states ",
         "steps     6 of 2 rows",
         "tokens ",
+        "rate      0.01 at most, adamw",
     ):
         assert word in printed
 
