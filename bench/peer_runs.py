@@ -74,7 +74,7 @@ class Run:
     side: Side
     drafter: str
     flags: str
-    """What sets this try apart from the others of its side."""
+    """The options in which the tries of a side differ."""
     command: tuple[str, ...]
     parent: Path
 

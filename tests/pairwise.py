@@ -44,24 +44,28 @@ def some_of(values: Iterable[str], gate_values: Collection[str]) -> list[Any]:
 
 def grouped(names: Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:
     """As parametrize, but slow cases with equal first values are one test, which runs all of them and names those that
-    fail. Each has a `tmp_path` of its own, and a `monkeypatch` that it finds unused."""
+    fail. Each has a `tmp_path` and a `monkeypatch` of its own; one that is skipped hides no other."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run_all(*, batch: Sequence[Case], **fixtures: Any) -> None:
-            errors: list[Exception] = []
+            errors: list[BaseException] = []
+            skips: list[str] = []
             for index, case in enumerate(batch):
-                try:
-                    test(**dict(zip(names, case, strict=True)), **_fresh(fixtures, index))
-                except Exception as error:
-                    error.add_note(f"case: {dict(zip(names, case, strict=True))}")
-                    errors.append(error)
-                if "monkeypatch" in fixtures:
-                    fixtures["monkeypatch"].undo()
+                with pytest.MonkeyPatch.context() as monkeypatch:
+                    try:
+                        test(**dict(zip(names, case, strict=True)), **_fresh(fixtures, index, monkeypatch))
+                    except pytest.skip.Exception as skip:
+                        skips.append(str(skip))
+                    except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
+                        error.add_note(f"case: {dict(zip(names, case, strict=True))}")
+                        errors.append(error)
             if len(errors) == 1:
                 raise errors[0]
             if errors:
-                raise ExceptionGroup(f"{len(errors)} of {len(batch)} cases failed", errors)
+                raise BaseExceptionGroup(f"{len(errors)} of {len(batch)} cases failed", errors)
+            if len(skips) == len(batch):
+                pytest.skip(skips[0])
 
         signature = inspect.signature(test)
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in names]
@@ -84,7 +88,9 @@ def _batches(cases: Iterable[Any]) -> list[Any]:
     return gate + [pytest.param(batch, id=f"{name}, all", marks=pytest.mark.slow) for name, batch in slow.items()]
 
 
-def _fresh(fixtures: dict[str, Any], index: int) -> dict[str, Any]:
+def _fresh(fixtures: dict[str, Any], index: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    if "monkeypatch" in fixtures:
+        fixtures = {**fixtures, "monkeypatch": monkeypatch}
     if "tmp_path" not in fixtures:
         return fixtures
     folder = fixtures["tmp_path"] / str(index)

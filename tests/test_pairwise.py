@@ -25,3 +25,19 @@ def test_all_cases_run_and_those_that_fail_are_named(tmp_path: Path) -> None:
     assert [number for _, number, _ in SEEN] == [1, 2, 4]
     assert len({folder for *_, folder in SEEN}) == 3
     is_odd(batch=batches["b, all"].values[0], tmp_path=tmp_path / "0")
+
+
+def test_a_case_that_is_skipped_or_raises_nothing_hides_no_other() -> None:
+    @grouped(("name", "number"), gate_of([("a", 0), ("a", 1), ("a", 2), ("b", 0)], []))
+    def check(name: str, number: int) -> None:
+        if number == 0:
+            pytest.skip(f"{name} has zero")
+        with pytest.raises(ValueError):
+            int("1") if number == 1 else int("x")
+
+    batches: dict[Any, Any] = {case.id: case for case in check.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE") as raised:
+        check(batch=batches["a, all"].values[0])
+    assert raised.value.__notes__ == ["case: {'name': 'a', 'number': 1}"]
+    with pytest.raises(pytest.skip.Exception, match="b has zero"):
+        check(batch=batches["b, all"].values[0])
