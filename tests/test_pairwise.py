@@ -32,7 +32,7 @@ def test_a_case_that_is_skipped_or_raises_nothing_hides_no_other() -> None:
     def check(name: str, number: int) -> None:
         if number == 0:
             pytest.skip(f"{name} has zero")
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="invalid literal"):
             int("1") if number == 1 else int("x")
 
     batches: dict[Any, Any] = {case.id: case for case in check.pytestmark[0].args[1]}  # type: ignore[attr-defined]

@@ -37,7 +37,10 @@ class DraftOptions(ChainDraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head == "frozen" and not self.init_from_target:
-            raise ValueError("draft.head is frozen and draft.init_from_target false: a random head; change one of them")
+            raise ValueError(
+                "draft.head is frozen and draft.init_from_target false, so the head stays random; "
+                "set draft.head to trained"
+            )
         if self.num_layers < 1:
             raise ValueError(f"draft.num_layers is {self.num_layers}; give at least 1")
         if self.state_weight < 0:
