@@ -70,12 +70,12 @@ class PackedShare:
     @property
     def epoch_rows(self) -> int:
         """Rows in an epoch: to the nearest whole row, and one at least."""
-        return max(1, round(self.passes * len(self.rows)))
+        return max(1, round(self.passes * len(self.rows))) if self.rows else 0
 
     @property
     def actual_passes(self) -> float:
         """Times that an epoch has a row, on average."""
-        return self.epoch_rows / len(self.rows)
+        return self.epoch_rows / max(1, len(self.rows))
 
     @property
     def sentence(self) -> str:
@@ -99,7 +99,7 @@ class PackedRows:
         self, dataset: Dataset, max_length: int, shares: Sequence[Share] = (), *, is_split: bool = False
     ) -> None:
         """`shares` of the folders whose documents `dataset` joins; default: it is all of one. `is_split`: into windows
-        where documents are longer, which are cut otherwise. Raises ValueError for a folder that supervises nothing."""
+        where documents are longer, which are cut otherwise. Raises ValueError for documents that supervise nothing."""
         self.dataset = dataset
         self.max_length = max_length
         self.windows, self.cut = measure(dataset, WindowLayout(max_length, is_split))
@@ -129,7 +129,7 @@ class PackedRows:
             raise ValueError(
                 f"every document of {share.name} is held out in another folder of data.path; leave one of them out"
             )
-        if not len(usable):
+        if not len(usable) and share.num_documents:
             source = f" in {share.name}" if share.name else ""
             raise ValueError(
                 f"no document of {share.num_documents}{source} has two supervised tokens in a row within "
@@ -342,7 +342,7 @@ def evaluation_batches(
 
 def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:
     """The splits and report.json that data_tools/prepare.py wrote. Raises ValueError unless both are there, made with
-    the target's tokenizer."""
+    the target's tokenizer, with rows to train on; the held-out split may be empty."""
     report_path = path / "report.json"
     if not report_path.is_file():
         raise ValueError(f"data.path {path} holds no report.json; make the folder with `slipstream prepare`")
@@ -352,9 +352,6 @@ def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[st
             f"data.path {path} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the target's "
             f"is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
         )
-    for name in ("train", "heldout"):
-        if not report["split_rows"].get(name):
-            raise ValueError(
-                f"data.path {path}: split {name} is empty; prepare more conversations or a larger --heldout"
-            )
+    if not report["split_rows"].get("train"):
+        raise ValueError(f"data.path {path}: split train is empty; prepare more conversations or a smaller --heldout")
     return DatasetDict.load_from_disk(str(path)), report

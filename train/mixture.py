@@ -34,11 +34,17 @@ class Mixture:
 
     @classmethod
     def load(cls, weights: Mapping[str, float], tokenizer_hash: str) -> "Mixture":
-        """Prepared datasets by path. Raises ValueError for one that another tokenizer made, or that lacks a split."""
+        """Prepared datasets by path. Raises ValueError for one that another tokenizer made or that lacks a split, or
+        unless one of them holds out documents."""
         folders = []
         for path, weight in weights.items():
             splits, report = load_prepared(Path(path), tokenizer_hash)
             folders.append(Folder(path, weight, splits, report["data_hash"]))
+        if not any(len(folder.splits["heldout"]) for folder in folders):
+            raise ValueError(
+                f"data.path {', '.join(weights)}: split heldout is empty; prepare with a larger --heldout or with "
+                "--heldout-data"
+            )
         return cls(folders)
 
     @property
@@ -56,7 +62,8 @@ class Mixture:
     def train_rows(self, options: DataOptions) -> PackedRows:
         """Without copies of documents that any folder holds out."""
         parts = [folder.splits["train"] for folder in self.folders]
-        copies = find_copies(parts, [folder.splits["heldout"] for folder in self.folders]) if len(parts) > 1 else [()]
+        heldout = [folder.splits["heldout"] for folder in self.folders if len(folder.splits["heldout"])]
+        copies = find_copies(parts, heldout) if len(parts) > 1 else [()]
         shares = [
             Share(folder.path, len(part), folder.passes, numbers)
             for folder, part, numbers in zip(self.folders, parts, copies, strict=True)
@@ -66,7 +73,7 @@ class Mixture:
     def heldout_rows(self, options: DataOptions, limit: int) -> PackedRows:
         """The first `limit` documents of each folder, whatever its weight."""
         splits = [folder.splits["heldout"] for folder in self.folders]
-        parts = [split.select(range(min(limit, len(split)))) for split in splits]
+        parts = [split.select(range(limit)) if len(split) > limit else split for split in splits]
         shares = [Share(folder.path, len(part)) for folder, part in zip(self.folders, parts, strict=True)]
         documents = joined(parts)
         rows = PackedRows(documents, options.max_length, shares, is_split=options.splits_documents)
@@ -76,6 +83,7 @@ class Mixture:
 
 
 def joined(parts: Sequence[Dataset]) -> Dataset:
+    parts = [part for part in parts if len(part)]
     return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
 
 

@@ -131,6 +131,15 @@ def test_held_out_documents_come_from_every_folder(save_data: SaveData, folders:
     other = save_data(random_dataset(4, seed=1), random_dataset(4, seed=2), tokenizer_hash="9" * 64)
     with pytest.raises(ValueError, match=f"data.path {other} was prepared with another tokenizer .hash 99999999"):
         Mixture.load({str(folders[0]): 1, str(other): 1}, report["tokenizer_hash"])
+    empty = Dataset.from_dict({"input_ids": [], "loss_mask": []}, features=random_dataset(1, seed=0).features)
+    trained_only = save_data(random_dataset(4, seed=1), empty)
+    mixture = Mixture.load({str(trained_only): 1, str(folders[0]): 1}, report["tokenizer_hash"])
+    rows = mixture.heldout_rows(DataOptions(path="d", max_length=MAX_LENGTH), 3)
+    assert len(rows.dataset) == 3
+    assert [share.num_documents for share in rows.shares] == [0, 3]
+    assert len(rows) == len(rows.rows)
+    with pytest.raises(ValueError, match=f"data.path {trained_only}: split heldout is empty; prepare with a larger"):
+        Mixture.load({str(trained_only): 1}, report["tokenizer_hash"])
     nothing = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
     silent = save_data(nothing, nothing)
     with pytest.raises(ValueError, match=f"no document of 1 in {silent} has two supervised tokens"):
