@@ -62,8 +62,7 @@ class Drafter(ABC):
         return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 
     def observe(self, rows: PassRows) -> None:
-        """Sees the rows of every target pass once, in their order, whether `extend` gets them then, later or never; not
-        called without `aux_layers`."""
+        """Sees the rows of a target pass before `extend` does; not called without `aux_layers`."""
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that

@@ -38,10 +38,6 @@ HYSTERESIS = 0.01  # another width proposes for the next step only: require at l
 FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
 PROBE_SHARE = 0.005  # share of the time that goes to more nodes than pay, to notice changes
 FITTED_PROBE_SHARE = 0.003  # likewise where times are fitted: a probe's time tells of other sizes, too
-# Where times are fitted, we try a draft that does not pay for so many requests, with so many steps between two probes
-# at least: the draft must first read all tokens that it has missed, which no time of a step counts.
-PROBED = 4
-PROBE_REST = 256
 PROBE_STEPS = 3  # the first one only drafts; where times are fitted, the last one only verifies
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 AGAIN_DECAY = 0.9  # EMA decay of how often a step with prompts follows another
@@ -60,7 +56,6 @@ class Choice(NamedTuple):
     width: int  # nodes, root included, that the draft pass then proposes for each request
     ms: float = 0.0  # expected time of the step
     tokens: float = 0.0  # expected tokens of the decoding requests
-    drafted: int | None = None  # requests that the draft pass proposes for; None: all that want it
 
 
 class Batch(NamedTuple):
@@ -261,8 +256,6 @@ class BudgetPolicy:
         self._probe_ms = 0.0  # time that probes may take
         self._probe = (0, 0)  # steps left, width's index
         self._probe_narrow = False  # the next one
-        self._probed: int | None = None  # requests that have proposals since the last step; None: all
-        self._rested = 0  # steps since the last probe
         # Fitted costs know nothing of other widths yet.
         self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
         # share of steps with prompts that another one follows, lately
@@ -344,19 +337,15 @@ class BudgetPolicy:
             max_nodes = sum(count for count, _ in offers)
             k, tokens = self._weigh_host(plan, offers, prompt_rows)
         else:
-            max_nodes = Batch(batch.decoding, self._num_probed(batch)).nodes(self.widths[self._stored])
+            max_nodes = batch.nodes(self.widths[self._stored])
             k = plan.best[self._stored]
             tokens = plan.tokens[self._stored]
             self._steps_without_host += offers is not None
-        k, j = self._explore(plan, k, max_nodes, batch, prompt_rows, filtered)
+        k, j = self._explore(plan, k, max_nodes, batch, prompt_rows)
         self._stored = j
         nodes = max(min(plan.rows[k] - prompt_rows, max_nodes), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
-        ms = plan.ms(k, j)
-        drafted = self._probed
-        if drafted is not None:
-            ms = plan.target_ms[k] + self.costs.draft(drafted, self.widths[j], filtered=filtered)
-        return Choice(nodes, self.widths[j], ms, float(tokens[k]), drafted)
+        return Choice(nodes, self.widths[j], plan.ms(k, j), float(tokens[k]))
 
     def record(self, cells: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
         """Counts the nodes that a step verified for B requests. (B, N) cells of all stored nodes, verified or not, -1
@@ -507,41 +496,24 @@ class BudgetPolicy:
         if values[j] - values[now] > HYSTERESIS * plan.rate * alone.ms(alone.best[now], now):
             self._width = j
 
-    def _num_probed(self, batch: Batch) -> int:
-        """Returns how many requests have proposals of the draft."""
-        return batch.drafted if self._probed is None else min(self._probed, batch.drafted)
-
-    @property
-    def _probes_few(self) -> bool:
-        """Whether probes draft for few requests, and seldom: see PROBED."""
-        return self.costs.is_fitted and self._width == 0
-
-    def _explore(
-        self, plan: _Plan, k: int, max_nodes: int, batch: Batch, prompt_rows: int, filtered: bool
-    ) -> tuple[int, int]:
+    def _explore(self, plan: _Plan, k: int, max_nodes: int, batch: Batch, prompt_rows: int) -> tuple[int, int]:
         """Returns the indices of the pass and of the width to draft: `k` and the best width, or now and then others.
         `max_nodes`: stored nodes."""
-        num_probed = self._num_probed(batch)
-        self._probed = None
-        self._rested += 1
         last = min(bisect_left(plan.rows, max_nodes + prompt_rows), len(plan.rows) - 1)
         if self._tour and not prompt_rows:
             return last, self._tour.pop()
         k = min(k, last)
         steps, j = self._probe
         if steps == 0:
-            self._start_probe(plan, k, batch, filtered)
+            self._start_probe(plan, k, batch)
             return k, self._width
         self._probe = (steps - 1, j)
-        self._rested = 0
         if j < self._width:
             return k, j
         drafts_on = steps > 1 or not self.costs.is_fitted
-        if drafts_on and self._probes_few:
-            self._probed = min(PROBED, batch.drafted)
-        return min(_one_more(plan.rows, k, num_probed), last), j if drafts_on else self._width
+        return min(_one_more(plan.rows, k, batch.drafted), last), j if drafts_on else self._width
 
-    def _start_probe(self, plan: _Plan, k: int, batch: Batch, filtered: bool) -> None:
+    def _start_probe(self, plan: _Plan, k: int, batch: Batch) -> None:
         """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
         request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
         now = self._width
@@ -555,16 +527,13 @@ class BudgetPolicy:
             extra = (plan.values[now] - plan.values[now - 1]) / plan.rate
         else:
             j = min(now + 1, len(self.widths) - 1)
-            count = min(PROBED, batch.drafted) if self._probes_few else batch.drafted
-            more = _one_more(plan.rows, k, count)
+            more = _one_more(plan.rows, k, batch.drafted)
             if (more, j) == (k, now):  # there is nothing more
                 self._probe_narrow = is_fitted
                 return
-            ms = plan.target_ms[more] + self.costs.draft(count, self.widths[j], filtered=filtered)
+            ms = plan.ms(more, j)
             extra = ms - base
             if self.itl_ms is not None and ms * self.costs.p95() > self.itl_ms:
-                return
-            if self._probes_few and self._rested < PROBE_REST:
                 return
         if self._probe_ms >= (PROBE_STEPS - is_fitted) * max(extra, share * base):
             self._probe = (PROBE_STEPS, j)

@@ -46,7 +46,6 @@ from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import EngineInfo
-from slipstream.serve.runner.behind import DeferredRows
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all, most_node_rows
 from slipstream.serve.runner.kv import NetworkKV, find_windows, page_bytes
 from slipstream.serve.runner.model_runner import ModelRunner
@@ -323,7 +322,6 @@ class Builder:
         attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
-        defers = self.drafter.kv and kv[1].keeps_all and not self.drafter.attends_to_context
         return Runner(
             self.target,
             attention,
@@ -335,7 +333,6 @@ class Builder:
             self.order,
             config.simulate_accept_length,
             logprobs_of_samples=config.logprobs_mode == "processed",
-            deferred=DeferredRows(state, num_pages[0] * size) if defers else None,
         )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:

@@ -137,13 +137,7 @@ class Planner:
         if self._sent_version != self.policy.version:
             self._sent_version = self.policy.version
             survivals = self.policy.table.copy()
-        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
-        return plan if choice.drafted is None else replace(plan, undrafted=self._all_but(plan, choice.drafted))
-
-    def _all_but(self, plan: StepPlan, count: int) -> frozenset[int]:
-        """Returns the slots without drafts: requests that want none, and all others but the first `count`."""
-        slots = drafting_slots(plan)
-        return plan.undrafted.union(slots[count:])
+        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:

@@ -1,8 +1,6 @@
 """Times steps on a CPU, where other programs take their share of the cores."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 DECAY = 0.95  # weight of a step among the last ones, after one more
 
@@ -20,13 +18,6 @@ class CpuClock:
     def start(self) -> None:
         """Begins the passes of a step."""
         self._began = time.perf_counter(), time.thread_time()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out the time inside: it belongs to no step."""
-        began = time.thread_time()
-        yield
-        self._ended += time.thread_time() - began
 
     def stop(self) -> float:
         """Ends the passes of a step. Returns the step's time in milliseconds."""

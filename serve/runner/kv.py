@@ -96,11 +96,6 @@ class NetworkKV:
         """The group of each layer."""
         return [group for group, _ in self.places]
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no layer's KV is given back behind a window."""
-        return set(self.groups) == {0}
-
     def flat(self, group: int) -> Tensor:
         """(L, 2, S, G, D), a view, for kernels that take all layers of a group."""
         return self.caches[group].flatten(2, 3)

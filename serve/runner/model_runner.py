@@ -9,14 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
-from slipstream.serve.runner.behind import MOST_AT_ONCE, DeferredRows
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
-MOST_BEHIND = MOST_AT_ONCE  # rows of a pass that is deferred, and that a drafter that attends to context may be behind
-MOST_DUE = 4096  # deferred rows that a step may have to compute: it then takes about as long as with a long prompt
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
@@ -102,11 +99,6 @@ class ModelRunner:
         self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
         self._started: torch.cuda.Event | None = None  # start of that plan's pass, on a GPU
         self._clock = CpuClock()
-        self._behind: tuple[int, ...] = ()  # slots of the last pass that the drafter is behind,
-        self._rows_behind = 0  # and rows of all such passes; of one that does not attend to context:
-        self._lagging = set[int]()  # slots whose requests may have deferred rows,
-        self._counted = frozenset[int]()  # those of the last pass that was deferred,
-        self._most_due = 0  # and at least as many as these had then
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
 
     def prepare(self, plan: StepPlan) -> None:
@@ -136,7 +128,6 @@ class ModelRunner:
         is_begun = self._begun == plan.number
         self.state.set_masks(plan.edits.masks, beside=is_begun)
         try:
-            self._catch_up(plan)  # not part of this step's time, or drafting would look expensive where it is rare
             if not is_begun:
                 self._start_clock()
             results, first_chunk = self._step(plan)
@@ -208,85 +199,8 @@ class ModelRunner:
         packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
         chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
-        later = self._extends_later(plan)
-        if later and self.drafter.attends_to_context:
-            self._behind = plan.slots
-            self._rows_behind += rows_of(plan)
-        elif later:
-            self._counted = frozenset(slots_of(plan))
-            self._lagging |= self._counted
-            self._most_due += rows_of(plan)
-        shape = HostShape(plan.bounds, plan.chunks, later, plan.logprobs is not None)
+        shape = HostShape(plan.bounds, plan.chunks, plan.logprobs is not None)
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
-
-    def _extends_later(self, plan: StepPlan) -> bool:
-        """Whether the plan's pass leaves the drafter behind. Passes that are not captured do, if they are over roots
-        and prompts alone and nothing is drafted after them: many rows at once take the drafter little more than half of
-        the time that they take pass by pass, and most need not be computed at all if it does not attend to context. Not
-        where KV behind a window may go to another request."""
-        if self.steps is not None or self.passes.order is not None:
-            return False
-        if plan.nodes != len(plan.slots) or self._drafts(plan) or rows_of(plan) > MOST_BEHIND:
-            return False
-        if self.drafter.attends_to_context:
-            return not plan.chunks and self.passes.kv[1].keeps_all
-        return self.passes.deferred is not None
-
-    def _drafts(self, plan: StepPlan) -> bool:
-        return plan.width > 1 and bool(drafting_slots(plan))
-
-    def _catch_up(self, plan: StepPlan) -> None:
-        """Extends the drafter by earlier rows before anyone reads its KV of them: it drafts or, if it attends to
-        context, extends itself by later rows or reads slots and pages that go to other requests."""
-        if self._rows_behind:
-            is_same = self._behind == plan.slots and not plan.admissions
-            if not (is_same and self._rows_behind + rows_of(plan) <= MOST_BEHIND and self._extends_later(plan)):
-                with self._clock.paused():
-                    self.passes.catch_up()
-                self._rows_behind = 0
-        if self.passes.deferred is not None:
-            self._extend_by_due(plan, self.passes.deferred)
-
-    def _extend_by_due(self, plan: StepPlan, deferred: DeferredRows) -> None:
-        """Extends the drafter by what it would read if it drafted for the plan's requests: by all of it where it does,
-        by the oldest part where that gets too long for a step."""
-        if deferred.is_empty:
-            self._lagging.clear()
-            self._most_due = 0
-            return
-        hits = {chunk.slot: chunk.start for chunk in plan.chunks if chunk.start}  # or what earlier chunks computed
-        self._lagging.update(hits)  # cached pages may hold deferred rows of others
-        self._most_due += sum(hits.values())
-        drafts = self._drafts(plan)
-        if not drafts and not (self._extends_later(plan) and self._may_exceed(plan)):
-            return
-        slots = drafting_slots(plan) if drafts else [slot for slot in slots_of(plan) if slot not in plan.undrafted]
-        slots = [slot for slot in slots if slot in self._lagging]
-        lengths = dict(zip(plan.slots, plan.bounds, strict=True)) | hits
-        with self._clock.paused():
-            numbers = self.passes.due(self.state.upload(slots), [lengths.get(slot, 0) for slot in slots])
-            if not drafts:
-                numbers = self._limit_due(numbers, rows_of(plan))
-            self.passes.extend_by(numbers)
-            if drafts:
-                self._lagging.difference_update(slots)
-                deferred.trim()
-
-    def _may_exceed(self, plan: StepPlan) -> bool:
-        """Whether the plan's requests may have too many deferred rows after its step. Those of requests that took no
-        part in the last such step, nor are new, have not been counted."""
-        counted = self._counted.union(admission.slot for admission in plan.admissions)
-        return self._most_due + rows_of(plan) > MOST_DUE or not counted.issuperset(slots_of(plan))
-
-    def _limit_due(self, numbers: Tensor, num_rows: int) -> Tensor:
-        """Returns the due rows to extend the drafter by now, oldest first, before `num_rows` more come: at least a
-        quarter of MOST_DUE, so that they need not be counted again soon."""
-        quarter = MOST_DUE // 4
-        count = len(numbers)
-        excess = count + num_rows - 3 * quarter
-        numbers = numbers[: max(excess, quarter) if excess > 0 else 0]
-        self._most_due = count - len(numbers)
-        return numbers
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
@@ -296,11 +210,6 @@ class ModelRunner:
             max_nodes = self.state.proposals.shape[2]
             bounds = [bound + max_nodes for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
-
-
-def rows_of(plan: StepPlan) -> int:
-    """The number of rows of the target's pass."""
-    return plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 def to_host(values: Tensor) -> Tensor:

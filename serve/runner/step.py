@@ -6,8 +6,8 @@ that is not captured reads how many nodes of each request it has, since its atte
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -37,7 +37,6 @@ from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
-from slipstream.serve.runner.behind import MOST_AT_ONCE, DeferredRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
 from slipstream.serve.runner.request_state import RequestState
@@ -59,7 +58,6 @@ class HostShape(NamedTuple):
 
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
-    extends_later: bool = False  # the drafter, in `Runner.catch_up` or by `Runner.deferred`
     has_logprobs: bool = False  # some request wants those of its tokens
 
 
@@ -94,9 +92,6 @@ class Runner:
     order: FixedOrder | None = None  # order of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
     logprobs_of_samples: bool = False  # log-probabilities of the sampled distribution, not of the target's logits
-    # What the drafter has not been extended by: passes, if it attends to context, or else rows.
-    pending_passes: list[tuple[PassRows, Tensor]] = field(default_factory=list)
-    deferred: DeferredRows | None = None
 
     @torch.inference_mode()
     def step(
@@ -185,33 +180,8 @@ class Runner:
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
             attention = self._chains(layout, B, numbers, host) if self.drafter.attends_to_context else None
-            later = host is not None and host.extends_later
-            self._extend(layout, verified, aux_states, attention, later=later)
+            self._extend(layout, verified, aux_states, attention)
         return results
-
-    @torch.inference_mode()
-    def catch_up(self) -> None:
-        """Extends a drafter that attends to context by earlier passes, one by one: each reads what the one before has
-        written."""
-        passes = list(self.pending_passes)
-        self.pending_passes.clear()
-        for part in passes:
-            self.drafter.extend(*part)
-
-    @torch.inference_mode()
-    def due(self, requests: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Numbers of the deferred rows that the drafter would read, see `DeferredRows.due`, in the pages that requests
-        have from the next pass on."""
-        assert self.deferred is not None
-        self.state.write_changes()
-        return self.deferred.due(requests, lengths)
-
-    @torch.inference_mode()
-    def extend_by(self, numbers: Tensor) -> None:
-        """Extends the drafter by deferred rows (n,)."""
-        assert self.deferred is not None
-        for part in numbers.split(MOST_AT_ONCE) if len(numbers) else ():
-            self.drafter.extend(*self.deferred.take(part))
 
     def empty_results(self, num_segments: int, *, has_logprobs: bool, num_passes: int = 0) -> Results:
         """Zeros. For a number of passes, which take turns, tokens (N, S, ...) are in the host's memory, which a GPU
@@ -413,11 +383,9 @@ class Runner:
         verified: Verified,
         aux_states: Tensor,
         attention: AttentionMetadata | None = None,
-        *,
-        later: bool,
     ) -> None:
         """Extends the drafter by the pass's rows, nodes in the order in which they were accepted."""
-        if verified.order is not None and not later:  # roots and prompts alone are in order already
+        if verified.order is not None:
             aux_states = aux_states[verified.order]
         rows = PassRows(
             positions=layout.places,
@@ -428,16 +396,7 @@ class Runner:
             attention=attention,
         )
         self.drafter.observe(rows)
-        if later and self.deferred is not None:
-            while not self.deferred.has_room(len(aux_states)):
-                self.extend_by(self.deferred.oldest(MOST_AT_ONCE))
-            self.deferred.put(rows, aux_states)
-        elif later:
-            self.pending_passes.append((rows, aux_states))
-        else:
-            if self.deferred is not None:
-                self.deferred.discard(rows)
-            self.drafter.extend(rows, aux_states)
+        self.drafter.extend(rows, aux_states)
 
 
 def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestState, accept_length: float) -> Tensor:

@@ -53,14 +53,3 @@ def test_other_programs_slow_all_steps_down_alike(clocks: Clocks) -> None:
     assert sum(large[-200:]) / sum(small[-200:]) == pytest.approx(3.0, rel=0.02)
     assert sum(large[-200:]) + sum(small[-200:]) == pytest.approx(200 * 1000 * 0.060, rel=0.05)
     assert max(small[-200:]) < 2 * min(small[-200:]), "though some took five times as long"
-
-
-def test_what_is_computed_in_a_pause_belongs_to_no_step(clocks: Clocks) -> None:
-    clock = CpuClock()
-    for pause in (0.0, 0.020):
-        clocks.compute(0.001)
-        with clock.paused():
-            clocks.compute(pause, waiting=pause)
-        clock.start()
-        clocks.compute(0.010)
-        assert clock.stop() == pytest.approx(11.0)

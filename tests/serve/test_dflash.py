@@ -473,7 +473,7 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     verified = verify_rows(layout, sampled, stored, chunks, 1, results, padding)
     assert verified.nodes[0, :5].tolist() == [*path, -1]
     runner = Runner(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
-    runner._extend(layout, verified, stage.aux_states, later=False)
+    runner._extend(layout, verified, stage.aux_states)
     cache = attention.kv.flat(0)[:, :, stage.metadata.slots.of(0)[:4]]
     torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
 

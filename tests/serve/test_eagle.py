@@ -21,7 +21,6 @@ from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, Tree
 from slipstream.serve.engine.budget import Choice
 from slipstream.serve.engine.engine import Arrived
 from slipstream.serve.request import Request
-from slipstream.serve.runner import model_runner
 from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -173,20 +172,15 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window", "eagle3.1 deep"])
-def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
+def test_a_draft_that_is_seldom_asked_knows_the_steps_between(
     drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked now and then, and behind by more or fewer rows, or by none where a window may give pages back.
-    Meanwhile requests end and others get their slots and pages, since there are two slots."""
-    monkeypatch.setattr(model_runner, "MOST_BEHIND", 40)
+    """Meanwhile requests end and others get their slots and pages, since there are two slots."""
     target = make_target("qwen3")
     draft = make_draft("qwen3", drafter)
     engine = build_engine(target, draft, max_running=2)
     oracle = Oracle(target, draft, TreeOptions())
     step = itertools.count()
-    passes = engine.runner.passes
-    most_behind = 0
-    most_deferred = 0
     num_checked = 0
 
     def choose(num_decoding: int, *_: object, **__: object) -> Choice:
@@ -194,9 +188,7 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
         return Choice(num_decoding, 4 if number in (3, 4, 9) or number % 20 == 0 else 1)
 
     def check(*_: object) -> None:
-        nonlocal most_behind, most_deferred, num_checked
-        most_behind = max(most_behind, sum(len(aux_states) for _, aux_states in passes.pending_passes))
-        most_deferred = max(most_deferred, 0 if passes.deferred is None else len(passes.deferred.pending()))
+        nonlocal num_checked
         for sequence in decoding(engine):
             tokens, parents = engine.runner.state.proposals[:2, sequence.slot].tolist()
             if tokens[1] >= 0:
@@ -208,8 +200,6 @@ def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
     requests += sized_requests((2, 12), max_tokens=20, ignore_eos=True)
     requests += sized_requests((3, 5, 7, 8), max_tokens=7, ignore_eos=True)
     answers = run(engine, requests, check)
-    assert 30 < most_behind <= model_runner.MOST_BEHIND if drafter == "eagle3.1 deep" else most_behind == 0
-    assert most_deferred > 30 if drafter in ("eagle", "eagle3") else passes.deferred is None
     assert num_checked > 15
     assert tokens_of(answers) == plain_answers(target, requests)
 

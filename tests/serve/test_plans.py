@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.serve.engine.budget import CELLS, NETWORK_CELLS, Choice
+from slipstream.serve.engine.budget import CELLS, NETWORK_CELLS
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan, drafting_slots
+from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
@@ -66,28 +66,6 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
     fresh = build(target, draft_path, **options).runner
     replayed = {plan.number: emitted(fresh.execute(plan).read()) for plan in map(pickle.loads, plans)}
     assert outputs.items() <= replayed.items(), "what is in flight when the last request ends is never read"
-
-
-@pytest.mark.parametrize("build", [build_engine, build_overlapping])
-@pytest.mark.parametrize("name", ["draft", "ngram-first"])
-def test_a_step_may_draft_for_some_requests_alone(
-    build: Any, name: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a probe; each step for another number of them here."""
-    requests = requests_of()
-    plans = list[StepPlan]()
-    options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
-    engine: Engine = build(target, draft, max_running=4, **options)
-    original = engine.planner.policy.choose
-
-    def choose(*arguments: Any, **options: Any) -> Choice:
-        choice = original(*arguments, **options)
-        return choice._replace(drafted=1 + len(plans) % 3) if choice.width > 1 else choice
-
-    monkeypatch.setattr(engine.planner.policy, "choose", choose)
-    engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
-    assert tokens_of(run(engine, requests)) == plain_answers(target, requests)
-    assert {len(drafting_slots(plan)) for plan in plans if len(plan.slots) == 4 and plan.width > 1} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
