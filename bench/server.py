@@ -1,4 +1,9 @@
-"""Runs `serve` for the length of a measurement."""
+"""Runs `serve` for the length of a measurement.
+
+    python -m slipstream.bench.server '{"target": "CKPT", "simulate_accept_length": 2.99}' --port 8000
+
+serves with fields of ServeConfig, those without a flag of `serve` among them.
+"""
 
 import json
 import socket
@@ -9,6 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.request import urlopen
+
+from slipstream.serve.cli import run
+from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.options import ServeConfig
 
 START_SECONDS = 600.0
 
@@ -51,12 +60,10 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str) -> Non
     raise ValueError(f"the server was not ready after {START_SECONDS:.0f} s")
 
 
-def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Turns options into command-line words; nested options get dotted names."""
-    words = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            words += flags(value, f"{prefix}{name}.")
-        elif value is not None:
-            words.append(f"--{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}")
-    return words
+def serve_command(options: Mapping[str, Any]) -> list[str]:
+    """The command of a server with these fields of ServeConfig; `running_server` adds the port."""
+    return [sys.executable, "-m", "slipstream.bench.server", json.dumps(options)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(ServeConfig(**json.loads(sys.argv[1]), port=int(sys.argv[3])), EngineClient()))

@@ -28,7 +28,6 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import gc
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +40,7 @@ import torch
 
 from slipstream.bench.engines import PromptBenchConfig, label, split_draft
 from slipstream.bench.lines import Lines, origin, read_lines, table
-from slipstream.bench.server import flags, running_server
+from slipstream.bench.server import running_server, serve_command
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Task, Workload
 from slipstream.config import run
@@ -154,7 +153,6 @@ class ServingConfig(PromptBenchConfig):
         options = self.engine_options(draft, **self.sizes)
         if options["draft"] != "none" and self.simulate_accept_length is not None:
             options["simulate_accept_length"] = self.simulate_accept_length
-            options |= {"unsafe_simulate": True} if self.mode == "http" else {}
         return options
 
     @property
@@ -251,7 +249,7 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     options = config.draft_options(draft)
     params = config.params
     if config.mode == "http":
-        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
+        with running_server(serve_command(options)) as server:
             yield lambda tasks, level, name, seed: run_http(server.url, tasks, level, name, seed, **params)
         return
     engines = [build_engine(EngineConfig(**options))]

@@ -74,12 +74,12 @@ class DryRun:
         self.config = config = replace(config, prefill_budget=pick_prompt_tokens(config, self.model, config.device))
         dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
         layers = tuple(layer.attention for layer in self.model.layers)
-        if config.kv_cache_dtype == "fp8":
+        if config.has_fp8_cache:
             check_fp8_cache(layers, torch.device("cpu"))
-        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        kv_dtype = cache_dtype(config.has_fp8_cache, dtype)
         self.networks = [read_target(name, path, self.model, dtype, kv_dtype, config.quantization)]
         if is_checkpoint(config.draft):
-            kv_dtype = cache_dtype(config.drafter.get("kv_cache_dtype", "auto"), dtype)
+            kv_dtype = cache_dtype(config.drafter.get("kv_cache_dtype") == "fp8", dtype)
             choices = Choices.of(SimpleNamespace(**config.drafter))
             window = config.drafter.get("window")
             self.networks.append(read_draft(config.draft, self.model, dtype, kv_dtype, choices, window))
@@ -177,9 +177,9 @@ def read_target(
     )
 
 
-def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of KV, by kv_cache_dtype and the dtype in which the network computes."""
-    return E4M3 if option == "fp8" else dtype
+def cache_dtype(is_fp8: bool, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of KV of a network that computes in `dtype`."""
+    return E4M3 if is_fp8 else dtype
 
 
 def read_draft(

@@ -77,12 +77,10 @@ class EngineConfig:
     """On a GPU, read a step's tokens while the next step runs. Needs CUDA graphs."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. Default: from mem_fraction on a GPU, from free memory on a CPU."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: str = "auto"
     """KV cache dtype of the target: auto (the compute dtype) or fp8 (e4m3 with scales per head for keys and values,
-    from the checkpoint or calibrated at start-up). fp8 holds twice the tokens; answers change slightly."""
-    kv_cache_calibration: str | None = None
-    """Text file whose first 2,048 tokens calibrate the scales of an fp8 KV cache if the checkpoint has none. Default:
-    bundled text."""
+    from the checkpoint or calibrated at start-up). fp8 holds twice the tokens; answers change slightly. fp8:FILE
+    calibrates on the first 2,048 tokens of your text instead of bundled text."""
     mem_fraction: float = 0.9
     """Fraction of GPU memory for weights, working memory, CUDA graphs and the KV cache, which gets the rest. On a CPU
     the KV cache takes a quarter of free memory."""
@@ -119,6 +117,7 @@ class EngineConfig:
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
         parse_objective(self.objective)
+        check_cache_dtype(self.kv_cache_dtype)
         check_parsers(self.tool_parser, self.reasoning_parser)
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
@@ -135,6 +134,16 @@ class EngineConfig:
         return self.prompt_tokens if captured is None else min(captured, self.prompt_tokens)
 
     @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the KV cache of the target is in FP8."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def calibration_file(self) -> str | None:
+        """The text that calibrates the scales of an FP8 KV cache; None: bundled text."""
+        return self.kv_cache_dtype.partition(":")[2] or None
+
+    @property
     def itl_ms(self) -> float | None:
         """Most milliseconds between a request's tokens that the objective allows; None: any."""
         return parse_objective(self.objective)
@@ -145,7 +154,11 @@ class ServeConfig(EngineConfig):
     """Options of `serve`."""
 
     ALIASES = {"--fast": "--no-exact"}
-    HIDDEN = frozenset(("api_key", "grammar_drafts", "overlap", "page_size", "prefill_graph_tokens"))
+    # Programs set these: tests, benchmarks (bench/server.py) and `LLM`.
+    HIDDEN = frozenset(
+        ("api_key", "grammar_drafts", "health_timeout", "overlap", "page_size", "prefill_graph_tokens")
+        + ("simulate_accept_length", "width")
+    )
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -163,16 +176,12 @@ class ServeConfig(EngineConfig):
     """API key that clients must send. Programs set it; users have api_key_file or the variable SLIPSTREAM_API_KEY."""
     api_key_file: str | None = None
     """File of accepted API keys, one per line."""
-    metrics_open: bool = False
-    """Serve /metrics without a key."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
     max_body_mb: float | None = None
     """Maximum size of a request body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
     request_timeout: float | None = None
     """Seconds after which an unfinished request fails. Default: no limit."""
-    grammar_timeout: float = 20.0
-    """CPU seconds that compiling a request's grammar may take; the server refuses slower ones."""
     ignore_unknown_fields: bool = False
     """Ignore unknown request fields instead of refusing them."""
     control_tokens_as_text: bool = False
@@ -187,8 +196,6 @@ class ServeConfig(EngineConfig):
     """Serve a chat page at / that shows where each token comes from."""
     dry_run: bool = False
     """Print the memory that the server needs and the GPUs that it fits, without loading weights, and exit."""
-    unsafe_simulate: bool = False
-    """Allow simulate_accept_length, which makes every answer wrong."""
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
@@ -201,20 +208,15 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
-        for name in ("max_body_mb", "request_timeout", "grammar_timeout"):
+        for name in ("max_body_mb", "request_timeout"):
             check_positive(name, getattr(self, name))
-        if self.simulate_accept_length is not None and not self.unsafe_simulate:
-            raise ValueError(
-                f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
-                "needs that, add --unsafe-simulate"
-            )
 
     def check_inputs(self) -> None:
         """Raises ValueError for an input that does not exist, and if none names the target."""
         check_checkpoints(self.target, self.draft)
         check_file("chat_template", self.chat_template, "a text file")
         check_file("api_key_file", self.api_key_file, KEY_FILE)
-        check_file("kv_cache_calibration", self.kv_cache_calibration, "a file of text")
+        check_file("kv_cache_dtype", self.calibration_file, "a file of text after fp8:")
 
 
 def check_choices(config: Any) -> None:
@@ -228,6 +230,12 @@ def check_choices(config: Any) -> None:
         names = ", ".join(map(str, choices))
         remedy = f"choose {names}, or leave it out" if type(None) in kinds else f"choose one of {names}"
         raise ValueError(f"{option.name} is {value!r}; {remedy}")
+
+
+def check_cache_dtype(dtype: str) -> None:
+    """Raises ValueError for anything but auto, fp8 and fp8:FILE."""
+    if not re.fullmatch("auto|fp8(:.+)?", dtype):
+        raise ValueError(f"kv_cache_dtype is {dtype!r}; choose one of auto, fp8, or fp8:FILE with a file of text")
 
 
 def check_draft_cache(dtype: str) -> None:

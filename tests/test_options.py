@@ -141,11 +141,8 @@ def test_limits_themselves_are_allowed() -> None:
     EngineConfig(max_model_len=1, max_running=1, prefill_budget=1, kv_cache_tokens=1, mem_fraction=0.98)
 
 
-def test_simulated_acceptance_is_not_served_by_accident() -> None:
+def test_simulated_acceptance_is_a_length() -> None:
     EngineConfig(simulate_accept_length=2.5)
-    with pytest.raises(ValueError, match="every answer would be wrong; .* add --unsafe-simulate"):
-        ServeConfig(simulate_accept_length=2.5)
-    ServeConfig(simulate_accept_length=2.5, unsafe_simulate=True)
     for length in (0.5, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"simulate_accept_length is {length}; it must be a number of tokens, at"):
             EngineConfig(simulate_accept_length=length)

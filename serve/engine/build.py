@@ -109,7 +109,7 @@ class Builder:
         layers = tuple(layer.attention for layer in model.layers)
         self.networks = [layers, self.drafter.kv] if self.drafter.kv else [layers]
         # By network: whether its KV is in FP8, and the scales of each layer once they are known.
-        self.coded = [dtype == "fp8" for dtype in (config.kv_cache_dtype, self.drafter.kv_cache_dtype)]
+        self.coded = [config.has_fp8_cache, self.drafter.kv_cache_dtype == "fp8"]
         self.coded = self.coded[: len(self.networks)]
         self.scales: list[list[Tensor] | None] = [None for _ in self.networks]
         for network, is_coded in zip(self.networks, self.coded, strict=True):
@@ -272,7 +272,7 @@ class Builder:
         num_pages = -(-(len(tokens) + self.reserve) // config.page_size)
         passes = self.build_passes([1 + num_pages] * len(self.windows), num_pages)
         prefill(ModelRunner(passes), tokens, max(self.widths))
-        source = f"{len(tokens)} tokens of {config.kv_cache_calibration or 'bundled text'}"
+        source = f"{len(tokens)} tokens of {config.calibration_file or 'bundled text'}"
         return [scales_of(kv) for kv in passes.kv], source
 
     def size(self) -> tuple[Space, int]:
@@ -370,7 +370,6 @@ class Builder:
         names = (
             "attention",
             "page_size",
-            "kv_cache_dtype",
             "max_running",
             "prefill_budget",
             "prefill_graph_tokens",
@@ -389,6 +388,7 @@ class Builder:
                 "dtype": str(self.dtype),
                 "exact": self.order is not None,
                 "quantization": self.quantization,
+                "kv_cache_dtype": "fp8" if config.has_fp8_cache else "auto",
                 **{name: getattr(config, name) for name in names},
             },
         )

@@ -35,12 +35,8 @@ logger = logging.getLogger(__name__)
 
 def read_user_text(config: EngineConfig) -> str | None:
     """Reads the user's text, if the options name one, before weights are loaded, so that a mistake shows at once.
-    Raises ValueError if it cannot be read, or if no KV cache is in FP8."""
-    file = config.kv_cache_calibration
-    if file is not None and "fp8" not in (config.kv_cache_dtype, config.drafter.get("kv_cache_dtype")):
-        raise ValueError(
-            f"kv_cache_calibration is {file!r}, but no KV cache is in FP8; add --kv-cache-dtype fp8, or leave it out"
-        )
+    Raises ValueError if it cannot be read."""
+    file = config.calibration_file
     return None if file is None else read_text(file)
 
 
@@ -49,7 +45,7 @@ def read_text(file: str | None) -> str:
     none."""
     if file is None:
         if not BUNDLED.exists():
-            raise ValueError(f"kv_cache_calibration is None, and {BUNDLED} is missing; name a file of text")
+            raise ValueError(f"kv_cache_dtype is fp8, and {BUNDLED} is missing; give fp8:FILE with a file of text")
         with gzip.open(BUNDLED, "rt") as lines:
             return "\n\n".join(_messages(lines))[:MOST_CHARACTERS]
     try:
@@ -57,10 +53,10 @@ def read_text(file: str | None) -> str:
             text = stream.read(MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"kv_cache_calibration is {file!r}, which cannot be read ({error}); name a file of text"
+            f"kv_cache_dtype names {file!r}, which cannot be read ({error}); name a file of text"
         ) from None
     if not text.strip():
-        raise ValueError(f"kv_cache_calibration is {file!r}, a file without text; name another, or leave it out")
+        raise ValueError(f"kv_cache_dtype names {file!r}, a file without text; name another, or give fp8 alone")
     return text
 
 
@@ -74,7 +70,7 @@ def tokens_of(text: str, folder: Path, longest: int, trust_remote_code: bool) ->
     tokenizer = load_tokenizer(folder, trust_remote_code)
     tokens: list[int] = tokenizer(text, verbose=False)["input_ids"][: min(MOST_TOKENS, longest)]
     if not tokens:
-        raise ValueError("kv_cache_calibration names a file without text; name another, or leave it out")
+        raise ValueError("kv_cache_dtype names a file without text; name another, or give fp8 alone")
     return tokens
 
 

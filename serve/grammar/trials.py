@@ -16,6 +16,7 @@ from slipstream.serve.grammar.grammars import check_length
 from slipstream.serve.grammar.trial import Crashed, TooLong, Unavailable
 from slipstream.serve.request import Grammar
 
+GRAMMAR_SECONDS = 20.0  # CPU time that compiling a grammar may take
 SHORT_SECONDS = 0.5  # CPU time of a short try
 MOST_SHORT = 64  # grammars that wait for their short try
 MOST_LONG = 8  # for their second one, which may take 40 times as long
@@ -190,7 +191,7 @@ class Trials:
         if job.abandoned.is_set():
             return
         if lane.seconds >= self._seconds:
-            limit = f"{self._seconds:g} s of CPU time to compile (grammar_timeout)"
+            limit = f"{self._seconds:g} s of CPU time to compile"
             self._fail(job, ValueError(f"the grammar takes longer than {limit}; simplify it"))
             return
         try:

@@ -140,7 +140,7 @@ class Api:
         if self.engine.failure is not None:
             return self.engine.failure
         if (seconds := self.engine.unresponsive_seconds) > self._health_timeout:
-            return f"the engine has not answered for {seconds:.0f} s (health_timeout is {self._health_timeout:g} s)"
+            return f"the engine has not answered for {seconds:.0f} s"
         return None
 
     async def health(self, _: Request) -> Response:

@@ -11,20 +11,20 @@ from slipstream.serve.http.limits import ApiError
 from slipstream.serve.options import ServeConfig
 
 VARIABLE = "SLIPSTREAM_API_KEY"
+OPEN_PATHS = frozenset(("/health", "/ready"))  # which need no key
 LONGEST_KEY = 4096  # characters of a header that are hashed
 
 
 class Guard:
     """Holds digests of the keys, so that no log, message or dump of this process shows one."""
 
-    def __init__(self, keys: Iterable[str], open_paths: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str]) -> None:
         self._digests = sorted({digest(key) for key in keys})
-        self._open_paths = frozenset(open_paths)
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Guard":
         """Raises ValueError for a file that cannot be read or holds no key."""
-        return cls(read_keys(config), ("/health", "/ready", *(["/metrics"] if config.metrics_open else [])))
+        return cls(read_keys(config))
 
     @property
     def is_open(self) -> bool:
@@ -33,7 +33,7 @@ class Guard:
     def check(self, path: str, authorization: str | None) -> str:
         """Returns the name of the client: a digest of its key, or empty if there are fewer than two keys to tell
         clients apart. Raises ApiError (401) unless the path is open or the header has one of the keys."""
-        if self.is_open or path in self._open_paths:
+        if self.is_open or path in OPEN_PATHS:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():

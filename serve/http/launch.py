@@ -16,7 +16,7 @@ import uvicorn
 
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.grammar.trial import TrialProcess
-from slipstream.serve.grammar.trials import Trials
+from slipstream.serve.grammar.trials import GRAMMAR_SECONDS, Trials
 from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.connections import (
     KEEP_ALIVE_SECONDS,
@@ -125,7 +125,7 @@ async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineCl
             _, path = find_target(config)
             load = partial(load_tokenizer, path, config.trust_remote_code)
             process = TrialProcess(load, config.json_whitespace)
-            async with aclosing(Trials(process, config.grammar_timeout)) as trials:
+            async with aclosing(Trials(process, GRAMMAR_SECONDS)) as trials:
                 yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard, trials), config, listener)
         finally:
             await engine.stop()

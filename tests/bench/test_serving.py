@@ -14,11 +14,10 @@ from transformers import AutoTokenizer
 from slipstream.bench import serving, serving_run, streams
 from slipstream.bench.engines import label, split_draft
 from slipstream.bench.lines import table
-from slipstream.bench.server import flags
+from slipstream.bench.server import serve_command
 from slipstream.bench.serving import COLUMNS, ServingConfig, compare, main
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline, task_namespace
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
-from slipstream.serve.cli import read_config
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.load import Answer
@@ -356,19 +355,17 @@ def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
     assert (engine.max_running, engine.max_model_len, engine.drafter) == (16, 98, {"depth": 5, "topk": 2})
     baseline = EngineConfig(**config.draft_options("none"))
     assert (baseline.max_model_len, baseline.drafter) == (99, {})
-    served = read_config(flags(ServingConfig(**options, mode="http").draft_options(drafted)))
+    words = serve_command(ServingConfig(**options, mode="http").draft_options(drafted))
+    served = ServeConfig(**json.loads(words[-1]))
     assert (served.max_running, served.max_model_len, served.drafter["depth"]) == (16, 98, 5)
     assert served.target == config.target_name == str(TINY)
 
 
 def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     options: dict[str, Any] = {"draft": [str(draft)], "simulate_accept_length": 2.5}
-    for mode in ("offline", "http"):
-        config = ServingConfig(**options, mode=mode)
-        assert "simulate_accept_length" not in config.draft_options("none")
-        words = flags(config.draft_options(str(draft)))
-        assert "--simulate_accept_length=2.5" in words
-        assert ("--unsafe_simulate=true" in words) == (mode == "http")
+    config = ServingConfig(**options)
+    assert "simulate_accept_length" not in config.draft_options("none")
+    assert config.draft_options(str(draft))["simulate_accept_length"] == 2.5
     line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
     comparison = compare(config, line, line | {"answers": [1]}, str(draft))
     assert (comparison["speed_up"], comparison["identical"], comparison["num_identical"]) == (1.0, None, None)

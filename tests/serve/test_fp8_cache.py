@@ -142,7 +142,7 @@ def test_scales_leave_room_above_what_the_text_holds(tmp_path: Path, caplog: pyt
     text = "How many apples does Mark have? He has 17 apples, and 3 more."
     (tmp_path / "text.txt").write_text(text)
     with caplog.at_level(logging.INFO):
-        engine = build_engine(TINY_TARGET, kv_cache_calibration=str(tmp_path / "text.txt"), **FP8)
+        engine = build_engine(TINY_TARGET, kv_cache_dtype=f"fp8:{tmp_path / 'text.txt'}")
     tokens = engine.runner.target.tokenizer(text)["input_ids"]
     assert f"calibrated on {len(tokens)} tokens of {tmp_path / 'text.txt'}" in caplog.text
     plain = build_engine(TINY_TARGET)
@@ -165,10 +165,8 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
         file.write_bytes(content)
     monkeypatch.setattr(build, "load_target", lambda *_: pytest.fail("read the weights"))
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
-        with pytest.raises(ValueError, match=f"kv_cache_calibration is '{file}', {message}"):
-            refused(TINY_TARGET, kv_cache_calibration=str(file), **FP8)
-        with pytest.raises(ValueError, match=f"kv_cache_calibration is '{file}', but no KV cache is in FP8; add --kv-"):
-            refused(TINY_TARGET, kv_cache_calibration=str(file))
+        with pytest.raises(ValueError, match=f"kv_cache_dtype names '{file}', {message}"):
+            refused(TINY_TARGET, kv_cache_dtype=f"fp8:{file}")
 
 
 @pytest.mark.parametrize(
@@ -224,8 +222,9 @@ def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_targ
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
         with pytest.raises(ValueError, match=f"kv_cache_dtype is 'fp8', which was not tried with {lack}"):
             refused(make_target(family), **FP8)
-    with pytest.raises(ValueError, match="kv_cache_dtype is 'int8'; choose one of auto, fp8"):
-        EngineConfig(kv_cache_dtype="int8")
+    for dtype in ("int8", "fp8:", f"auto:{TINY_TARGET}"):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype is '{dtype}'; choose one of auto, fp8, or fp8:FILE"):
+            EngineConfig(kv_cache_dtype=dtype)
 
 
 def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_path: Path) -> None:

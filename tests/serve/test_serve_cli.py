@@ -23,14 +23,13 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 
-# Frozen: a new one is a decision.
+# Frozen, at most 39: a new one is a decision.
 OPTIONS = (
     "api_key_file attention chat_template control_tokens_as_text cors_origins cuda_graph date device draft "
-    "drain_timeout dry_run dtype exact grammar_timeout health_timeout host ignore_unknown_fields "
-    "json_whitespace kv_cache_calibration kv_cache_dtype kv_cache_tokens log_format logprobs_mode max_body_mb "
-    "max_chunk_ms max_model_len max_running max_waiting mem_fraction metrics_open objective "
-    "playground port prefill_budget quantization reasoning_parser request_timeout revision "
-    "served_model_name simulate_accept_length target tool_parser trust_remote_code unsafe_simulate width"
+    "drain_timeout dry_run dtype exact host ignore_unknown_fields json_whitespace kv_cache_dtype kv_cache_tokens "
+    "log_format logprobs_mode max_body_mb max_chunk_ms max_model_len max_running max_waiting mem_fraction objective "
+    "playground port prefill_budget quantization reasoning_parser request_timeout revision served_model_name target "
+    "tool_parser trust_remote_code"
 )
 TREE = ["drafter", "drafter.depth", "drafter.kv_cache_dtype", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 TREE += ["drafter.window"]
@@ -169,6 +168,8 @@ def unknown(flag: str, *words: str) -> tuple[list[str], list[str]]:
         (["--drafter.depth", "3"], ["--drafter.depth", "--draft"]),
         (["--max-waiting", "-1"], ["max_waiting", "-1", "at least 0"]),
         (["--page-size", "16"], ["unrecognized arguments", "--page"]),
+        (["--width", "4"], ["unrecognized arguments", "--width", "the options are --api-key-file"]),
+        (["--kv-cache-dtype", "fp8:"], ["kv_cache_dtype is 'fp8:'", "fp8:FILE with a file of text"]),
         (["--draft", "nonsense"], ["nonsense", "eagle3", "none"]),
         (["--draft", "/no/such/folder"], ["/no/such/folder", "does not exist"]),
         (["--draft", "eagle3", "--drafter.depth", "99"], ["drafter.depth", "99", "63"]),
@@ -212,8 +213,8 @@ def test_missing_inputs_and_bad_keys_are_named_before_the_target_is_read(
     target = str(write_target(tmp_path))
     empty = tmp_path / "keys"
     empty.touch()
-    for name in ("chat_template", "api_key_file", "kv_cache_calibration", "target"):
-        options: dict[str, Any] = {"target": target, name: f"/no/{name}"}
+    for name in ("chat_template", "api_key_file", "kv_cache_dtype", "target"):
+        options: dict[str, Any] = {"target": target, name: f"{'fp8:' * (name == 'kv_cache_dtype')}/no/{name}"}
         assert run(ServeConfig(**options), EngineClient(FakeEngine)) == 1
         assert capfd.readouterr().err.startswith(f"serve: error: {name} /no/{name} does not exist; name ")
     engine = EngineClient(FakeEngine)
