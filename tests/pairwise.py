@@ -2,7 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, product
 from typing import Any
 
@@ -23,13 +25,18 @@ def pairwise(*factors: Collection[Any]) -> list[Any]:
     return gate_of(cases, gate_cases)
 
 
-def rotating(*factors: Collection[Any]) -> list[Any]:
+def rotating(*factors: Iterable[Any]) -> list[Any]:
     """For parametrize: the whole product. The gate keeps as many cases as the longest factor has values, in which
-    every value of every factor comes."""
-    gate_cases = [
-        tuple(list(values)[index % len(values)] for values in factors) for index in range(max(map(len, factors)))
-    ]
-    return gate_of(product(*factors), gate_cases)
+    every value of every factor comes; no case of it has values with marks (`pytest.param`)."""
+    values = [[_marked(value, 1) for value in factor] for factor in factors]
+    unmarked = [[value for (value,), marks in factor if not marks] for factor in values]
+    gate_cases = [tuple(factor[index % len(factor)] for factor in unmarked) for index in range(max(map(len, unmarked)))]
+    cases = []
+    for point in product(*values):
+        case = tuple(value for (value,), _ in point)
+        marks = [mark for _, marks_of_value in point for mark in marks_of_value]
+        cases.append(pytest.param(*case, marks=marks if case in gate_cases else [*marks, pytest.mark.slow]))
+    return cases
 
 
 def gate_of(cases: Iterable[Case], gate_cases: Collection[Case]) -> list[Any]:
@@ -42,60 +49,103 @@ def some_of(values: Iterable[str], gate_values: Collection[str]) -> list[Any]:
     return gate_of([(value,) for value in values], [(value,) for value in gate_values])
 
 
-def grouped(names: Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:
-    """As parametrize, but slow cases with equal first values are one test, which runs all of them and names those that
-    fail. Each has a `tmp_path` and a `monkeypatch` of its own; one that is skipped hides no other."""
+def grouped(*keys: str) -> Callable[[Test], Test]:
+    """Above parametrize: cases of equal marks, and of equal values of the parameters `keys`, are one test, which runs
+    all of them and names those that fail. Each has a `tmp_path` and a `monkeypatch` of its own, and finds `capsys` and
+    `caplog` empty; what else fixtures give is made once. A skipped case hides no other."""
 
     def decorate(test: Test) -> Test:
+        marks = test.pytestmark  # type: ignore[attr-defined]
+        products = [mark for mark in marks if mark.name == "parametrize"]
+        names = [name for mark in products for name in _names(mark)]
+
         @functools.wraps(test)
-        def run_all(*, batch: Sequence[Case], **fixtures: Any) -> None:
+        def run_all(*, cases: Sequence[Case], **fixtures: Any) -> None:
             errors: list[BaseException] = []
-            skips: list[str] = []
-            for index, case in enumerate(batch):
-                with pytest.MonkeyPatch.context() as monkeypatch:
-                    try:
-                        test(**dict(zip(names, case, strict=True)), **_fresh(fixtures, index, monkeypatch))
-                    except pytest.skip.Exception as skip:
-                        skips.append(str(skip))
-                    except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
-                        error.add_note(f"case: {dict(zip(names, case, strict=True))}")
-                        errors.append(error)
+            skips: list[BaseException] = []
+            for index, case in enumerate(cases):
+                values = dict(zip(names, case, strict=True))
+                try:
+                    with _fresh(fixtures, index) as fresh:
+                        test(**fresh | values)
+                except pytest.skip.Exception as skip:
+                    skips.append(skip)
+                except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
+                    traceback.clear_frames(error.__traceback__)  # which hold tensors
+                    error.add_note(f"case: {values}")
+                    errors.append(error)
             if len(errors) == 1:
                 raise errors[0]
             if errors:
-                raise BaseExceptionGroup(f"{len(errors)} of {len(batch)} cases failed", errors)
-            if len(skips) == len(batch):
-                pytest.skip(skips[0])
+                raise BaseExceptionGroup(f"{len(errors)} of {len(cases)} cases failed", errors)
+            if len(skips) == len(cases):
+                raise skips[0]
 
         signature = inspect.signature(test)
-        parameters = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        batch = inspect.Parameter("batch", inspect.Parameter.KEYWORD_ONLY)
-        run_all.__signature__ = signature.replace(parameters=[*parameters, batch])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("batch", _batches(cases))(run_all)
+        parameters = [signature.parameters[name] for name in signature.parameters if name in keys or name not in names]
+        cases = inspect.Parameter("cases", inspect.Parameter.KEYWORD_ONLY)
+        run_all.__signature__ = signature.replace(parameters=[*parameters, cases])  # type: ignore[attr-defined]
+        run_all.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
+        batches = _batches(products, [names.index(key) for key in keys])
+        return pytest.mark.parametrize((*keys, "cases"), batches)(run_all)
 
     return decorate
 
 
-def _batches(cases: Iterable[Any]) -> list[Any]:
-    """Cases of the gate alone, slow ones together by their first value."""
-    gate = []
-    slow: dict[str, list[Case]] = {}
-    for case in cases:
-        if case.marks:
-            slow.setdefault(str(case.values[0]), []).append(case.values)
-        else:
-            gate.append(pytest.param([case.values], id="-".join(map(str, case.values))))
-    return gate + [pytest.param(batch, id=f"{name}, all", marks=pytest.mark.slow) for name, batch in slow.items()]
+def _names(mark: pytest.Mark) -> Sequence[str]:
+    assert not mark.kwargs.keys() - {"ids"}, "cases that are grouped name no fixtures"
+    names = mark.args[0]
+    return [names] if isinstance(names, str) else names
 
 
-def _fresh(fixtures: dict[str, Any], index: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    if "monkeypatch" in fixtures:
-        fixtures = {**fixtures, "monkeypatch": monkeypatch}
-    if "tmp_path" not in fixtures:
-        return fixtures
-    folder = fixtures["tmp_path"] / str(index)
-    folder.mkdir()
-    return fixtures | {"tmp_path": folder}
+def _batches(products: Sequence[pytest.Mark], keys: Sequence[int]) -> list[Any]:
+    """The cases of the product, together where their values at `keys` and their marks are equal."""
+    cases: dict[tuple[str, ...], list[Case]] = {}
+    marks: dict[tuple[str, ...], list[pytest.Mark]] = {}
+    for point in product(*([_marked(value, len(_names(mark))) for value in mark.args[1]] for mark in products)):
+        case = tuple(value for values, _ in point for value in values)
+        by_text = {repr(mark): mark for _, marks_of_value in point for mark in marks_of_value}
+        batch = (*(_text(case[key]) for key in keys), *sorted(by_text))
+        cases.setdefault(batch, []).append(case)
+        marks[batch] = list(by_text.values())
+    return [
+        pytest.param(
+            *(cases[batch][0][key] for key in keys),
+            cases[batch],
+            marks=marks[batch],
+            id=", ".join([*batch[: len(keys)], *sorted({mark.name for mark in marks[batch]} - {"skipif"})]) or "all",
+        )
+        for batch in cases
+    ]
+
+
+def _marked(value: Any, num_names: int) -> tuple[Case, Collection[pytest.Mark]]:
+    """Values of a line of parametrize, and their marks."""
+    if hasattr(value, "marks"):
+        return value.values, value.marks
+    return (value,) if num_names == 1 else tuple(value), ()
+
+
+def _text(value: Any) -> str:
+    """The same in each process that collects."""
+    return getattr(value, "__name__", str(value))
+
+
+@contextmanager
+def _fresh(fixtures: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    """The fixtures of another case."""
+    changes: dict[str, Any] = {}
+    if "tmp_path" in fixtures:
+        changes["tmp_path"] = fixtures["tmp_path"] / str(index)
+        changes["tmp_path"].mkdir()
+    if "capsys" in fixtures:
+        fixtures["capsys"].readouterr()
+    if "caplog" in fixtures:
+        fixtures["caplog"].clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:  # what fixtures patched stays
+        if "monkeypatch" in fixtures:
+            changes["monkeypatch"] = monkeypatch
+        yield fixtures | changes
 
 
 def _pairs(case: Case) -> set[Any]:

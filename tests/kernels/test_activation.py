@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import gelu_tanh_mul, silu_mul
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 KERNELS = [silu_mul.reference, silu_mul.triton]
 REAL = [(1, 14336), (32, 14336), (8192, 14336), (5, 12288), (3, 11008)]
@@ -19,9 +20,10 @@ def random(rows: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
     return wide.to(device, dtype)[:, : 2 * size]
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     gate_up = random(*shape, dtype, device)
     with poisoned():
@@ -32,9 +34,10 @@ def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dt
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [gelu_tanh_mul.reference, gelu_tanh_mul.triton])
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_gelu_tanh_mul(
     kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
@@ -71,9 +74,10 @@ def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor)
     return torch.autograd.grad(run(leaf), leaf, upstream)[0]
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("shape", "dtype"), cover([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
 def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Upstream gradients in strided rows, one that is constant, and one stored by columns."""
     gate_up = random(*shape, dtype, device)

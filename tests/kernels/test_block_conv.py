@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from slipstream.kernels.block_conv import block_conv
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned
+from slipstream.tests.pairwise import grouped, rotating
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(
-    ("shape", "block", "dtype"), cover([(6, 48, 16, 2), (8, 24, 8, 3)], [1, 2], [torch.float32, torch.bfloat16])
+    ("shape", "block", "dtype"), rotating([(6, 48, 16, 2), (8, 24, 8, 3)], [1, 2], [torch.float32, torch.bfloat16])
 )
 def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run: str, device: str) -> None:
     T, H, group, taps = shape
@@ -29,10 +31,11 @@ def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run
     torch.testing.assert_close(out.double().cpu(), expected, atol=3 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "block", "dtype"),
-    cover([(130, 48, 16, 2), (8, 1040, 8, 3), (0, 48, 16, 2)], [2, 1, 8], [torch.float32, torch.bfloat16]),
+    rotating([(130, 48, 16, 2), (8, 1040, 8, 3), (0, 48, 16, 2)], [2, 1, 8], [torch.float32, torch.bfloat16]),
 )
 def test_its_gradient(shape: tuple[int, ...], block: int, dtype: torch.dtype, device: str) -> None:
     T, H, group, taps = shape

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels import cross_entropy as module
 from slipstream.kernels.cross_entropy import Kind, Mix, label_cross_entropy, mixed_cross_entropy, soft_cross_entropy
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.pairwise import grouped, rotating
 
 KINDS = get_args(Kind)
 RUNS = [soft_cross_entropy.reference, soft_cross_entropy.triton]
@@ -84,8 +85,9 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
     assert ((computed_gradient - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + atol).all()
 
 
+@grouped("shape")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "dtypes"), cover(SHAPES, DTYPES))
+@pytest.mark.parametrize(("shape", "dtypes"), rotating(SHAPES, DTYPES))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_values_and_gradients(
@@ -109,6 +111,7 @@ def far_logits() -> Tensor:
     return far
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
@@ -121,6 +124,7 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
     check(run, near.to(device), far.to(device), torch.ones(6, device=device), kind, atol=1e-5)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["soft_ce", "forward_kl", "tv", "lk"])
 @pytest.mark.parametrize("run", RUNS)
@@ -162,6 +166,7 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
     assert (gradient == 0).all()
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
@@ -285,8 +290,9 @@ def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
     assert ((logits.float() - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + 2e-7).all()
 
 
+@grouped("shape")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "dtype"), cover(LABEL_SHAPES, PRECISIONS))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(LABEL_SHAPES, PRECISIONS))
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_losses_best_columns_and_gradients(run: Run, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     check_labels(run, *labelled(shape, dtype, device))
@@ -361,6 +367,7 @@ MIXES = [
 ]
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", MIXES)

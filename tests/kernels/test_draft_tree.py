@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.speculation import draft_tree
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape
 from slipstream.kernels.speculation.verify import unpack
-from slipstream.tests.kernels.triton_runs import cover
+from slipstream.tests.pairwise import grouped, rotating
 
 VOCAB = 40
 
@@ -80,10 +80,11 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
     return place, candidates, frontiers
 
 
+@grouped()
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(
     ("size", "kind"),
-    cover([(3, 4, 16), (2, 1, 3), (4, 5, 64), (4, 3, 16), (1, 3, 4)], ["plain", "ties", "certain", "filtered"]),
+    rotating([(3, 4, 16), (2, 1, 3), (4, 5, 64), (4, 3, 16), (1, 3, 4)], ["plain", "ties", "certain", "filtered"]),
 )
 def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) -> None:
     """size: topk, depth and the number of nodes that are kept."""

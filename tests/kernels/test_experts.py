@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm import fp8, grouped, grouped_fp8, int4_weight
+from slipstream.kernels.gemm import fp8, grouped_fp8, int4_weight
+from slipstream.kernels.gemm import grouped as grouped_gemm
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, Format, FP8Weight, format_of
 from slipstream.kernels.gemm.grouped import (
     FUSED_ROWS,
@@ -33,7 +34,8 @@ from slipstream.kernels.gemm.mxfp4 import (
     pack_words,
 )
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, pair_counts, route, route_triton
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import rounded
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -150,8 +152,9 @@ def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) 
     )
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "dtype", "normalise"), cover(SHAPES, DTYPES, [True, False]))
+@pytest.mark.parametrize(("shape", "dtype", "normalise"), rotating(SHAPES, DTYPES, [True, False]))
 def test_tokens_go_to_their_best_experts(
     shape: tuple[int, ...], dtype: torch.dtype, normalise: bool, device: str
 ) -> None:
@@ -203,9 +206,10 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
         assert set(experts[2]) <= set(range(7))
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "dtype", "is_gpt_oss", "has_shared"), cover(SHAPES, DTYPES, [True, False], [False, True])
+    ("shape", "dtype", "is_gpt_oss", "has_shared"), rotating(SHAPES, DTYPES, [True, False], [False, True])
 )
 def test_outputs_are_those_of_a_loop_over_tokens(
     shape: tuple[int, ...], dtype: torch.dtype, is_gpt_oss: bool, has_shared: bool, device: str
@@ -244,7 +248,7 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: b
     shared = (
         Shared(shared_outputs[:, :size].contiguous(), shared_outputs[:, size:].contiguous()) if has_shared else None
     )
-    routing = route_triton(x, router, bias, top_k, True, block_rows=grouped.LARGE_ROWS)
+    routing = route_triton(x, router, bias, top_k, True, block_rows=grouped_gemm.LARGE_ROWS)
     with poisoned():
         mixed = mix_experts_triton(x, routing, weights, shared)
     tolerance = 4 * TOLERANCES[dtype]
@@ -290,6 +294,7 @@ def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
     return round_inputs
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "shape", "block_rows"), QUANTIZED)
 def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
@@ -347,7 +352,7 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side by side for few rows, one after the other for more."""
-    monkeypatch.setattr(grouped, "SPLIT_INPUTS", 544)
+    monkeypatch.setattr(grouped_gemm, "SPLIT_INPUTS", 544)
     weights, wide = quantized_experts("mxfp4", (32, 544, 3, 2), device)
     router, _, _ = random_layer((32, 8, 3, 2), torch.float32, device)
     x = random_rows(34, 32, torch.float32, device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_reference, filter_thresholds_triton
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, poisoned, replayed
+from slipstream.tests.pairwise import grouped
 
 Shape = tuple[int, int]
 Source = Callable[[Shape, torch.Generator], Tensor]
@@ -110,6 +111,7 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
             assert abs(before[(ordered > value).sum()] - filters.top_p[row]) < 1e-6, f"row {row}"
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("source", "vocab"),

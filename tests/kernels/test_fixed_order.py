@@ -19,6 +19,7 @@ from slipstream.kernels.gemm.small_m import linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import Tiling, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
 from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.pairwise import grouped
 
 TILES = [(16, 32), (32, 16), (32, 32)]
 # O, I: q, k and v, the attention's output, gate and up, down and head of Llama-3.1-8B; o and down are cut in two
@@ -79,6 +80,7 @@ def test_usual_parts_are_those_of_few_rows() -> None:
     assert has_equal_parts(weight, 2116)
 
 
+@grouped()
 @pytest.mark.parametrize("num_inputs", [128, 2048, 4096, 4224, 14336])
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_parts_are_the_same_for_every_depth(num_inputs: int, split: int) -> None:
@@ -108,6 +110,7 @@ def test_gpus_that_lack_something_are_told(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@grouped("dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*LLAMA, (1000, 2560), (2560, 9728), (896, 4864), (1152, 896)])
 @torch.inference_mode()

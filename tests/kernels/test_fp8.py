@@ -18,7 +18,8 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_silu_mul,
 )
 from slipstream.kernels.gemm.tiling import choose_tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
@@ -57,8 +58,9 @@ def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | Non
     return F.silu(gate) * up if gated else out
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "blocks", "few"), cover(SHAPES, [False, True], [True, False]))
+@pytest.mark.parametrize(("shape", "blocks", "few"), rotating(SHAPES, [False, True], [True, False]))
 def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks: bool, few: bool, device: str) -> None:
     rows, outputs, inputs = shape
     weight, scales = layer(outputs, inputs, blocks, device)
@@ -122,6 +124,7 @@ def test_no_rows_and_the_dispatch(device: str) -> None:
 
 
 @pytest.mark.gpu
+@grouped("blocks")
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", [*LLAMA, (2048, 1536), (1152, 896)])
 @torch.inference_mode()

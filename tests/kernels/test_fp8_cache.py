@@ -15,7 +15,8 @@ from slipstream.kernels.kv.cache import move_rows
 from slipstream.kernels.kv.fp8 import E4M3, decode, encode
 from slipstream.kernels.kv.rope import rotate_and_store, store_context
 from slipstream.tests.kernels import attention_scenes, test_ragged_attention, test_rope
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW
+from slipstream.tests.pairwise import grouped, rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
 Write = Callable[..., Tensor]
@@ -117,12 +118,15 @@ GPU_CASES = {"busy": REAL, "64 nodes": test_ragged_attention.GPU_CASES["64 nodes
 GPU_CASES["D 256"] = replace(REAL, D=256, Q=16)
 
 
-@pytest.mark.parametrize(("name", "dtype", "with_paths"), cover(CASES, [torch.float32, torch.float16], [True, False]))
+@pytest.mark.parametrize(
+    ("name", "dtype", "with_paths"), rotating(CASES, [torch.float32, torch.float16], [True, False])
+)
 def test_ragged_attention_over_codes(name: str, dtype: torch.dtype, with_paths: bool) -> None:
     check_ragged(replace(CASES[name], D=16 if dtype == torch.float32 else 32), dtype, "cpu", with_paths)
 
 
 @pytest.mark.gpu
+@grouped("dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()
@@ -141,6 +145,7 @@ def check_ragged(case: "test_ragged_attention.Case", dtype: torch.dtype, device:
         scene.check(out)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["new nodes of a tree", *(pytest.param(name, marks=SLOW) for name in TREES)])
 @torch.inference_mode()

@@ -15,7 +15,8 @@ from slipstream.kernels.gemm.gathered_head import (
 from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 # The interpreter has no product of bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -68,8 +69,9 @@ def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
     return [DraftHead(weight, ids, gathered=True), DraftHead(weight[token_ids], token_ids), DraftHead(weight)]
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tiling", "rows", "dtype"), cover(TILINGS, ROWS, DTYPES))
+@pytest.mark.parametrize(("tiling", "rows", "dtype"), rotating(TILINGS, ROWS, DTYPES))
 def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, device: str) -> None:
     hidden, weight, ids = random(rows, dtype, device)
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
@@ -81,7 +83,7 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tiling", "rows"), cover([None, TILINGS[1]], [1, 33]))
+@pytest.mark.parametrize(("tiling", "rows"), rotating([None, TILINGS[1]], [1, 33]))
 def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
     """In fp32, so that scores closer than the noise's rounding are rare."""
     hidden, weight, ids = random(rows, torch.float32, device)
@@ -100,8 +102,9 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
             assert all(len(set(row)) == k for row in columns.tolist())
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tiling", "k"), cover(TILINGS[::2], [16, 2, 1]))
+@pytest.mark.parametrize(("tiling", "k"), rotating(TILINGS[::2], [16, 2, 1]))
 def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
     hidden, weight, ids = whole(4, device)
     positions = torch.arange(4, device=device)
@@ -213,6 +216,7 @@ def test_real_shapes(rows: int) -> None:
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, MOST_ROWS])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_real_shapes_fused(rows: int, greedy: bool) -> None:

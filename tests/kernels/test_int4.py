@@ -11,7 +11,8 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_tri
 from slipstream.kernels.gemm.int4 import int4_linear
 from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize, pack_codes, pack_units, unpack_words
 from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 SHAPES = [(1, 128, 4096), (5, 66, 328), (7, 66, 2056), (70, 66, 2048), (130, 66, 2056)]
@@ -61,9 +62,10 @@ def test_units_lie_in_pairs(group: int, inputs: int) -> None:
         assert torch.equal(units[pair, :, place], groups[:, column // group])
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "group", "symmetric", "dtype"), cover(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
+    ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
 def test_weights_are_rounded_once(
     shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
@@ -76,9 +78,10 @@ def test_weights_are_rounded_once(
             assert torch.equal(run(weight, dtype), value)
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "group", "symmetric", "dtype"), cover(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
+    ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
 def test_products_are_those_of_their_formula(
     shape: tuple[int, int, int], group: int, symmetric: bool, dtype: torch.dtype, device: str
@@ -151,6 +154,7 @@ def test_mxfp4_blocks() -> None:
 
 
 @pytest.mark.gpu
+@grouped("symmetric")
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("shape", [*LLAMA, (1152, 896), (520, 4232)])
 @torch.inference_mode()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kv.cache import chain_slots, move_rows
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]
 
@@ -43,10 +44,11 @@ def random_moves(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
     return sources.to(device), slots.to(device)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("width", "heads", "dtype"),
-    cover(
+    rotating(
         [1, 2, 5, 64], [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)], [torch.float32, torch.bfloat16]
     ),
 )
@@ -95,8 +97,9 @@ def test_a_graph_replays_it() -> None:
     assert torch.equal(replayed(run), expected)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("count", "page_size"), cover([1, 4, 13, 64], [1, 16, 64]))
+@pytest.mark.parametrize(("count", "page_size"), rotating([1, 4, 13, 64], [1, 16, 64]))
 def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)

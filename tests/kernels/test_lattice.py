@@ -16,7 +16,8 @@ from slipstream.kernels.speculation.lattice import (
     transition_scores,
     walk_lattice,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 RUNS = ["reference", "triton"]
 # The interpreter has no product of bfloat16.
@@ -40,11 +41,12 @@ def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, 
     return scores.to(device), tokens.to(device), torch.arange(5, 5 + B).to(device), values.contiguous().to(device)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("shape", "form", "dtype"),
-    cover([(2, 4, 5, 24), (1, 1, 16, 64), (3, 2, 33, 100)], ["plain", "product", "gated"], DTYPES),
+    rotating([(2, 4, 5, 24), (1, 1, 16, 64), (3, 2, 33, 100)], ["plain", "product", "gated"], DTYPES),
 )
 def test_transitions(shape: tuple[int, ...], form: str, dtype: torch.dtype, run: str, device: str) -> None:
     B, K, k, rank = shape
@@ -92,10 +94,11 @@ def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> fl
     )
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
-    ("shape", "kind"), cover([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
+    ("shape", "kind"), rotating([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
 )
 @pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
 def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, device: str) -> None:
@@ -122,11 +125,12 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
             assert float(reached[b, s + 1]) == pytest.approx(total, abs=1e-4)
 
 
+@grouped("confidence")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("shape", "kind", "topk", "count"),
-    cover([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
+    rotating([(2, 3, 4), (1, 1, 3), (2, 4, 3)], ["plain", "ties", "alike", "filtered"], [2, 4], [9, 2, 24]),
 )
 @pytest.mark.parametrize("confidence", ["none", "slots", "tokens"])
 def test_the_tree_is_the_best_of_all_paths(

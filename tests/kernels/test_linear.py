@@ -6,8 +6,10 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import linear as module
 from slipstream.kernels.gemm.linear import FEW_ROWS, linear
+from slipstream.tests.pairwise import grouped
 
 
+@grouped()
 @pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

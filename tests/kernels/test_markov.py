@@ -6,14 +6,16 @@ import torch
 from slipstream.kernels.sampling.sample import Sampling, gumbel
 from slipstream.kernels.speculation.lattice import Confidence, Factors
 from slipstream.kernels.speculation.markov import markov_walk
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(
     ("shape", "form", "has_ids", "has_confidence"),
-    cover([(3, 4, 300, 24), (1, 1, 128, 64), (2, 3, 40, 100)], ["plain", "gated"], [True, False], [False, True]),
+    rotating([(3, 4, 300, 24), (1, 1, 128, 64), (2, 3, 40, 100)], ["plain", "gated"], [True, False], [False, True]),
 )
 def test_the_walk(
     shape: tuple[int, ...], form: str, has_ids: bool, has_confidence: bool, run: str, device: str

@@ -16,7 +16,8 @@ from slipstream.kernels.norm import (
     rms_norm_pair,
     rms_norm_parts,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 EPS = 1e-5
 REAL = [(1, 4096), (32, 4096), (8192, 4096), (7, 8192), (3, 5120), (4096, 1000), (64, 64)]
@@ -42,9 +43,10 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm.triton])
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x = random_rows(shape, dtype, device, 0)
     weight = random(shape[1:], dtype, device, 1)
@@ -52,9 +54,10 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
         check(kernel(x, weight, EPS), normed(x, weight), dtype)
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm.triton])
-@pytest.mark.parametrize(("with_out", "shape", "dtype"), cover([True, False], SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("with_out", "shape", "dtype"), rotating([True, False], SHAPES, TOLERANCES))
 def test_add_rms_norm(
     kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
@@ -74,9 +77,10 @@ def test_add_rms_norm(
         assert wide[:, 2 * shape[1] :].isnan().all()
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [norm_add_norm.reference, norm_add_norm.triton])
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """With weights in fp32, as Gemma's: their product with a row is what is rounded."""
     residual = random_rows(shape, dtype, device, 0)
@@ -92,9 +96,10 @@ def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype
     check(result, normed(summed, weights[1]), dtype)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     first = random(shape, dtype, device, 0)
     second = random_rows(shape, dtype, device, 1)
@@ -104,6 +109,7 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
     check(out, torch.cat((normed(first, weights[0]), normed(second, weights[1])), dim=-1), dtype)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [rms_norm_parts.reference, rms_norm_parts.triton])
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -17,6 +17,7 @@ from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_int4
 from slipstream.tests.kernels.test_streamed_linear import ProductPair, check_heads, empty_weight, heads
 from slipstream.tests.kernels.triton_runs import replayed
+from slipstream.tests.pairwise import grouped
 
 ROWS = [1, 2, 5, 8]
 # O, I, gated: gates and ups, of many steps and of one; in eight parts, four of which one is smaller, four, two and one.
@@ -62,6 +63,7 @@ def takes(x: Tensor, weight: Int4Weight, gated: bool = False, rotation: Rotation
 
 
 @pytest.mark.gpu
+@grouped("dtype")
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), PRODUCTS)
 @torch.inference_mode()
@@ -79,6 +81,7 @@ def test_bits_are_those_of_the_usual_products(
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize("shape", HEADS)
 @torch.inference_mode()

@@ -21,7 +21,8 @@ from slipstream.kernels.sampling.processors import (
 )
 from slipstream.kernels.sampling.sample import Sampling, perturbed, perturbed_topk, sample
 from slipstream.kernels.speculation.verify import ancestor_masks
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1]}
 
@@ -157,6 +158,7 @@ def store_processed(logits_ptr, rows_ptr, repeats, processors, out_ptr, stride, 
 SCENES = list(product(["chain", "tree", None], [True, False]))
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "masked"), SCENES)
@@ -186,10 +188,11 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
             assert torch.equal(stored.cpu()[untouched], logits.float().cpu()[untouched])
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "masked", "vocab"),
-    cover(["chain", "tree"], [True, False], [30, pytest.param(151_936, marks=pytest.mark.gpu)])
+    rotating(["chain", "tree"], [True, False], [30, pytest.param(151_936, marks=pytest.mark.gpu)])
     + [pytest.param("tree", True, 5000, marks=SLOW), (None, True, 30)],
 )
 def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, vocab: int, device: str) -> None:

@@ -31,6 +31,7 @@ from slipstream.kernels.attention.ragged import (
 )
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
+from slipstream.tests.pairwise import grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
@@ -265,6 +266,7 @@ class Scene:
                 assert error < TOLERANCES[out.dtype], (s, row)
 
 
+@grouped()
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
     scene = Scene(CASES[name], torch.float32, "cpu")
@@ -272,6 +274,7 @@ def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
     scene.check(scene.run(ragged_attention))
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(x, marks=pytest.mark.gpu) for x in list(TOLERANCES)[1:])]
@@ -305,6 +308,7 @@ def same(actual: Tiles | None, right: Tiles | None) -> None:
     assert torch.equal(ranges, right_ranges)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> None:
@@ -494,6 +498,7 @@ def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monke
 
 
 @pytest.mark.gpu
+@grouped("dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "name", ["busy", "window", "D 256", "D 64", "64 nodes", "pages of one token", "sinks, window", "sinks and a cap"]
@@ -527,6 +532,7 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dty
 
 
 @pytest.mark.gpu
+@grouped("dtype")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()

@@ -23,7 +23,8 @@ from slipstream.kernels.speculation.ragged import (
     verify_rows,
 )
 from slipstream.tests.kernels.test_verify import VOCAB, padded, random_tree, walk
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 PAGES = 8  # of a request
 UNUSED = {"tokens": -1, "parents": -1, "survivals": 0, "cells": -1}
@@ -283,6 +284,7 @@ SCENES = [
 MORE = [(seed, seed % 7, 1 + seed % 4, (1, 2, 5, 17)[seed % 4], seed % 3 > 0) for seed in range(10, 130)]
 
 
+@grouped()
 @pytest.mark.parametrize("scene", [random_scene(*scene) for scene in SCENES + MORE[::4]])
 def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
     layout = lay_out.reference(*scene.lay_out_args("cpu"))
@@ -298,6 +300,7 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
     assert torch.equal(results, expected)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("args", [*SCENES, *(pytest.param(x, marks=SLOW) for x in MORE), (99, 70, 40, 6, True, 60)])
 def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -> None:
@@ -373,9 +376,10 @@ def likeliest(survivals: list[list[float]], budget: int, max_nodes: int) -> list
     return counts
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("requests", "width"), [*cover([1, 5, 64], [1, 4, 64]), (1024, 2), (130, 16), pytest.param(1024, 64, marks=SLOW)]
+    ("requests", "width"), [*rotating([1, 5, 64], [1, 4, 64]), (1024, 2), (130, 16), pytest.param(1024, 64, marks=SLOW)]
 )
 def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -> None:
     rng = random.Random(requests * width)
@@ -459,6 +463,7 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
     return Stored(*(torch.tensor(x).to(y.dtype) for x, y in zip(after, before, strict=True)))
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("nodes", "width", "dtype"),

@@ -8,12 +8,14 @@ from torch.nn.functional import pad
 
 from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
 from slipstream.tests.kernels.triton_runs import DEVICES
+from slipstream.tests.pairwise import grouped
 
 SLOTS = 150
 PAGES = 9
 DTYPES = (torch.int32, torch.int64, torch.int64, *[torch.int32] * 2, *[torch.float32] * 3)
 
 
+@grouped()
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1), (3, 70), (130, 5)])
 @pytest.mark.parametrize("device", DEVICES)
 @torch.inference_mode()

@@ -12,7 +12,8 @@ from slipstream.kernels.gemm.int4_weight import Int4Weight, pack_codes, pack_uni
 from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 MAX_LEN = 300
 THETA = 100.0
@@ -88,10 +89,11 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() * scale * weight.double()).to(x.dtype)
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize(("case", "dtype"), cover([*CASES, REAL], TOLERANCES))
+@pytest.mark.parametrize(("case", "dtype"), rotating([*CASES, REAL], TOLERANCES))
 def test_equals_complex_numbers(
     kernel: Callable[..., Tensor], with_norms: bool, case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -121,9 +123,10 @@ def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tenso
     scene.check_cache(scene.k)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [rotate.reference, rotate.triton])
-@pytest.mark.parametrize(("case", "dtype"), cover(CASES, TOLERANCES))
+@pytest.mark.parametrize(("case", "dtype"), rotating(CASES, TOLERANCES))
 def test_alone_it_turns_forth_and_its_gradient_back(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -215,8 +218,9 @@ def check_context(scene: ContextScene, cache: Tensor) -> None:
     torch.testing.assert_close(cache.double(), scene.expected(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("case", "dtype"), cover(CONTEXTS, TOLERANCES))
+@pytest.mark.parametrize(("case", "dtype"), rotating(CONTEXTS, TOLERANCES))
 @pytest.mark.parametrize("kernel", [store_context.reference, store_context.triton])
 def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
     scene = ContextScene(case, dtype, device)
@@ -301,10 +305,11 @@ def check_projection(
     assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("tiling", "case", "dtype"),
-    cover(
+    rotating(
         [Tiling(16, 32, 1), Tiling(32, 64, 2), Tiling(16, 64, 4)],
         [(1, 4, 1, 64), (5, 6, 2, 32), (3, 4, 2, 128)],
         [torch.float32, torch.float16],
@@ -317,6 +322,7 @@ def test_a_projection_rotates_and_stores(
 
 
 @pytest.mark.gpu
+@grouped("format")
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("format", ["plain", "fp8", "fp8 blocks", "int4"])
 @pytest.mark.parametrize(

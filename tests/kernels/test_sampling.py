@@ -11,6 +11,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from slipstream.kernels.sampling.filters import Filters, filter_logits
 from slipstream.kernels.sampling.sample import Sampling, gumbel, noise_key, sample
 from slipstream.tests.kernels.triton_runs import keys_of
+from slipstream.tests.pairwise import grouped
 
 
 def uniforms(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -102,6 +103,7 @@ def test_keys_tell_seeds_and_choices_apart() -> None:
     assert all(0 <= key < 2**63 for key in keys)
 
 
+@grouped()
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(1, 1.0, 0.0), (7, 1.0, 0.0), (500, 1.0, 0.0), (0, 0.3, 0.0), (0, 0.95, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.05)]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling, bits_to_gumbel, gumbel, noise_bits, row_noise_bits, sample
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 
 @triton.jit
@@ -77,10 +78,11 @@ BIG = [(1, 128_256), (4, 151_936), (128, 128_256), (33, 262_144), (4096, 32_000)
 SHAPES = [(1, 30), (3, 2048), (4, 5000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in BIG)]
 
 
+@grouped("mode")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "mode", "with_ids", "dtype"),
-    cover(SHAPES, ["greedy", "plain", "full"], [True, False], [torch.float32, torch.bfloat16]),
+    rotating(SHAPES, ["greedy", "plain", "full"], [True, False], [torch.float32, torch.bfloat16]),
 )
 def test_the_kernel_equals_the_reference(
     shape: tuple[int, int], mode: str, with_ids: bool, dtype: torch.dtype, device: str

@@ -11,7 +11,8 @@ from slipstream.kernels.gemm import small_m
 from slipstream.kernels.gemm.activation import Activation, gelu_tanh_mul, silu_mul
 from slipstream.kernels.gemm.linear import gated_linear, linear
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, PROGRAMS, Tiling, choose_tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 # The interpreter has no product of bfloat16.
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -38,8 +39,9 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tiling", "shape", "dtype"), cover([*TILINGS, None], SMALL, DTYPES))
+@pytest.mark.parametrize(("tiling", "shape", "dtype"), rotating([*TILINGS, None], SMALL, DTYPES))
 def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
         pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
@@ -51,10 +53,11 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
         check(out, x.double() @ weight.double().t() + added, dtype)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("tiling", "shape", "dtype"),
-    cover([TILINGS[0], Tiling(32, 32, 1), None], [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
+    rotating([TILINGS[0], Tiling(32, 32, 1), None], [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
 )
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
@@ -104,6 +107,7 @@ def test_no_rows_and_the_cpu() -> None:
     torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))
 
 
+@grouped("rows")
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 32])
 @pytest.mark.parametrize("shape", REAL)
 def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
@@ -119,6 +123,7 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize("rows", [33, 64, 65, 100, 128])
 @pytest.mark.parametrize("shape", [(28672, 4096), (24576, 4096), (19456, 2560)])
 def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.softcap import softcap
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 SHAPES = [(1, 16), (3, 1000), (2, 5000), pytest.param((64, 262208), marks=pytest.mark.gpu)]
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [softcap.reference, softcap.triton])
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     logits = (40 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(device, dtype)
     expected = 30 * torch.tanh(logits.double() / 30)

@@ -17,6 +17,7 @@ from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.tests.kernels import test_fp8, test_int4
 from slipstream.tests.kernels.triton_runs import replayed
+from slipstream.tests.pairwise import grouped
 
 ROWS = [1, 2, 5, 8, 9, 16, 17, 32]
 # O, I; in 16 bits and FP8 in two parts, two, four, one, one and four.
@@ -96,6 +97,7 @@ PRODUCTS = [(shape, name) for shape in PLAIN for name in FORMATS if "4 bits" not
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize(("shape", "name"), PRODUCTS)
 @torch.inference_mode()
 def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str) -> None:
@@ -110,6 +112,7 @@ def test_bits_are_those_of_the_usual_products(shape: tuple[int, int], name: str)
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize("name", WITH_HEADS)
 @pytest.mark.parametrize("shape", HEADS)
 @torch.inference_mode()

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import MAX_K, TILE, Sampling, perturbed_topk, sample
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.pairwise import grouped, rotating
 
 RUNS = [perturbed_topk.reference, perturbed_topk.triton]
 
@@ -47,9 +48,10 @@ SHAPES = [
 ]
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
 def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, device: str) -> None:
     R, V, k = shape
     generator = torch.Generator().manual_seed(V + k)

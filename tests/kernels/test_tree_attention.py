@@ -24,7 +24,8 @@ from slipstream.kernels.attention.tree import (
 )
 from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
-from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, cover, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
+from slipstream.tests.pairwise import grouped, rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:overflow")  # the interpreter, in rows that pad
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
@@ -76,12 +77,14 @@ def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> No
     assert (results[1].double() - expected[1]).abs().max() < 1e-3, "scores are summed in fp32 whatever the dtype"
 
 
+@grouped()
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
     scene = Scene(CASES[name], torch.float32, "cpu")
     check(scene.run(tree_attention.reference), scene.expected())
 
 
+@grouped("dtype")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "dtype",
@@ -114,9 +117,10 @@ def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str
     check(scene.run(tree_attention.triton), expected)
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("blocks", "splits"), cover([Blocks(16, 64, 4, 3), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 2)], [1, 2, 7, 32])
+    ("blocks", "splits"), rotating([Blocks(16, 64, 4, 3), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 2)], [1, 2, 7, 32])
 )
 def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> None:
     scene = Scene(replace(CASES["parts of a long context"], lengths=(530, 0), mask="tree"), torch.float16, device)
@@ -182,6 +186,7 @@ def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
 
 
 @pytest.mark.gpu
+@grouped("dtype")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", GPU_CASES)
 @torch.inference_mode()
@@ -278,6 +283,7 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
     check(results, expected)  # type: ignore[arg-type]
 
 
+@grouped()
 @pytest.mark.parametrize("name", LAST)
 def test_last_nodes_of_the_reference(name: str) -> None:
     """The earlier nodes are in the cache: the result equals the last rows of attention over all nodes."""
@@ -285,6 +291,7 @@ def test_last_nodes_of_the_reference(name: str) -> None:
         last_of(CASES[name], first_node, tree_attention.reference, torch.float32, "cpu")
 
 
+@grouped()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only", "window, a tree"))
 def test_last_nodes_of_the_kernel(name: str, device: str) -> None:

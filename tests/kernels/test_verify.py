@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
+from slipstream.tests.pairwise import grouped
 
 VOCAB = 4  # small, so that drafts are right now and then; the target may sample -1, too
 
@@ -44,6 +45,7 @@ def padded(values: list[int], width: int) -> list[int]:
     return values + [-1] * (width - len(values))
 
 
+@grouped()
 @pytest.mark.parametrize("chain", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 5, 17, 64])
 def test_verify_equals_a_walk(chain: bool, width: int) -> None:

@@ -16,6 +16,7 @@ from slipstream.tests.kernels import test_int4
 from slipstream.tests.kernels.test_pipelined_int4 import FORMATS, chain, shape_of, usual
 from slipstream.tests.kernels.test_streamed_linear import empty_weight
 from slipstream.tests.kernels.triton_runs import replayed
+from slipstream.tests.pairwise import grouped
 
 # O, I, gated, and how they are multiplied: gates and ups, of many steps and of one; in two parts, in eight of which one
 # is smaller, in one.
@@ -43,6 +44,7 @@ def expected_of(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool)
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize(("group", "symmetric", "dtype"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs", "gated", "ways"), PRODUCTS)
 @torch.inference_mode()

@@ -1,9 +1,8 @@
 """How the kernels' tests run them: interpreted on the CPU or compiled on a GPU, into poisoned memory, in a graph."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,21 +16,6 @@ SLOW = pytest.mark.slow
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings
 
 Result = TypeVar("Result")
-
-
-def cover(*axes: Iterable[Any]) -> list[Any]:
-    """Parameters for every combination of the axes' values. The gate runs as few as hold each value once; the others
-    are slow. Values for a GPU alone are pytest.param."""
-    values = [list(axis) for axis in axes]
-    on_cpu = [[x for x in axis if not hasattr(x, "marks")] for axis in values]
-    gate = [tuple(axis[index % len(axis)] for axis in on_cpu) for index in range(max(map(len, on_cpu)))]
-    return [
-        pytest.param(
-            *(x.values[0] if hasattr(x, "marks") else x for x in point),
-            marks=[*(mark for x in point for mark in getattr(x, "marks", ())), *([] if point in gate else [SLOW])],
-        )
-        for point in product(*values)
-    ]
 
 
 def keys_of(seeds: range, device: str = "cpu") -> Tensor:

@@ -162,7 +162,8 @@ def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, l
 Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "sampling", "sizes", "family"),
     drafted(
         ["eagle tree", "ngram first", "dflash", "eagle3"],
@@ -192,7 +193,8 @@ def test_a_drafter_changes_no_token(
         assert acceptance(answers) < 0.95
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "sampling", "family"),
     drafted(["ngram", "eagle tree", "eagle3"], ["greedy", "plain"], ["gpt-oss", "gemma2", "gemma3"]),
 )
@@ -208,7 +210,10 @@ def test_a_drafter_changes_no_token_of_sinks_and_caps(
         assert acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
 
 
-@grouped(("drafter", "family", "sampling"), drafted(["eagle3", "ngram", "dflash"], MIXTURES, ["greedy", "plain"]))
+@grouped("drafter")
+@pytest.mark.parametrize(
+    ("drafter", "family", "sampling"), drafted(["eagle3", "ngram", "dflash"], MIXTURES, ["greedy", "plain"])
+)
 def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
     drafter: str, family: str, sampling: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -264,7 +269,8 @@ def test_the_reference_is_transformers_generate(
         assert tokens == expected[0, len(request.prompt) :].tolist()
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "family"),
     gate_of(
         product(("eagle3", "dflash", "eagle", *BLOCKS), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
@@ -280,7 +286,8 @@ def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDraft
     assert acceptance(answers) > 0
 
 
-@grouped(("drafter", "family"), drafted(["none", "ngram first", "dflash"], KINDS))
+@grouped("drafter")
+@pytest.mark.parametrize(("drafter", "family"), drafted(["none", "ngram first", "dflash"], KINDS))
 def test_rows_of_one_batch_sample_each_in_its_own_way(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -292,7 +299,8 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(
     assert len({tuple(tokens) for tokens in answers.values()}) == len(requests), "choices differ"
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "options", "family"),
     drafted(
         ["eagle3", "ngram", "eagle tree", "dflash"],
@@ -316,7 +324,8 @@ def test_requests_may_arrive_late_and_in_chunks(
     assert tokens_of(answers) == reference(family, requests)
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "case", "family"),
     gate_of(
         product(SEVERAL, product([16, 1], ["stop token", "max_tokens"]), KINDS),
@@ -347,7 +356,8 @@ def test_an_answer_may_end_inside_a_draft(
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 
 
-@grouped(("drafter", "family"), drafted(["eagle3", "ngram", "dflash"], KINDS))
+@grouped("drafter")
+@pytest.mark.parametrize(("drafter", "family"), drafted(["eagle3", "ngram", "dflash"], KINDS))
 def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build: BuildDrafted) -> None:
     """Id 2 is the targets' eos."""
     endless = [
@@ -367,7 +377,8 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, family: str, build:
         assert answer.finish_reason == "stop"
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "page_size", "family"),
     drafted(["dflash", "ngram", "eagle tree"], [1, 16], ["qwen3", "qwen3-moe", "qwen3-windows"]),
 )
@@ -392,7 +403,10 @@ def test_preemption_changes_no_token(
     assert engine.scheduler.num_preemptions > 0
 
 
-@grouped(("drafter", "sampling", "family"), drafted(["eagle", "ngram first", "dflash", "eagle3"], SAMPLINGS, KINDS))
+@grouped("drafter")
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "family"), drafted(["eagle", "ngram first", "dflash", "eagle3"], SAMPLINGS, KINDS)
+)
 def test_a_prefix_hit_changes_no_token(
     drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -412,7 +426,10 @@ def test_a_prefix_hit_changes_no_token(
     assert answers["again"].tokens == answers["private"].tokens == tokens
 
 
-@grouped(("drafter", "steps", "family"), drafted(["dflash", "ngram first", "eagle3", "none"], [0, 1, 2, 5], KINDS))
+@grouped("drafter")
+@pytest.mark.parametrize(
+    ("drafter", "steps", "family"), drafted(["dflash", "ngram first", "eagle3", "none"], [0, 1, 2, 5], KINDS)
+)
 def test_an_abort_leaves_the_others_alone(
     drafter: str, steps: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -439,7 +456,8 @@ def test_an_abort_leaves_the_others_alone(
         assert tokens == expected[request.id][: len(tokens) if request.id in aborted else None]
 
 
-@grouped(("drafter", "page_size", "family"), drafted(["eagle tree", "ngram", "dflash"], [1, 16], KINDS))
+@grouped("drafter")
+@pytest.mark.parametrize(("drafter", "page_size", "family"), drafted(["eagle tree", "ngram", "dflash"], [1, 16], KINDS))
 def test_the_context_can_be_used_to_its_last_token(
     drafter: str, page_size: int, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
@@ -488,7 +506,8 @@ class AnyPolicy(BudgetPolicy):
         return self.rng.random() < 0.5
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "case", "family"),
     gate_of(
         product(
@@ -548,7 +567,8 @@ def record(engine: Engine, proposals: Proposals) -> None:
     engine.trace = look
 
 
-@grouped(
+@grouped("drafter")
+@pytest.mark.parametrize(
     ("drafter", "page_size", "family"),
     gate_of(
         product(SEVERAL, [1, 16], [*KINDS, "qwen3-windows", "qwen3-moe-windows"]),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import pytest
+
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
@@ -368,7 +370,8 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
     return Request(id=f"request {number}", prompt=prompt, params=params, namespace=rng.choice(["", "", "other"]))
 
 
-@grouped(
+@grouped("sizes")
+@pytest.mark.parametrize(
     ("sizes", "page_size", "lookahead", "max_in_flight", "windows"),
     pairwise(
         [(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)],
