@@ -19,6 +19,7 @@ from slipstream.tests.data_tools.chats import (
     chat,
     join,
 )
+from slipstream.tests.pairwise import grouped
 
 CONVERSATION = [{"role": "system", "content": "You are fine."}, *chat("Hello there", "How are you?", "What?", "four. ")]
 CHATML_PIECES = [
@@ -202,6 +203,7 @@ CALLS = (
 )
 
 
+@grouped()
 @pytest.mark.parametrize("is_wrapped", [True, False])
 @pytest.mark.parametrize("is_text", [True, False])
 @pytest.mark.parametrize(

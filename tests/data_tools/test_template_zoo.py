@@ -12,6 +12,7 @@ from slipstream.data_tools.masking import mask_conversation
 from slipstream.data_tools.rows import Row
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
+from slipstream.tests.pairwise import grouped
 
 BEGIN = "{% generation %}"
 FINISH = "{% endgeneration %}"
@@ -137,6 +138,7 @@ ZOO = {
 }
 
 
+@grouped()
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("tags", [("", ""), (BEGIN, FINISH)], ids=["plain", "tagged"])
 @pytest.mark.parametrize("turns", ["all", "last"])
@@ -161,6 +163,7 @@ def test_what_is_supervised_is_what_the_target_has_to_write(name: str, tags: tup
     assert len(documents) == (1 if turns == "last" else family.num_documents)
 
 
+@grouped()
 @pytest.mark.parametrize("lost", ["", " Hello"])
 @pytest.mark.parametrize("name", ZOO)
 def test_answers_with_known_tokens_stay_where_the_template_renders_them_otherwise(name: str, lost: str) -> None:

@@ -26,6 +26,7 @@ from slipstream.models.files.checkpoint import (
     weights_fingerprint,
 )
 from slipstream.models.files.names import is_checkpoint
+from slipstream.tests.pairwise import grouped
 
 
 def test_a_name_with_a_slash_or_a_folder_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +157,7 @@ def fill(folder: Path, files: Iterable[str]) -> None:
             (folder / name).write_text("")
 
 
+@grouped()
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", REPOSITORIES)

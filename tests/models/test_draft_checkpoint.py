@@ -14,6 +14,7 @@ from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.targets.decoder import load_config
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ROWS", 7)
 
 
+@grouped()
 @pytest.mark.parametrize("served", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("rounded", FLOATS)

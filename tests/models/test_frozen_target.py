@@ -28,6 +28,7 @@ from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESp
 from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target, read_model
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, change_json, roughen
 
 GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -54,6 +55,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
         return list(model(input_ids=tokens, output_hidden_states=True).hidden_states[1:])
 
 
+@grouped()
 @pytest.mark.parametrize("layers", [(0, 1, 4), (3, 1), (4, 0, 2)])
 def test_features_are_the_named_states_in_the_order_named(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
     tokens = torch.randint(0, 50, (2, 9))

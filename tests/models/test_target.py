@@ -43,6 +43,7 @@ from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import NOT_SERVED
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import CAPPED, FAMILIES, LONGROPE, SHAPE, change_json, roughen
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,7 @@ def test_longrope_depends_on_the_context_that_is_served() -> None:
     assert config.rope.of_draft == RopeConfig(10000.0), "a draft sees the angles that it was trained with"
 
 
+@grouped("name")
 @pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"])
 def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | None, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from slipstream.models.drafts.token_map import (
     read_token_map,
     reported_sizes,
 )
+from slipstream.tests.pairwise import grouped
 
 SPECIAL = [0, 1, 63]
 
@@ -34,6 +35,7 @@ def expected_ids(counts: list[int], size: int, kept_ids: list[int]) -> list[int]
     return sorted(by_frequency(counts, size, kept_ids))
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [3, 16, 64])
 def test_holds_the_most_frequent_tokens_and_the_kept_ones(seed: int, size: int) -> None:

@@ -21,7 +21,7 @@ from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
 from slipstream.serve.runner.kv import KVSlots
-from slipstream.tests.pairwise import gate_of
+from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
 
 HEAD_DIM = 8
@@ -187,6 +187,7 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
     check_stored(scene, before, metadata, tolerance)
 
 
+@grouped()
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(set(case.query_lens)) == 1])
 def test_many_requests_share_a_call_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as their keys, padded to the longest request, are few."""
@@ -274,6 +275,7 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     check_stored(scene, before, metadata, tolerance)
 
 
+@grouped()
 @pytest.mark.parametrize("nodes", BACKENDS.values())
 @pytest.mark.parametrize("name", RAGGED)
 def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slipstream.serve.attention.base import PHASES, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.serve.attention_passes import PASSES, Scene
@@ -105,6 +106,7 @@ def check(model: torch.nn.Module, answers: dict[str, Answer]) -> None:
         assert regret.max() <= LOGIT_BOUND, f"{request.id}: token {int(regret.argmax())} is {regret.max():.2f} below"
 
 
+@grouped()
 @pytest.mark.parametrize("name", PASSES)
 @torch.inference_mode()
 def test_sdpa_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> None:

@@ -11,6 +11,7 @@ from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import HostShape, Runner
+from slipstream.tests.pairwise import grouped
 
 PAGE_SIZE = 4
 NUM_PAGES = 40
@@ -65,6 +66,7 @@ def check(chunks: list[PromptChunk], packed: Chunks, state: RequestState, num_ro
     return layout
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_of_known_lengths(seed: int) -> None:
     rng = random.Random(seed)
@@ -85,6 +87,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
         assert torch.equal(metadata.slots.of(group), torch.cat(slots))
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_of_a_larger_pass(seed: int) -> None:
     """In buffers that held others before, as captured passes read them."""

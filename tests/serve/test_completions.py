@@ -15,6 +15,7 @@ from slipstream.serve.http.engine_client import EngineError
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.http.responses import ItemWriter
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.fake_engine import logprobs_of, trace_of
 from slipstream.tests.serve.test_answer_parser import EXAMPLES, TOOLS, Expected, syntax_of
 from slipstream.tests.serve.test_detokenize import byte_level
@@ -99,6 +100,7 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
     assert asyncio.run(run()) == ["ab"]
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
 def test_log_probabilities_and_traces_come_once_with_their_text(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from slipstream.tests.pairwise import gate_of
+from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.correctness import (
     ANSWERS,
     ASSETS,
@@ -48,6 +48,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
     return find
 
 
+@grouped("drafter")
 @pytest.mark.parametrize(
     ("drafter", "preempted", "kind"),
     gate_of(

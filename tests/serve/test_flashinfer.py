@@ -13,6 +13,7 @@ from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.tests.attention_layers import asking_layer
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve import fake_flashinfer
 from slipstream.tests.serve.attention_passes import GROUP, LAYER, PASSES, Scene
 
@@ -27,6 +28,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ba
         yield backends
 
 
+@grouped()
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_plans_and_merges_give_what_sdpa_gives(
@@ -87,6 +89,7 @@ def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], na
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@grouped("option")
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("option", ["flashinfer", "flashinfer:fa2", "flashinfer:fa3"])
 @pytest.mark.parametrize("head_dim", [64, 128])

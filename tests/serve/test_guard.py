@@ -14,6 +14,7 @@ import pytest
 from slipstream.serve.http.guard import VARIABLE, Guard, digest, is_loopback, read_keys, warning
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, gauge, serving, wait_until
 
 KEYS = ["sk-first", "sk-second"]
@@ -38,6 +39,7 @@ def client(guarded: Server) -> Iterator[httpx.Client]:
 HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Bearer sk-first sk-second"]
 
 
+@grouped()
 @pytest.mark.parametrize(
     "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/playground"]
 )

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.serve.engine.kv_cache import Node, PageCache, PageTable
 from slipstream.serve.engine.kv_windows import WindowPages
-from slipstream.tests.pairwise import pairwise, rotating
+from slipstream.tests.pairwise import grouped, pairwise, rotating
 
 Text = tuple[str, tuple[int, ...]]
 
@@ -169,6 +169,7 @@ class TextModel:
                 self.known.add(text)
 
 
+@grouped()
 @pytest.mark.parametrize(("page_size", "lookahead", "evicts"), pairwise([1, 4, 16], [0, 1, 2], [False, True]))
 def test_random_operations_against_the_dict_of_texts(page_size: int, lookahead: int, evicts: bool) -> None:
     rng = random.Random(f"{page_size} {lookahead} {evicts}")
@@ -239,6 +240,7 @@ def test_a_hit_takes_the_pages_of_the_last_tokens_of_a_window(window: int, first
     cache.check([table])
 
 
+@grouped()
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 11])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahead: int) -> None:
@@ -544,6 +546,7 @@ class Play:
         self.cache.check(run.table for run in self.running)
 
 
+@grouped()
 @pytest.mark.parametrize(
     ("page_size", "windows", "lookahead", "evicts"),
     rotating(

@@ -222,6 +222,7 @@ def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
 
 
 @pytest.mark.gpu
+@grouped("drafter")
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *BLOCKS])
@@ -241,6 +242,7 @@ def test_captured_steps_change_no_token(
 
 
 @pytest.mark.gpu
+@grouped("drafter")
 @pytest.mark.parametrize(
     ("drafter", "family"),
     list(product([*DRAFTERS, *BLOCKS], ("mistral-window", "qwen2-windows", "gemma3", *CAPPED, *MIXTURES))),

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, arrays_for, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 
@@ -34,6 +35,7 @@ def paths(tree: Tree) -> list[list[int]]:
     return prefixes[1:]
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(60))
 def test_core_agrees_with_the_model(seed: int, tmp_path: Path) -> None:
     Fuzz(NgramCore, seed, tmp_path).run(60)
@@ -156,6 +158,7 @@ def continuations(text: list[int], count: int) -> list[list[int]]:
     return [list(itertools.islice(itertools.cycle(text[start:]), count)) for start in starts]
 
 
+@grouped()
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_of_other_texts_are_foreign(seed: int) -> None:
     """A node counts as the request's own only where brute force finds its path in the request's text; with no other

@@ -9,6 +9,7 @@ from slipstream.serve.attention.base import KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend
 from slipstream.tests.attention_layers import asking_layer
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.serve.attention_passes import PASSES, RAGGED, Scene
 
 UNIFORM = [name for name, case in PASSES.items() if not case.prompt]
@@ -24,6 +25,7 @@ def test_head_dims_up_to_256_are_served() -> None:
 
 
 @pytest.mark.gpu
+@grouped("head_dim")
 @pytest.mark.parametrize("name", UNIFORM)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @torch.inference_mode()
@@ -55,6 +57,7 @@ def test_replays_equal_eager_passes(name: str) -> None:
 
 
 @pytest.mark.gpu
+@grouped()
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @torch.inference_mode()
