@@ -2,6 +2,15 @@
 fields of config.json they read, which tensors the network that they build has, and what they leave as it was.
 
 `check` raises AssertionError for a checkpoint that the server refuses, or runs as another network than was trained.
+
+The loaders, in SGLang's `python/sglang/srt/` and vLLM's `vllm/model_executor/`:
+  EAGLE3       models/llama_eagle3.py; models/llama_eagle3.py, models/qwen3_eagle3.py
+  EAGLE        models/llama_eagle.py; models/llama_eagle.py
+  blocks       models/dflash.py, dspark.py, lilicorr.py; models/qwen3_dflash.py, qwen3_dflash2.py, qwen3_dspark.py,
+               lilicorr.py
+  layer ids    model_executor/model_runner_components/spec_aux_hidden_state.py; vllm/v1/worker/gpu/spec_decode/eagle/
+               eagle3_utils.py
+  nested       -; vllm/transformers_utils/configs/speculators/algos.py
 """
 
 import json
