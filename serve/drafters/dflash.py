@@ -1,7 +1,7 @@
 """DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a chain or a tree.
 
 The pass gives each slot's best tokens. What joins the slots (block_joins.py) scores each after those of the slot
-before; a chain is a walk over these scores, a tree grows by them. A Markov head may walk the whole vocabulary instead.
+before; a chain is a walk over these scores, a tree grows by them.
 Its KV of a committed token depends on the target's states of that token alone, hence lookahead 0. The block's KV
 follows the committed tokens until the next step overwrites it.
 Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of a slot, H hidden size.
@@ -13,12 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.gathered_head import head_logits, head_topk
+from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import store_context
-from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED, Sampling
+from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED
 from slipstream.kernels.speculation.lattice import Confidence, grow_lattice, walk_lattice
-from slipstream.kernels.speculation.markov import markov_walk
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.targets.decoder import Target
@@ -46,7 +45,7 @@ class DFlashOptions(TokenMapOptions):
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: block for a chain, up to 32 for a tree."""
     markov_candidates: int = MOST_SORTED
-    """Tokens of each slot among which a draft's Markov head chooses; 0: all, for chains only."""
+    """Tokens of each slot among which a draft's Markov head chooses."""
     admit_by: AdmitBy | None = None
     """What says which nodes of all requests a step verifies, and how a tree grows: confidence, what the draft's
     confidence head says; candidates, the probabilities of its tokens; position, places in the proposal alone, of nodes
@@ -66,15 +65,10 @@ class DFlashOptions(TokenMapOptions):
             raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
         if not 1 <= self.topk <= MAX_K:
             raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
-        if not 0 <= self.markov_candidates <= MOST_SORTED:
+        if not self.topk <= self.markov_candidates <= MOST_SORTED:
             raise ValueError(
-                f"drafter.markov_candidates is {self.markov_candidates}; it must be between 1 and {MOST_SORTED}, or 0 "
-                "for the whole vocabulary"
-            )
-        if self.topk > max(self.markov_candidates, 1) and self.markov_candidates < MOST_SORTED:
-            raise ValueError(
-                f"drafter.topk is {self.topk} and drafter.markov_candidates {self.markov_candidates}: a tree needs at "
-                "least topk candidates; raise markov_candidates"
+                f"drafter.markov_candidates is {self.markov_candidates}; it must be between drafter.topk {self.topk} "
+                f"and {MOST_SORTED}"
             )
 
 
@@ -92,7 +86,6 @@ class Drafter(base.NetworkDrafter):
         self.first_slot = config.first_slot
         self.depth = self._depth(options)
         self.branches = options.topk > 1
-        self.walks_vocabulary = module.markov is not None and options.markov_candidates == 0
         self.candidates = min(self._num_candidates(options), vocabulary.num_tokens)
         if options.topk > self.candidates:
             raise ValueError(
@@ -126,7 +119,7 @@ class Drafter(base.NetworkDrafter):
         """k."""
         module = self.module
         if module.markov is not None:
-            return options.markov_candidates or 1
+            return options.markov_candidates
         return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
 
     def _admission(self, options: DFlashOptions) -> AdmitBy:
@@ -205,15 +198,13 @@ class Drafter(base.NetworkDrafter):
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
-        proposal = self._join(self._draft(batch, width), batch.sampling, width)
+        proposal = self._join(self._draft(batch, width), width)
         if self.admit_by != "position":
             return proposal
         return replace(proposal, scores=torch.where(proposal.scores > -torch.inf, 0.0, proposal.scores))
 
-    def _join(self, block: Block, sampling: Sampling, width: int) -> Proposal:
+    def _join(self, block: Block, width: int) -> Proposal:
         """A chain or a tree of `width` nodes."""
-        if self.walks_vocabulary:
-            return self._walk_vocabulary(block, sampling)
         candidates = self._find(block)
         scores = self.joins.scores(block, candidates)
         confidence = self._confidence(block)
@@ -239,30 +230,14 @@ class Drafter(base.NetworkDrafter):
         positions = positions if self.first_slot else positions + 1  # of the drafted tokens
         return Block(batch.requests, roots, hidden, positions.flatten(), batch.sampling.repeat(K))
 
-    def _head_input(self, block: Block) -> Tensor:
-        """(B * K, H)."""
+    def _find(self, block: Block) -> Candidates:
         hidden = block.hidden.flatten(0, 1)
         factor = self.module.config.output_multiplier
-        return hidden if factor == 1 else hidden * factor
-
-    def _find(self, block: Block) -> Candidates:
+        hidden = hidden if factor == 1 else hidden * factor
         sampling = self.joins.sampling(block.sampling)
-        best = head_topk(self.head, self._head_input(block), self.candidates, block.positions, sampling)
+        best = head_topk(self.head, hidden, self.candidates, block.positions, sampling)
         values, columns = (x.unflatten(0, block.hidden.shape[:2]) for x in best)
         return Candidates(values, columns, self.vocabulary.target_ids(columns))
-
-    def _walk_vocabulary(self, block: Block, sampling: Sampling) -> Proposal:
-        """Filters are left to the target."""
-        assert isinstance(self.joins, Factored)
-        logits = head_logits(self.head, self._head_input(block)).unflatten(0, block.hidden.shape[:2])
-        slots = self.joins.head.slots(block.hidden)
-        positions = block.positions.view(logits.shape[:2])
-        sampling = replace(sampling, filters=None)
-        confidence = self._confidence(block)
-        tokens, reached = markov_walk(
-            logits, block.roots, self.joins.factors, slots, positions, sampling, self.head.ids, confidence
-        )
-        return Proposal(tokens, base.chain_parents(len(tokens), tokens.shape[1], tokens.device), reached)
 
     def _confidence(self, block: Block) -> Confidence | None:
         head = self.module.confidence

@@ -101,7 +101,7 @@ def test_tokens_of_a_prompt_choose_apart_in_deep_layers(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("draft", "options"),
-    [("dflash2", {"topk": 4, "nodes": 12}), ("dspark-map", {"markov_candidates": 0}), ("lilicorr", {})],
+    [("dflash2", {"topk": 4, "nodes": 12}), ("dspark-map", {}), ("lilicorr", {})],
 )
 def test_random_block_drafts_serve(draft: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["llama31-8b"] | SMALL)

@@ -72,7 +72,6 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "dflash2": save_dflash2,
     "dflash2 tree": save_dflash2,
     "dspark": save_dspark,
-    "dspark, all tokens": save_dspark,
     "dspark tree": save_dspark,
     "lilicorr": save_lilicorr,
     "lilicorr tree": save_lilicorr,
@@ -88,7 +87,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash tree": {"topk": 3, "nodes": 9},
     "dflash2 tree": {"topk": 3, "nodes": 9},
     "dspark": {"markov_candidates": 8},
-    "dspark, all tokens": {"markov_candidates": 0},
     "dspark tree": {"markov_candidates": 8, "topk": 3, "nodes": 9},
     "lilicorr tree": {"topk": 2, "nodes": 7},
     "ngram first": {"ngram_first": 2, "ngram_nodes": 7},
@@ -100,7 +98,7 @@ SEVERAL = ("dflash", "eagle", "eagle tree", "eagle3", "dflash2 tree", "dspark")
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 KINDS = ("qwen3", "qwen3-moe", "mistral-window")  # dense, a mixture of experts, windows
 BLOCKS = [
-    *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark, all tokens", "dspark tree", "lilicorr"),
+    *("dflash tree", "dflash2", "dflash2 tree", "dspark", "dspark tree", "lilicorr"),
     "lilicorr tree",
 ]
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
