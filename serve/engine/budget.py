@@ -399,6 +399,7 @@ class BudgetPolicy:
         nodes = batch.nodes(width) if offers is None else sum(min(count, fixed) for count, _ in offers)
         nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), batch.decoding))
         if offers is not None and batch.drafted:
+            self._count_step()
             if any(kind for _, kind in offers):
                 self._weigh_host(self._plan(batch, prompt_rows, filtered), offers, prompt_rows)
             else:

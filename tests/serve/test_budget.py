@@ -588,8 +588,9 @@ def test_proposals_of_the_host_are_judged_one_by_one() -> None:
     assert policy.choose(2, offers=[(8, 1), (8, 4)]).nodes == 16, "free"
 
 
-def test_steps_wait_for_the_host_while_that_pays() -> None:
-    policy = BudgetPolicy(costs(), (1,), most_nodes=8)
+@pytest.mark.parametrize("fixed", [None, 8])
+def test_steps_wait_for_the_host_while_that_pays(fixed: int | None) -> None:
+    policy = BudgetPolicy(costs(), (1,), most_nodes=8, fixed=fixed)
     cells = np.stack([host_cells(8, 1)] * 4)
     accepted = np.zeros((4, 8), bool)
     for _ in range(100):
