@@ -36,7 +36,7 @@ from slipstream.models.targets.frozen import DecoderTarget
 from slipstream.train import dflash, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.loop import start
-from slipstream.train.optim import build_optimizers
+from slipstream.train.optim import CLIP, build_optimizers
 from slipstream.train.options import DataOptions, OptimOptions, RunOptions
 from slipstream.train.training import DraftTraining
 
@@ -214,7 +214,7 @@ def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) 
         target.aux_states = read  # type: ignore[method-assign]
 
     def update() -> None:
-        accelerator.clip_grad_norm_(model.parameters(), optim.clip)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

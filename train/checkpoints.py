@@ -38,7 +38,7 @@ from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
-# Options that may change when a run continues.
+# Options that may change when a run continues, some of earlier versions among them.
 FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
     "draft.interchange",  # the options that it chooses are compared
@@ -48,6 +48,9 @@ FREE_OPTIONS = (
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
 BY_CONTENT |= {"evaluation.costs": "costs_hash"}
+# Options that earlier versions had, and what they are today.
+DROPPED = {"optim.betas": [0.9, 0.95], "optim.clip": 0.5, "optim.decay_ratio": 0.2, "optim.warmup_ratio": 0.03}
+DROPPED |= {"optim.weight_decay": 0.0}
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
@@ -127,12 +130,10 @@ class Checkpoints:
         self.identity = _as_read(self.identity)
         self.defaults = _as_read(self.defaults)
 
-    def resume(self, resume: str) -> Progress:
-        """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if `resume` is
-        "never" and the output holds a run, or if that run differs from this one."""
+    def resume(self) -> Progress:
+        """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if that run
+        differs from this one."""
         folders = step_folders(self.output)
-        if resume == "never":
-            self.check_empty(folders)
         progress = self.load(folders[-1]) if folders else Progress()
         self.newest = progress.step
         self.accelerator.wait_for_everyone()  # all have read
@@ -152,17 +153,10 @@ class Checkpoints:
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
         return Progress(**saved["progress"])
 
-    def check_empty(self, folders: list[Path]) -> None:
-        """Raises ValueError if the output holds anything of a run; `folders` are its step-N."""
-        for path in (*folders[-1:], self.output / "best", self.output / "metrics.jsonl"):
-            if path.is_dir() or (path.exists() and path.stat().st_size > 0):
-                remedy = "use resume auto" if folders else "delete it"
-                raise ValueError(f"output {self.output} holds a run ({path.name}); name another one or {remedy}")
-
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
         """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
-        counts as its default, one that this version does not have as left out."""
-        earlier = complete(saved, self.defaults)
+        counts as its default, one that this version does not have as left out if it is as today."""
+        earlier = complete(without_dropped(saved), self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
             is_elsewhere = content_hash_of(name) in saved or (name in BY_CONTENT.values() and name not in saved)
             value = self.identity.get(name)
@@ -257,6 +251,12 @@ def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(flatten(options))))
 
 
+def without_dropped(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run without dropped ones that are as today."""
+    dropped = DROPPED | {"evaluation.best": "speed" if saved.get("evaluation.costs") else "accept_length"}
+    return {name: value for name, value in saved.items() if name not in dropped or value != dropped[name]}
+
+
 def is_extension(name: str, saved: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether a run may continue with this change to the option `name`: its length grows, or its learning rate, which
     was constant, decays in the end."""
@@ -264,8 +264,7 @@ def is_extension(name: str, saved: Mapping[str, Any], options: Mapping[str, Any]
     after = options.get(name)
     if name in LENGTHS:
         return before is not None and after is not None and after > before
-    is_constant = saved.get("optim.schedule") == "constant"
-    return is_constant and ((name, after) == ("optim.schedule", "wsd") or name == "optim.decay_ratio")
+    return (name, before, after) == ("optim.schedule", "constant", "wsd")
 
 
 def content_hash_of(name: str) -> str | None:

@@ -97,7 +97,7 @@ class DraftRunOptions(RunOptions):
     @property
     def newest_step(self) -> Path | None:
         """Checkpoint that the run continues from; None if it begins."""
-        steps = step_folders(Path(self.output)) if self.resume == "auto" else []
+        steps = step_folders(Path(self.output))
         return steps[-1] if steps else None
 
     def check_inputs(self) -> None:

@@ -90,7 +90,7 @@ def train_draft(
     for line in scarcity_lines(training, train_rows, options, accelerator.num_processes):
         accelerator.print(line)
     if accelerator.is_main_process:
-        training.samples = SampleAnswers(files.tokenizer, options.evaluation.samples)
+        training.samples = SampleAnswers(files.tokenizer)
     identity = {
         "target_fingerprint": draft.config.target_fingerprint,
         "data_hash": mixture.data_hash,
@@ -102,7 +102,7 @@ def train_draft(
     run = {**provenance(mixture.data_hash), "data_folders": mixture.provenance(), **files.place()}
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run, lock)
     figure = f"accept length {progress.best_accept_length:.3f}"
-    if options.evaluation.best == "speed":
+    if options.evaluation.costs is not None:
         figure = f"expected speed {progress.best_speed:,.1f} tokens/s, {figure}"
     accelerator.print(f"best {figure} at step {progress.best_step}: {options.output}/best")
 

@@ -29,7 +29,7 @@ from slipstream.models.files.atomic import FolderLock
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.interrupts import Interrupt, end_with_launcher, mute_lost_streams
-from slipstream.train.optim import Schedule, build_optimizers
+from slipstream.train.optim import CLIP, Schedule, build_optimizers
 from slipstream.train.options import RunOptions
 from slipstream.train.state_source import read_ahead
 from slipstream.train.trackers import Trackers
@@ -64,7 +64,7 @@ def start(options: RunOptions) -> Accelerator:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": options.data.batch_size,
             "gradient_accumulation_steps": options.optim.accumulation,
-            "gradient_clipping": options.optim.clip,
+            "gradient_clipping": CLIP,
         }
         if bf16:  # makes it skip a step whose gradient is not finite
             accelerator.state.deepspeed_plugin.deepspeed_config["bf16"]["check_grad_overflow"] = True
@@ -110,7 +110,7 @@ def fit(
     checkpoints = Checkpoints(
         accelerator, model, output, options.checkpoint.keep, identity, defaults, run, training.write, lock
     )
-    progress = checkpoints.resume(options.resume)
+    progress = checkpoints.resume()
     training.restore(progress.fitted)
     first = replace(options.optim, **checkpoints.extension)  # options of the run that continues
     progress.first_length = progress.first_length or first.steps or first.epochs
@@ -230,7 +230,7 @@ class Loop:
                 loss, metrics = self.model(batch)
                 accelerator.backward(loss * (scale * is_new))
                 if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
             sums = {
                 "loss": torch.stack((loss.detach(), loss.new_tensor(batch.total_weight))),
                 "supervised": loss.new_tensor([batch.num_supervised, 1]),
@@ -301,7 +301,7 @@ class Loop:
     def note_best(self, metrics: Mapping[str, float]) -> None:
         """Records a new best, or one more evaluation without."""
         progress = self.progress
-        by_speed = self.options.evaluation.best == "speed"
+        by_speed = self.options.evaluation.costs is not None
         speed = metrics["expected_speed"] if by_speed else 0.0
         length = metrics["accept_length"]
         if speed > progress.best_speed if by_speed else length > progress.best_accept_length:

@@ -17,6 +17,10 @@ from torch.optim import _muon
 from slipstream.train.checkpoints import Progress
 from slipstream.train.options import OptimOptions, RunOptions
 
+WARMUP = 0.03  # share of the steps in which the rate rises
+DECAY = 0.2  # share of the steps in which `wsd` decays
+BETAS = (0.9, 0.95)  # AdamW's decay of the two moments
+CLIP = 0.5  # largest gradient norm
 RATE_WIDTH = 576  # hidden size and tokens in a step at which `DraftTraining.rates` were found
 RATE_TOKENS = 16_384
 WIDTH_POWER = {"muon": 0.5, "adamw": 1.0}  # of the width that divides the rate
@@ -64,7 +68,7 @@ class Schedule:
         """
         length = self.optim.steps or self.optim.epochs
         done = float(progress.step) if self.optim.steps else progress.rows / self.rows_per_step
-        warmup = math.ceil(self.optim.warmup_ratio * self._steps_of(progress.first_length or length))
+        warmup = math.ceil(WARMUP * self._steps_of(progress.first_length or length))
         assert self.optim.lr is not None, "with_lr sets it"
         return self.optim.lr * lr_factor(done, self._steps_of(length), warmup, self.optim)
 
@@ -109,7 +113,7 @@ def lr_factor(step: float, num_steps: int, warmup: int, optim: OptimOptions) -> 
         case "constant":
             return 1.0
         case "wsd":
-            return min(1.0, (num_steps - step) / math.ceil(optim.decay_ratio * num_steps))
+            return min(1.0, (num_steps - step) / math.ceil(DECAY * num_steps))
     done = (step - warmup) / max(1, num_steps - warmup)
     return 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
@@ -164,9 +168,7 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     matrices = [p for name, p in trainable if options.name == "muon" and is_hidden_matrix(name, p)]
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in trainable if id(parameter) not in matrix_ids]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=0.0, betas=options.betas, weight_decay=options.weight_decay)
-    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=0.0)]
     if matrices:
         on_slow_cpu = matrices[0].device.type == "cpu" and not has_bf16_products()
         muon = FullPrecisionMuon if on_slow_cpu else torch.optim.Muon
@@ -174,7 +176,7 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
             muon(
                 matrices,
                 lr=0.0,
-                weight_decay=options.weight_decay,
+                weight_decay=0.0,
                 momentum=options.momentum,
                 adjust_lr_fn="match_rms_adamw",
             )

@@ -84,18 +84,8 @@ class OptimOptions:
     """optimizer steps"""
     accumulation: int = 1
     """forward passes per optimizer step"""
-    warmup_ratio: float = 0.03
-    """share of the steps with linear warm-up"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "linear"
-    """decay to zero after the warm-up: cosine, linear, none (constant), or linear over the last steps alone (wsd)"""
-    decay_ratio: float = 0.2
-    """share of the steps in which wsd decays"""
-    clip: float = 0.5
-    """largest gradient norm"""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay of the two moments"""
-    weight_decay: float = 0.0
-    """decoupled decay"""
+    """decay to zero after the warm-up: cosine, linear, none (constant), or linear over the last fifth alone (wsd)"""
     momentum: float = 0.85
     """Muon's"""
 
@@ -108,14 +98,11 @@ class EvaluationOptions:
     """tokens drafted in a round of the simulated accept length, which chooses `best`; fewer are logged, too"""
     documents: int = 400
     """held-out documents used"""
-    samples: int = 4
-    """held-out answers to log, with accepted draft tokens highlighted"""
     patience: int | None = None
     """evaluations in a row without a new best that end the run; default: it goes to its last step"""
-    best: Literal["accept_length", "speed"] = "accept_length"
-    """figure that chooses `best`: the accept length, or the expected speed (docs/training.md), which needs `costs`"""
     costs: str | None = None
-    """file of step times that `serve` keeps, for the expected speed"""
+    """file of step times that `serve` keeps: the expected speed by these chooses `best`, not the accept length
+    (docs/training.md)"""
     requests: int = 1
     """requests that decode at once on that server"""
     temperature: float = 0.0
@@ -124,9 +111,11 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"evaluation.temperature is {self.temperature}; give 0 (greedy) or more")
-        if self.costs is None and (self.best == "speed" or self.requests != 1):
-            name = "best is speed" if self.best == "speed" else f"requests is {self.requests}"
-            raise ValueError(f"evaluation.{name}, which needs evaluation.costs; name a file of step times of `serve`")
+        if self.costs is None and self.requests != 1:
+            raise ValueError(
+                f"evaluation.requests is {self.requests}, which needs evaluation.costs; name a file of step times of "
+                "`serve`"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,37 +130,22 @@ class CheckpointOptions:
 class TrackerOptions:
     """metrics.jsonl is always written to the output folder."""
 
-    wandb: bool = False
-    """log to Weights & Biases, offline without a key; continued training continues its W&B run"""
+    wandb: Literal["none", "metrics", "best", "all"] = "none"
+    """log to Weights & Biases, offline without a key: metrics; also each new best checkpoint; or every checkpoint.
+    Continued training continues its W&B run. WANDB_PROJECT, WANDB_NAME and the like name it"""
     tensorboard: bool = False
     """write TensorBoard event files to the output folder"""
-    project: str = "slipstream"
-    """project of the W&B run"""
-    name: str | None = None
-    """name of the W&B run; default: the output folder's"""
-    entity: str | None = None
-    """user or team that the W&B run belongs to; default: your own"""
-    tags: tuple[str, ...] = ()
-    """tags of the W&B run"""
-    artifacts: Literal["none", "best", "all"] = "none"
-    """checkpoints to upload to W&B as artifacts: none, each new best, or also every step's"""
-
-    def __post_init__(self) -> None:
-        if self.artifacts != "none" and not self.wandb:
-            raise ValueError(f"tracker.artifacts is {self.artifacts}, but tracker.wandb is off; turn it on")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     output: str
-    """folder for checkpoints, metrics.jsonl and trackers"""
+    """folder for checkpoints, metrics.jsonl and trackers; a run in it continues from its newest checkpoint"""
     data: DataOptions
     optim: OptimOptions = field(default_factory=OptimOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     tracker: TrackerOptions = field(default_factory=TrackerOptions)
-    resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the newest checkpoint in `output`; never: refuse an output that holds a run"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 autocast on a GPU and fp32 on the CPU; weights and optimizer stay fp32"""
     seed: int = 0
@@ -184,27 +158,10 @@ class RunOptions:
             value = attrgetter(name)(self)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
-        if self.evaluation.samples < 0:
-            raise ValueError(f"evaluation.samples is {self.evaluation.samples}; give 0 or more")
-        for name, number in (("optim.lr", self.optim.lr), ("optim.clip", self.optim.clip)):
-            if number is not None and number <= 0:
-                raise ValueError(f"{name} is {number}; give a positive number")
-        if not 0 <= self.optim.warmup_ratio < 1:
-            raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")
-        warmup = self.optim.warmup_ratio if self.optim.schedule == "wsd" else 0.0
-        if not 0 < self.optim.decay_ratio <= self.optim.decay_ratio + warmup <= 1:
-            raise ValueError(
-                f"optim.decay_ratio is {self.optim.decay_ratio} and optim.warmup_ratio {self.optim.warmup_ratio}; give "
-                "a decay above 0, and at most 1 for both together"
-            )
-        betas = self.optim.betas
-        momentum = self.optim.momentum
-        decay = self.optim.weight_decay
-        if not all(0 <= share < 1 for share in (*betas, momentum)) or decay < 0:
-            raise ValueError(
-                f"optim.betas is {list(betas)}, optim.momentum {momentum} and optim.weight_decay {decay}; give betas "
-                "and a momentum from 0 to below 1, and a decay of 0 or more"
-            )
+        if self.optim.lr is not None and self.optim.lr <= 0:
+            raise ValueError(f"optim.lr is {self.optim.lr}; give a positive number")
+        if not 0 <= self.optim.momentum < 1:
+            raise ValueError(f"optim.momentum is {self.optim.momentum}; give a share from 0 to below 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; give 0 or more, below 2**63")
 

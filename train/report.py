@@ -133,7 +133,8 @@ class Run:
     @property
     def best_by(self) -> str:
         """The metric that chooses `best`."""
-        return SPEED if self.options.get("evaluation.best") == "speed" else ACCEPT_LENGTH
+        chooser = "speed" if self.options.get("evaluation.costs") else "accept_length"
+        return SPEED if self.options.get("evaluation.best", chooser) == "speed" else ACCEPT_LENGTH  # once an option
 
     def points(self, name: str) -> Points:
         return [(record["step"], record[name]) for record in self.records if name in record]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a report of a run imports no torch
 
 PROMPT_TOKENS = 256  # before the answer
 ANSWER_TOKENS = 384
+NUM_SAMPLES = 4  # of an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Sample:
 class SampleAnswers:
     """Keeps the first `limit` answers of an evaluation, one of each document."""
 
-    def __init__(self, tokenizer: Any, limit: int) -> None:
+    def __init__(self, tokenizer: Any, limit: int = NUM_SAMPLES) -> None:
         self.tokenizer = tokenizer
         self.limit = limit
         self.kept: list[Sample] = []

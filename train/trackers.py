@@ -93,12 +93,10 @@ class WeightsAndBiases:
         id_path = folder / "wandb_id"
         if not id_path.exists() or not id_path.read_text():  # a kill may have left it empty
             id_path.write_text(uuid.uuid4().hex)
-        self.artifacts = options.artifacts
-        settings = {
-            "project": options.project,
-            "entity": options.entity,
-            "name": options.name or folder.name,
-            "tags": list(options.tags),
+        self.uploads = options.wandb
+        settings = {  # W&B reads other variables by itself
+            "project": os.environ.get("WANDB_PROJECT", "slipstream"),
+            "name": os.environ.get("WANDB_NAME", folder.name),
             "job_type": "train",
             "id": id_path.read_text(),
             "resume": "allow",
@@ -129,7 +127,7 @@ class WeightsAndBiases:
 
     def checkpoint(self, folder: Path, step: int, metrics: Mapping[str, float]) -> None:
         """Uploads a checkpoint's servable files as a new version of one artifact, with the folder's name as alias."""
-        if self.artifacts == "none" or (self.artifacts == "best" and folder.name != "best"):
+        if self.uploads == "metrics" or (self.uploads == "best" and folder.name != "best"):
             return
         artifact = self.wandb.Artifact(f"draft-{self.run.id}", type="model", metadata={"step": step, **metrics})
         for file in sorted(path for path in folder.iterdir() if path.is_file()):
@@ -161,7 +159,7 @@ class Trackers:
         if options.tensorboard:
             import_tracker("torch.utils.tensorboard", "tensorboard")
             self._begin("TensorBoard", lambda: TensorBoard(folder, step))
-        if options.wandb:
+        if options.wandb != "none":
             import_tracker("wandb", "wandb")
             self._begin("Weights & Biases", lambda: WeightsAndBiases(folder, options, {**config, "run": dict(run)}))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from slipstream.train import optim
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.optim import FullPrecisionMuon, Schedule, build_optimizers, default_lr, lr_factor, orthogonalise
@@ -50,16 +51,17 @@ def test_steps_take_as_many_rows_as_it_needs() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
-@pytest.mark.parametrize(("warmup_ratio", "shape"), [(0.0, "cosine"), (0.4, "cosine"), (0.1, "wsd"), (0.1, "constant")])
+@pytest.mark.parametrize(("warmup", "shape"), [(0.0, "cosine"), (0.4, "cosine"), (0.1, "wsd"), (0.1, "constant")])
 def test_epochs_end_there_on_any_numbers_of_processes(
-    numbers: tuple[int, ...], warmup_ratio: float, shape: str
+    numbers: tuple[int, ...], warmup: float, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
-    optim: dict[str, Any] = {"epochs": 2, "warmup_ratio": warmup_ratio, "schedule": shape}
-    alone = walk(schedule(501, size=1, **optim), Progress())
+    monkeypatch.setattr(optim, "WARMUP", warmup)
+    settings: dict[str, Any] = {"epochs": 2, "schedule": shape}
+    alone = walk(schedule(501, size=1, **settings), Progress())
     progress = Progress()
     for number, num_steps in zip(numbers, (37, 53, None), strict=True):
-        plan = schedule(501, size=1, processes=number, **optim)
+        plan = schedule(501, size=1, processes=number, **settings)
         first = progress.rows
         rates = [lr for _, lr in walk(plan, progress, num_steps)]
         largest = 2 * number * max(abs(b - a) for (_, a), (_, b) in zip(alone, alone[1:], strict=False))
@@ -80,11 +82,14 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
 
 @pytest.mark.parametrize("length", ["steps", "epochs"])
 @pytest.mark.parametrize("shape", ["constant", "wsd", "cosine", "linear"])
-def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(shape: str, length: str) -> None:
+def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(
+    shape: str, length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the warm-up of its first plan. After a constant rate, or a decay that has not begun, nothing jumps."""
-    optim: dict[str, Any] = {"schedule": shape, "warmup_ratio": 0.1, "decay_ratio": 0.25}
+    monkeypatch.setattr(optim, "WARMUP", 0.1)
+    settings: dict[str, Any] = {"schedule": shape}
     short, middle, full = (
-        schedule(40, **optim, **{length: value}) for value in ({"steps": (30, 60, 90), "epochs": (2, 3, 5)}[length])
+        schedule(40, **settings, **{length: value}) for value in ({"steps": (30, 60, 90), "epochs": (2, 3, 5)}[length])
     )
     progress = Progress(first_length={"steps": 30, "epochs": 2}[length])
     steps = walk(short, progress, 20) + walk(middle, progress, 20) + walk(full, progress)
@@ -92,7 +97,7 @@ def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(shape
     assert num_steps == {"steps": 90, "epochs": 100}[length]
     assert [rows for rows, _ in steps] == [2] * num_steps
     warmup = {"steps": 3, "epochs": 4}[length]
-    expected = [1e-4 * lr_factor(step, num_steps, warmup, OptimOptions(**optim)) for step in range(num_steps)]
+    expected = [1e-4 * lr_factor(step, num_steps, warmup, OptimOptions(**settings)) for step in range(num_steps)]
     assert [lr for _, lr in steps[40:]] == expected[40:]
     assert ([lr for _, lr in steps] == expected) == (shape in {"constant", "wsd"})
     sentence = full.extension(
@@ -105,20 +110,20 @@ def test_a_longer_run_goes_on_with_the_rows_and_the_rate_of_a_plan_so_long(shape
 
 def test_learning_rate_is_torchs_after_the_warm_up() -> None:
     first, second, third, last = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(4))
-    stages = [lr_scheduler.ConstantLR(last, 1.0), lr_scheduler.LinearLR(last, 1.0, 0.0, total_iters=30)]
+    stages = [lr_scheduler.ConstantLR(last, 1.0), lr_scheduler.LinearLR(last, 1.0, 0.0, total_iters=20)]
     oracles: dict[Any, Any] = {
         "cosine": lr_scheduler.CosineAnnealingLR(first, T_max=90),
         "linear": lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90),
         "constant": lr_scheduler.ConstantLR(third, 1.0),
-        "wsd": lr_scheduler.SequentialLR(last, stages, milestones=[60]),
+        "wsd": lr_scheduler.SequentialLR(last, stages, milestones=[70]),
     }
     for name, oracle in oracles.items():
-        optim = OptimOptions(schedule=name, decay_ratio=0.3)
+        options = OptimOptions(schedule=name)
         for step in range(10, 100):
-            assert lr_factor(step, 100, 10, optim) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
+            assert lr_factor(step, 100, 10, options) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
             oracle.optimizer.step()
             oracle.step()
-        rising = [lr_factor(step, 100, 10, optim) for step in range(10)]
+        rising = [lr_factor(step, 100, 10, options) for step in range(10)]
         assert rising == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert schedule(10, steps=3, schedule="linear").lr(Progress(step=2)) == pytest.approx(1e-4 * (1 - 1 / 2))
 
@@ -147,8 +152,8 @@ def test_default_rate_follows_width_and_tokens(name: str, width: int, tokens: fl
 
 def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
     names = {id(parameter): name for name, parameter in training.named_parameters()}
-    adamw, muon = build_optimizers(training, OptimOptions(name="muon", momentum=0.7, weight_decay=0.1))
-    assert (muon.defaults["momentum"], muon.defaults["weight_decay"]) == (0.7, 0.1)
+    adamw, muon = build_optimizers(training, OptimOptions(name="muon", momentum=0.7))
+    assert (muon.defaults["momentum"], muon.defaults["weight_decay"]) == (0.7, 0.0)
     parts = [sorted(names[id(p)] for group in part.param_groups for p in group["params"]) for part in (adamw, muon)]
     assert sorted(parts[0] + parts[1]) == sorted(names.values())
     assert parts[1] == [

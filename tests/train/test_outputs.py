@@ -22,7 +22,7 @@ from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import Arguments, assert_same_run, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
-from slipstream.train.checkpoints import provenance
+from slipstream.train.checkpoints import DROPPED, provenance
 from slipstream.train.loop import Loop
 from slipstream.train.trackers import read_metrics
 
@@ -92,6 +92,9 @@ def test_what_a_run_reads_may_lie_elsewhere(
         ({"draft.qk_norm": ...}, {"draft__qk_norm": "false"}, "draft.qk_norm is False, but the run in .* has True;"),
         ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has None; pass the saved value"),
         ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
+        ({**DROPPED, "resume": "never", "evaluation.samples": 0, "evaluation.best": "accept_length"}, {}, None),
+        ({"optim.betas": [0.9, 0.98]}, {}, r"has optim.betas \[0.9, 0.98\], an option that this version does not"),
+        ({"evaluation.best": "speed"}, {}, "has evaluation.best 'speed', an option that this version does not have"),
     ],
 )
 def test_a_run_of_another_version_continues_if_its_options_mean_the_same(
@@ -142,33 +145,13 @@ def test_the_command_trains_in_this_process(
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_never_does_not_replace_a_best_alone(run: Path, arguments: Arguments) -> None:
-    remove_steps(run)
-    before = (run / "best" / "run.json").read_bytes()
-    message = refusal(arguments(run, resume="never"))
-    assert str(run) in message
-    assert "name another" in message
-    assert "delete it" in message
-    assert (run / "best" / "run.json").read_bytes() == before
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_never_refuses_records_and_auto_begins_anew_over_them(run: Path, arguments: Arguments) -> None:
+def test_a_run_begins_anew_over_records_alone(run: Path, arguments: Arguments) -> None:
     """As a kill before the first checkpoint leaves them."""
     remove_steps(run)
     shutil.rmtree(run / "best", ignore_errors=True)
-    assert "holds a run (metrics.jsonl); name another one or delete it" in refusal(arguments(run, resume="never"))
     (run / "metrics.jsonl").write_text('{"step": 9}\n')
     eagle3.main(arguments(run, optim__steps=1))
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1]
-
-
-def test_never_takes_a_folder_that_holds_no_run(tmp_path: Path, arguments: Arguments) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "notes.txt").write_text("mine")
-    eagle3.main(arguments(tmp_path, resume="never", optim__steps=1))
-    assert (tmp_path / "best").exists()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_folder_named_like_a_step_is_left_alone(run: Path, arguments: Arguments) -> None:
@@ -204,8 +187,7 @@ def test_files_of_others_under_a_runs_names_are_refused_and_kept(
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     before = sorted(tmp_path.rglob("*"))
-    for resume in ("auto", "never"):
-        assert message in refusal(arguments(tmp_path, resume=resume, target="nobody/absent"))
+    assert message in refusal(arguments(tmp_path, target="nobody/absent"))
     assert sorted(tmp_path.rglob("*")) == before
     assert {path: (tmp_path / path).read_text() for path in files} == files
 
@@ -216,7 +198,6 @@ def test_only_a_run_that_may_begin_cleans_up_and_under_its_own_names(run: Path, 
         (run / path).write_text(text)
     (run / "step-4" / "notes.txt").write_text("mine")
     before = sorted(run.rglob("*"))
-    assert "holds a run" in refusal(arguments(run, resume="never"))
     assert "optim.lr is 0.5" in refusal(arguments(run, optim__lr=0.5))
     assert sorted(run.rglob("*")) == before
     eagle3.main(arguments(run, checkpoint__keep=1))

@@ -207,7 +207,7 @@ def test_the_card_names_the_servers_that_load_the_draft(
     tmp_path: Path,
 ) -> None:
     changes = {"draft__aux_layers": "[0, 2]", "draft__interchange": "sglang", "optim__steps": 1}
-    slipstream(["train", "eagle3", *arguments(tmp_path / "run", evaluation__samples=0, **changes)])
+    slipstream(["train", "eagle3", *arguments(tmp_path / "run", **changes)])
     draft = tmp_path / "converted"
     convert(ConvertConfig(input=str(tmp_path / "run" / "best"), output=str(draft), layout=layout))
     folder = tmp_path / "public"

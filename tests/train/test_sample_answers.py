@@ -84,11 +84,11 @@ def test_long_answers_are_cut(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_writes_samples_at_every_evaluation(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
-    main(arguments(tmp_path, evaluation__samples=2))
+    main(arguments(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     answers = [(line["step"], Sample.from_record(line)) for line in lines if "sample" in line]
-    assert [step for step, _ in answers] == [3, 3, 6, 6]
+    assert [step for step, _ in answers] == [3] * 4 + [6] * 4
     assert all(sample.answer and sample.prompt for _, sample in answers)
     run = json.loads((tmp_path / "best" / "run.json").read_text())
     assert {"platform", "cpus", "gpus", "cuda", "processes"} == run["system"].keys()
-    main(arguments(tmp_path, evaluation__samples=2, tracker__name="other", optim__steps=6))  # nothing left to do
+    main(arguments(tmp_path, tracker__wandb="none", optim__steps=6))  # nothing left to do

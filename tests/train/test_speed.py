@@ -78,7 +78,7 @@ def test_the_fastest_checkpoint_is_best(
 
     monkeypatch.setattr(Eagle3Training, "evaluate", evaluate)
     monkeypatch.setattr(Loop, "evaluate", next_lengths)
-    flags = {"evaluation__costs": costs, "evaluation__requests": 4, "evaluation__best": "speed"}
+    flags = {"evaluation__costs": costs, "evaluation__requests": 4}
     output = tmp_path / "run"
     main_flags = arguments(output, **flags, optim__steps=3, evaluation__every=1, evaluation__patience=2)
     eagle3.main(main_flags)

@@ -127,8 +127,11 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path: Path, wandb: FakeWandb) -> None:
-    options = TrackerOptions(wandb=True, entity="us", tags=("8b",), project="drafts")
+def test_wandb_gets_options_provenance_numbers_and_samples(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "drafts")
+    options = TrackerOptions(wandb="metrics")
     run = {"git_revision": "abc", "system": {"cpus": 2}, "argv": ["train/eagle3.py"]}
     trackers = Trackers(tmp_path / "..", options, {"seed": 3, "optim": {"lr": 1e-4}}, run, step=0)
     values = {"loss": 1.0, "eval_accept_length": 1.5, "eval_accept_rate_0": 0.4, "eval_accept_rate_1": 0.1}
@@ -136,7 +139,7 @@ def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path: Path, wandb
     trackers.log(8, {"loss": 0.5})
     trackers.close()
     assert wandb.options["config"] == {"seed": 3, "optim": {"lr": 1e-4}, "run": run}
-    expected = {"project": "drafts", "entity": "us", "tags": ["8b"], "mode": None, "resume": "allow"}
+    expected = {"project": "drafts", "name": "..", "mode": None, "resume": "allow"}
     assert expected.items() <= wandb.options.items()
     (_, first), (_, second) = wandb.logged
     assert values.items() <= first.items()
@@ -156,20 +159,20 @@ def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path: Path, wandb
 def test_a_run_that_goes_on_is_the_same_run_of_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
     names = []
     for step in (0, 3):
-        Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step).close()
+        Trackers(tmp_path, TrackerOptions(wandb="metrics"), {}, {}, step).close()
         names.append(wandb.options["id"])
     assert names[0] == names[1] == (tmp_path / "wandb_id").read_text()
 
 
-@pytest.mark.parametrize(("artifacts", "expected"), [("none", []), ("best", ["best"]), ("all", ["best", "step-4"])])
+@pytest.mark.parametrize(("uploads", "expected"), [("metrics", []), ("best", ["best"]), ("all", ["best", "step-4"])])
 def test_checkpoints_become_artifacts_by_option(
-    artifacts: Any, expected: list[str], tmp_path: Path, wandb: FakeWandb
+    uploads: Any, expected: list[str], tmp_path: Path, wandb: FakeWandb
 ) -> None:
     folders = [tmp_path / "best", tmp_path / "step-4"]
     for folder in folders:
         (folder / "state").mkdir(parents=True)
         (folder / "model.safetensors").touch()
-    trackers = Trackers(tmp_path, TrackerOptions(wandb=True, artifacts=artifacts), {}, {}, step=0)
+    trackers = Trackers(tmp_path, TrackerOptions(wandb=uploads), {}, {}, step=0)
     trackers.checkpoints(folders, 4, {"accept_length": 1.5})
     assert [aliases for _, aliases in wandb.artifacts] == [["latest", name] for name in expected]
     for artifact, aliases in wandb.artifacts:
@@ -191,7 +194,7 @@ def test_wandb_is_left_its_own_mode(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if variable is not None:
         monkeypatch.setenv("WANDB_MODE", variable)
-    Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step=0)
+    Trackers(tmp_path, TrackerOptions(wandb="metrics"), {}, {}, step=0)
     assert wandb.options["mode"] == mode
 
 
@@ -211,7 +214,7 @@ def test_whatever_wandb_raises_ends_no_run(
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "config.json").touch()
     for first in (0, 2):
-        trackers = Trackers(tmp_path, TrackerOptions(wandb=True, artifacts="all"), {}, {}, step=first)
+        trackers = Trackers(tmp_path, TrackerOptions(wandb="all"), {}, {}, step=first)
         for step in (first + 1, first + 2):
             trackers.log(step, {"loss": 1.0, "eval_accept_rate_0": 0.5}, [SAMPLE])
             trackers.checkpoints([tmp_path / "best"], step, {})
@@ -232,7 +235,7 @@ def test_wandb_goes_offline_where_the_service_does_not_answer(
         return init(**options)
 
     monkeypatch.setattr(wandb, "init", refuse_online)
-    trackers = Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step=0)
+    trackers = Trackers(tmp_path, TrackerOptions(wandb="metrics"), {}, {}, step=0)
     trackers.log(1, {"loss": 1.0})
     assert wandb.options["mode"] == "offline"
     assert wandb.logged == [(1, {"loss": 1.0})]
@@ -247,7 +250,7 @@ def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     best = tmp_path / "best"
     best.mkdir()
     (best / "config.json").write_text("{}")
-    options = TrackerOptions(wandb=True, name="a run", artifacts="best")
+    options = TrackerOptions(wandb="best")
     trackers = Trackers(tmp_path, options, {"seed": 3}, {}, step=0)
     trackers.log(1, {"loss": 2.0, "eval_accept_rate_0": 0.5}, [SAMPLE])
     trackers.checkpoints([best], 1, {"accept_length": 1.0})
