@@ -3,7 +3,11 @@
 Whether a token is allowed depends on the answer before it and on the path to its node alone, so the same tokens are
 allowed with any draft and without one. Where a grammar leaves one text, its tokens replace the proposal. Imports no
 torch.
-Letters: B requests, N nodes of a proposal, root included; V vocabulary.
+
+The stage runs between two steps. It adds the tokens that the first emitted to each answer, whose last token is the root
+(node 0) of the proposal that the second verifies. It returns a bit mask of the vocabulary for each node: the tokens
+that the target may sample after it.
+Letters: B requests, N nodes of a proposal, root included; V vocabulary. A mask has ceil(V / 32) words of 32 bits.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,35 +22,47 @@ from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks,
 from slipstream.serve.request import Request
 
 WORD_BITS = 32
-MOST_WORDS = 32  # words of a mask with allowed tokens, where a text may be forced: its first tokens begin alike
-NOTHING = Refusal("the grammar allows no token here, not even an end; correct it")
-REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
+# Where a text is forced, only beginnings of this text are allowed: few tokens, in at most so many words of a mask.
+MAX_FORCED_WORDS = 32
+NO_TOKEN_ALLOWED = Refusal("the grammar allows no token here, not even an end; correct it")
+TOKEN_REFUSED = (
+    "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
+)
 
 
 class Matcher(Protocol):
-    """Interface of the matchers in serve/grammar/grammars.py."""
+    """The state of one answer in its grammar: the interface of the matchers in serve/grammar/grammars.py."""
 
     @property
-    def is_over(self) -> bool: ...
+    def is_over(self) -> bool:
+        """Whether the answer has ended."""
 
-    def push(self, tokens: Sequence[int]) -> bool: ...
+    def push(self, tokens: Sequence[int]) -> bool:
+        """Advances by tokens; returns whether the grammar takes them."""
 
-    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]: ...
+    def forced(self, last: int, limit: int) -> tuple[list[int], NDArray[np.uint32]]:
+        """Returns up to `limit` tokens after the token `last` that spell the only text that the grammar leaves, and the
+        masks before and after each."""
 
 
 class Grammars(Protocol):
-    def matcher(self, compiled: Any, ends: Collection[int]) -> Matcher: ...
+    """Makes matchers of compiled grammars, and masks for many of them at once."""
+
+    def matcher(self, compiled: Any, ends: Collection[int]) -> Matcher:
+        """Returns a matcher at the start of an answer. `ends`: ids that may end it."""
 
     def allowed(
         self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[NDArray[np.uint32]]: ...
+    ) -> list[NDArray[np.uint32]]:
+        """Returns for each matcher the masks (N, ceil(V / 32)) after the nodes of its tree: tokens, and parents, which
+        come first."""
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Constrained:
-    """A running request with constraints: its answer, and rules for the tokens after it."""
+class ConstrainedRequest:
+    """The answer of a running request so far, and rules for the tokens after it."""
 
     answer: list[int]
     max_tokens: int
@@ -62,7 +78,7 @@ class Constrained:
         return len(self.answer) >= self.min_tokens and not self.bad_words and self.matcher is None
 
     def push(self, tokens: list[int]) -> bool:
-        """Adds tokens to the answer; returns whether it still obeys."""
+        """Adds tokens to the answer; returns whether its grammar takes them."""
         self.answer += tokens
         return self.matcher is None or self.matcher.push(tokens)
 
@@ -90,13 +106,15 @@ class Constraints(HostStage):
         self.widths = (1, nodes)
         self._end_ids = frozenset(end_ids)
         self._num_words = -(-vocab_size // WORD_BITS)
-        self._states: dict[int, Constrained] = {}  # by slot
+        self._states: dict[int, ConstrainedRequest] = {}  # by slot
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
         ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
         words = [word for word in params.bad_words if len(word) > 1]
-        state = Constrained([], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts)
+        state = ConstrainedRequest(
+            [], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts
+        )
         if params.grammar is not None:
             assert self.grammars is not None
             state.matcher = self.grammars.matcher(request.compiled_grammar, ends)
@@ -114,7 +132,7 @@ class Constraints(HostStage):
         assert isinstance(inputs, Proposed)
         errors = dict[int, str]()
         forced = dict[int, list[int]]()  # by slot: the root, and the tokens that a grammar forces after it
-        indices = self._grown(inputs, errors)
+        indices = self._take_emitted(inputs, errors)
         width = min(width, *self.widths[1:])
         masks = self._masks(indices, inputs)
         for slot, index in indices.items():
@@ -122,18 +140,19 @@ class Constraints(HostStage):
             node_masks = masks.get(slot)
             if state.matcher is not None and node_masks is not None:
                 if not node_masks.allowed[0].any():
-                    errors[slot] = NOTHING
-                tokens, longer = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
+                    errors[slot] = NO_TOKEN_ALLOWED
+                tokens, forced_masks = self._forced(slot, state, inputs.nodes[:, index], node_masks, width)
                 if tokens:
                     forced[slot] = [int(inputs.nodes[0, index, 0]), *tokens]
-                    masks[slot] = node_masks if late else longer
+                    # Late, the pass already verifies the old nodes: the forced ones only tell the policy of a chance.
+                    masks[slot] = node_masks if late else forced_masks
         for slot in [slot for slot in inputs.slots if slot in self._states and self._states[slot].is_done]:
             del self._states[slot]
         return Edits(chains_of(forced), tuple(masks.values()), errors)
 
-    def _grown(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
-        """Takes the tokens that the step emitted. Returns the index of each slot that has constraints, but for those
-        whose answers break them."""
+    def _take_emitted(self, proposed: Proposed, errors: dict[int, str]) -> dict[int, int]:
+        """Adds the tokens that the step emitted to the answers. Returns the index of each slot that has constraints. A
+        slot whose answer breaks them gets an entry in `errors` instead."""
         indices = dict[int, int]()
         for index, slot in enumerate(proposed.slots):
             if slot not in self._states:
@@ -141,7 +160,7 @@ class Constraints(HostStage):
             if self._states[slot].push(proposed.results[index, 1 : 1 + proposed.results[index, 0]].tolist()):
                 indices[slot] = index
             else:
-                errors[slot] = REFUSED
+                errors[slot] = TOKEN_REFUSED
         return indices
 
     def close(self) -> None:
@@ -149,7 +168,8 @@ class Constraints(HostStage):
             self.grammars.close()
 
     def _masks(self, indices: dict[int, int], proposed: Proposed) -> dict[int, NodeMasks]:
-        """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`."""
+        """Returns the masks of slots for which tokens are forbidden. `indices`: their places in `proposed`. One call
+        fills the masks of all grammars."""
         masks = dict[int, NodeMasks]()
         slots = list[int]()
         node_lists = list[list[int]]()
@@ -159,13 +179,13 @@ class Constraints(HostStage):
             nodes = proposed.nodes[:, index]
             matcher = self._states[slot].matcher
             if matcher is None:
-                word_masks = self._masks_of_words(slot, self._states[slot], nodes)
-                masks |= {slot: word_masks} if word_masks is not None else {}
+                node_masks = self._masks_without_grammar(slot, self._states[slot], nodes)
+                masks |= {slot: node_masks} if node_masks is not None else {}
             elif not matcher.is_over:
                 slots.append(slot)
                 matchers.append(matcher)
                 node_lists.append([0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()])
-                place = {node: index for index, node in enumerate(node_lists[-1])}
+                place = {node: order for order, node in enumerate(node_lists[-1])}  # unused nodes are left out
                 parents = [-1, *(place[parent] for parent in nodes[1, node_lists[-1][1:]].tolist())]
                 trees.append((nodes[0, node_lists[-1]].tolist(), parents))
         if matchers:
@@ -175,16 +195,16 @@ class Constraints(HostStage):
         return masks
 
     def _forced(
-        self, slot: int, state: Constrained, nodes: NDArray[np.int32], masks: NodeMasks, width: int
+        self, slot: int, state: ConstrainedRequest, nodes: NDArray[np.int32], masks: NodeMasks, width: int
     ) -> tuple[list[int], NodeMasks]:
-        """Returns the tokens that a proposal of up to `width` nodes should have instead of `nodes` (2, N), and its
-        masks. No tokens where the grammar leaves a choice, or where `nodes` have them and more, or as many that it
-        allows."""
+        """Returns the tokens that a proposal of up to `width` nodes should have after its root instead of `nodes`
+        (2, N), whose `masks` are given, and the masks of the new nodes. No tokens where the grammar leaves a choice, or
+        where `nodes` have them and more, or as many that it allows."""
         nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
         limit = min(width, state.max_tokens - len(state.answer)) - 1
         if state.matcher is None or not state.wants_drafts or limit < 1:
             return nothing
-        if np.count_nonzero(masks.allowed[0]) > MOST_WORDS:
+        if np.count_nonzero(masks.allowed[0]) > MAX_FORCED_WORDS:
             return nothing
         if allowed_depth(nodes, masks) >= limit:
             return nothing
@@ -193,7 +213,10 @@ class Constraints(HostStage):
             return nothing
         return tokens, NodeMasks(slot, list(range(1 + len(tokens))), allowed)
 
-    def _masks_of_words(self, slot: int, state: Constrained, nodes: NDArray[np.int32]) -> NodeMasks | None:
+    def _masks_without_grammar(
+        self, slot: int, state: ConstrainedRequest, nodes: NDArray[np.int32]
+    ) -> NodeMasks | None:
+        """Returns masks by min_tokens and bad words for nodes (2, N) that forbid something; None: none does."""
         paths: dict[int, list[int]] = {0: []}  # drafted tokens up to each node
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:
@@ -209,7 +232,8 @@ class Constraints(HostStage):
 
 
 def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:
-    """Returns proposals of the slots' tokens, the root first."""
+    """Returns proposals that are chains, of each slot's tokens, the root first. The planner fills in the other two rows
+    of `nodes`."""
     if not tokens:
         return ()
     counts = [len(chain) for chain in tokens.values()]

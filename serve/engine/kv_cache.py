@@ -21,7 +21,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One full page in the tree, found below its parent by `key`: see `PageCache._key`."""
+    """One full page in the prefix tree, below its parent by `key`: see `PageCache._key`. Not a node of a proposal."""
 
     key: Key
     page: int
@@ -32,7 +32,8 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """The pages of one sequence; token i lies in pages[i // page_size]. Empty while the sequence waits.
+    """The pages of one sequence; token i lies in pages[i // page_size]. Empty while the sequence waits. `lookahead`: of
+    the drafter, see `PageCache._key`.
 
     Ownership, with S = len(nodes) and C = the number of computed tokens:
       pages[0:S)                  the tree's, page i being nodes[i].page; full, read only, referenced once by this table
@@ -101,9 +102,10 @@ class PageCache(PagePool):
         *,
         shares: bool = True,
     ) -> bool:
-        """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. Window
-        groups give the pages that a hit reads; `extend_windows` adds the rest. `limit` (default: num_tokens): the most
-        tokens that the table will ever be extended to. Without `shares` all pages are own ones, whatever is cached.
+        """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. The caller
+        computes what follows the shared pages, len(table.nodes) of them. Window groups give the pages that a hit reads;
+        `extend_windows` adds the rest. `limit` (default: num_tokens): the most tokens that the table will ever be
+        extended to. Without `shares` all pages are own ones, whatever is cached.
 
         Returns False, and takes nothing, if fewer than `headroom` available pages would be left, or if a window group
         has no room for its quota.
@@ -118,7 +120,7 @@ class PageCache(PagePool):
         if self.extend(table, num_tokens, headroom):
             table.windows = [window.admit(table.nodes, limit) for window in self.windows]
             return True
-        self._unreference(table)
+        self._unreference_all(table)
         table.pages.clear()
         return False
 
@@ -135,14 +137,13 @@ class PageCache(PagePool):
         return True
 
     def extend_windows(self, table: PageTable, num_tokens: int) -> None:
-        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`, where a
-        step always ends."""
+        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.extend(pages, num_tokens)
 
     def reach(self, table: PageTable, num_tokens: int) -> int:
-        """Returns for how many of the first `num_tokens` tokens window groups have pages: at least for one more than
-        are computed, or for all and the reserve."""
+        """Returns to how many tokens, at most `num_tokens`, `extend_windows` may extend the table. Quotas guarantee one
+        token of a prompt more than are computed, and the reserve of a sequence that decodes."""
         pairs = zip(self.windows, table.windows, strict=True)
         return min([num_tokens, *(window.reach(pages) for window, pages in pairs)])
 
@@ -185,7 +186,7 @@ class PageCache(PagePool):
         self._free.extend(table.pages[len(table.nodes) :])
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.release(pages)
-        self._unreference(table)
+        self._unreference_all(table)
         table.pages.clear()
         table.windows.clear()
 
@@ -206,6 +207,7 @@ class PageCache(PagePool):
         return hit
 
     def _attach(self, table: PageTable, index: int, node: Node) -> None:
+        """Lets hits on `node` find the table's page `index` of every window group, too."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.attach(pages, index, node)
 
@@ -216,6 +218,7 @@ class PageCache(PagePool):
         return num_full
 
     def _insert(self, table: PageTable, parent: Node, key: Key, page: int) -> Node:
+        """Adds the table's page to the tree; returns its node, which the table references."""
         node = Node(key, page, parent)
         parent.children[key] = node
         table.nodes.append(node)
@@ -223,12 +226,14 @@ class PageCache(PagePool):
         return node
 
     def _reference(self, table: PageTable, node: Node) -> None:
+        """Adds a node of the tree to the end of the table's."""
         if node.references == 0:
             del self._cached[node.page]
         node.references += 1
         table.nodes.append(node)
 
-    def _unreference(self, table: PageTable) -> None:
+    def _unreference_all(self, table: PageTable) -> None:
+        """Gives the table's nodes back, deepest first; those that nobody else references stay cached."""
         while table.nodes:
             node = table.nodes.pop()
             node.references -= 1

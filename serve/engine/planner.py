@@ -161,7 +161,7 @@ class Planner:
     def launched(self, plan: StepPlan) -> None:
         """Notes that the passes of the plan are launched and will store proposals."""
         launched = self._launched[plan.number]
-        self.scheduler.launched(launched.chunks)
+        self.scheduler.mark_launched(launched.chunks)
         if launched.traced:
             self._tracer.launched(plan, launched.traced)
         offer: Offer = min(plan.width, self.limits.of_network), 0

@@ -3,12 +3,15 @@
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
     sequences = scheduler.next_decodes(reserve)
-    chunks = scheduler.next_chunks(num_tokens, enough)
-    ... launch ...                                scheduler.launched(chunks)
+    chunks = scheduler.next_chunks(num_tokens, admission_limit)
+    ... launch ...                                scheduler.mark_launched(chunks)
                                                   scheduler.commit_chunks(chunks, first_tokens)
                                                   scheduler.commit_decodes(sequences, tokens, drafted)
 The caller launches what `next_...` returns at once, on a device that works in order. `commit_...` brings the tokens in
 the same order, perhaps after further steps were launched; those continue after known tokens and those in flight.
+
+Prefilling sequences compute chunks of their prompt; decoding ones verify a proposal in each step and commit between 1
+token and all of its nodes. "Tokens" are those of a text, "KV tokens" places in the KV cache: nodes take some, too.
 """
 
 from collections import deque
@@ -22,8 +25,11 @@ from slipstream.serve.request import FinishReason, Logprobs, Output, Request, Re
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """State of one request. While it decodes, tokens[num_computed:] is the next step's root, or empty until the token
-    sampled after the prompt arrives. A preempted sequence continues as a new object."""
+    """State of one request: waiting (no slot), prefilling or decoding. A preempted sequence continues as a new object.
+
+    While it decodes, tokens[num_computed:] is the next step's root, or empty until the token sampled after the prompt
+    arrives.
+    """
 
     request: Request
     tokens: list[int]  # prompt + emitted
@@ -31,12 +37,12 @@ class Sequence:
     table: PageTable
     stats: RequestStats
     slot: int = -1  # -1: not running
-    num_computed: int = 0  # tokens whose KV is committed
+    num_computed: int = 0  # tokens whose KV is there: committed, or of chunks that are launched
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by chunk, so far
-    num_rounds: int = 0
+    num_rounds: int = 0  # steps that verified a proposal; stats.rounds has them only if drafts are wanted
 
     @classmethod
     def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
@@ -80,7 +86,8 @@ class Sequence:
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Returns the tokens up to max_tokens and the first stop id, included; and why the sequence ends, or None."""
+        """Returns the emitted tokens that belong to the answer, up to max_tokens and the first stop id, which is
+        included; and why the sequence ends with them, or None."""
         assert emitted, "every step emits at least one token of a request that decodes or ends its prompt"
         num_left = self.request.params.max_tokens - self.stats.completion_tokens
         for index, token in enumerate(emitted[:num_left]):
@@ -153,7 +160,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(max_running)))
-        self._refused: Sequence | None = None  # head of the queue, if too few pages were free and none was freed since
+        # The head of the queue, if it found too few free pages, and no sequence has left since.
+        self._stalled_head: Sequence | None = None
 
     @property
     def has_work(self) -> bool:
@@ -187,36 +195,38 @@ class Scheduler:
         return self._end(sequence, [], "abort")
 
     def fail(self, sequence: Sequence, error: str) -> Output | None:
-        """Ends a running request that cannot go on. Returns None if it has ended or was preempted."""
+        """Ends a running request that cannot go on. An `error` that is a Refusal is the request's own fault (status
+        400). Returns None if it has ended or was preempted."""
         if sequence.slot < 0:
             return None
         return replace(self._end(sequence, [], "error"), error=error, is_refusal=isinstance(error, Refusal))
 
-    def next_chunks(self, num_tokens: int, enough: int | None = None) -> list[Chunk]:
-        """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. Admits no
-        further prompt after `enough` tokens."""
+    def next_chunks(self, num_tokens: int, admission_limit: int | None = None) -> list[Chunk]:
+        """Returns the next prompt tokens to compute, first come first served, at most `num_tokens` in all. After
+        `admission_limit` tokens no further prompt joins the step."""
         chunks: list[Chunk] = []
         if num_tokens < 1:
             return chunks
-        min_left = 0 if enough is None else max(num_tokens - enough, 0)
+        num_taken = 0
+        limit = num_tokens if admission_limit is None else min(num_tokens, admission_limit)
         for sequence in self._prefilling():
             start = sequence.num_computed
             length = len(sequence.tokens)
-            end = min(length, start + num_tokens)
-            is_last = end == length
-            reach = self.cache.reach(sequence.table, length + self.max_reserve)
-            if end + self.max_reserve * is_last > reach:  # pages of windows are few: a shorter chunk
+            end = min(length, start + num_tokens - num_taken)
+            reach = self.cache.reach(sequence.table, length + self.max_reserve)  # pages of windows are few
+            is_last = end == length and reach == length + self.max_reserve  # decoding goes on in the reserve
+            if not is_last:
                 end = min(end, reach, length - 1)
-                is_last = False
-            self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
+            self.cache.extend_windows(sequence.table, reach if is_last else end)
             chunks.append(Chunk(sequence, start, end, is_last))
-            num_tokens -= end - start
-            if num_tokens <= min_left or len(chunks) == self.max_chunks:  # do not admit one more
+            num_taken += end - start
+            if num_taken >= limit or len(chunks) == self.max_chunks:  # do not admit one more
                 break
         return chunks
 
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Shares the pages of chunks whose pass is launched. Not earlier: pages of a failed launch hold no KV."""
+    def mark_launched(self, chunks: list[Chunk]) -> None:
+        """Counts chunks as computed once their pass is launched, and shares their pages; sequences with a last chunk
+        decode from now on. Not earlier: pages of a failed launch hold no KV."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
@@ -240,14 +250,15 @@ class Scheduler:
         return outputs
 
     def next_decodes(self, reserve: int) -> list[Sequence]:
-        """Returns the decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its bound.
+        """Returns the decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its `kv_bound`,
+        which grows by them. Preempts where pages run out.
 
         Leaves out those that end with the tokens in flight.
         """
         for sequence in self._running.copy():
-            while self._goes_on(sequence) and not self.cache.extend(sequence.table, sequence.kv_bound + reserve):
+            while self._decodes_next(sequence) and not self.cache.extend(sequence.table, sequence.kv_bound + reserve):
                 self._preempt_newest()  # in the end this very sequence
-        sequences = [sequence for sequence in self._running if self._goes_on(sequence)]
+        sequences = [sequence for sequence in self._running if self._decodes_next(sequence)]
         for sequence in sequences:
             assert sum(sequence.in_flight) + reserve <= self.max_reserve, "admission and add() count on max_reserve"
             if sequence.table.windows:
@@ -323,13 +334,15 @@ class Scheduler:
         return len(request.prompt) + request.params.max_tokens + self.max_reserve
 
     def _prefilling(self) -> Iterator[Sequence]:
-        """Yields running sequences with tokens to compute, then admits waiting ones, one at each step."""
+        """Yields running sequences with tokens to compute, then waiting ones. Admits each only when the caller asks for
+        it."""
         yield from [sequence for sequence in self._running if not sequence.decoding]
         while self._waiting and self._admit(self._waiting[0]):
             yield self._waiting.popleft()
 
     def _admit(self, sequence: Sequence) -> bool:
-        if not self._free_slots or sequence is self._refused:
+        """Gives a waiting sequence a request slot and pages. Returns False if one of them is lacking."""
+        if not self._free_slots or sequence is self._stalled_head:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next step would preempt the new one
@@ -337,7 +350,7 @@ class Scheduler:
         shares = not sequence.scores_prompt  # cached pages hold no log-probabilities
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit, shares=shares):
             assert self._running, "an empty cache is too small for a request that add() accepted"
-            self._refused = sequence
+            self._stalled_head = sequence
             return False
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
@@ -347,10 +360,12 @@ class Scheduler:
         self.on_admit(sequence)
         return True
 
-    def _goes_on(self, sequence: Sequence) -> bool:
+    def _decodes_next(self, sequence: Sequence) -> bool:
+        """Whether the next step verifies a proposal of the sequence."""
         return sequence.slot >= 0 and sequence.decoding and not sequence.is_ending
 
     def _preempt_newest(self) -> None:
+        """Puts the newest running sequence back to the front of the queue, as a new object."""
         assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"
         sequence = self._running[-1]
         resumed = sequence.resumed()
@@ -360,8 +375,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _emit(self, sequence: Sequence, tokens: list[int], reason: FinishReason | None) -> Output:
+        """Appends tokens to the answer, and ends the sequence for `reason`, if there is one."""
         sequence.tokens += tokens
-        if tokens:  # without, where max_tokens is 0, the whole prompt is computed, and its pages may be shared
+        if tokens:  # the last one's KV is not written yet. None: max_tokens is 0, and the prompt's KV is all there
             sequence.num_computed = len(sequence.tokens) - 1
         sequence.stats.completion_tokens += len(tokens)
         if reason is not None:
@@ -371,6 +387,7 @@ class Scheduler:
         return Output(request_id=sequence.request.id, tokens=tokens)
 
     def _end(self, sequence: Sequence, tokens: list[int], reason: FinishReason) -> Output:
+        """Removes a sequence, waiting or running, and returns its last output."""
         del self._sequences[sequence.request.id]
         if sequence.slot < 0:
             self._waiting.remove(sequence)
@@ -384,7 +401,7 @@ class Scheduler:
         self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._refused = None
+        self._stalled_head = None
         sequence.slot = -1
         sequence.num_computed = 0
         sequence.decoding = False

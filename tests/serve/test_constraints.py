@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine.constraints import Constrained, Constraints
+from slipstream.serve.engine.constraints import ConstrainedRequest, Constraints
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
@@ -117,7 +117,7 @@ def test_captured_passes_say_the_same(
 
 
 def test_a_token_is_forbidden_by_the_path_before_it() -> None:
-    constrained = Constrained([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
+    constrained = ConstrainedRequest([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
     assert constrained.forbidden_after([]) == {2, 9}
     assert constrained.forbidden_after([9]) == {2}
     assert constrained.forbidden_after([9, 9]) == {5}

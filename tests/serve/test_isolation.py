@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.engine import isolation
-from slipstream.serve.engine.constraints import Constrained
+from slipstream.serve.engine.constraints import ConstrainedRequest
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.request import Grammar, Request
@@ -118,14 +118,14 @@ def test_a_request_that_breaks_its_stage_ends_though_a_step_is_all_that_is_left(
 ) -> None:
     """While what is in flight reaches its max_tokens, and while a chunk of its prompt is computed."""
     engine = build(target, prefill_budget=16)
-    push = Constrained.push
+    push = ConstrainedRequest.push
 
-    def fail(constrained: Constrained, tokens: list[int]) -> bool:
+    def fail(constrained: ConstrainedRequest, tokens: list[int]) -> bool:
         if tokens and constrained.max_tokens < 4:
             raise ValueError("no such token")
         return push(constrained, tokens)
 
-    monkeypatch.setattr(Constrained, "push", fail)
+    monkeypatch.setattr(ConstrainedRequest, "push", fail)
     short = [make_request(str(count), random_prompt(40, count), max_tokens=count, min_tokens=1) for count in (1, 2, 3)]
     long = make_request("long", random_prompt(50, 9), max_tokens=12, min_tokens=9)
     answers = run(engine, [*short, long])

@@ -66,7 +66,7 @@ class Recorder:
         scheduler.check()
         chunks = scheduler.next_chunks(self.prefill_budget if prompt_tokens is None else prompt_tokens)
         scheduler.check()
-        scheduler.launched(chunks)
+        scheduler.mark_launched(chunks)
         scheduler.check()
         outputs = scheduler.commit_decodes(sequences, list(emitted), [drafted] * len(sequences))
         scheduler.check()
@@ -161,9 +161,9 @@ def test_no_prompt_follows_in_a_step_that_has_enough_tokens() -> None:
     for token, (name, length) in enumerate((("a", 3), ("b", 4), ("c", 20), ("d", 1))):
         recorder.add(name, [token] * length)
 
-    def next_chunks(num_tokens: int, enough: int) -> list[tuple[str, int, int]]:
-        chunks = recorder.scheduler.next_chunks(num_tokens, enough)
-        recorder.scheduler.launched(chunks)
+    def next_chunks(num_tokens: int, admission_limit: int) -> list[tuple[str, int, int]]:
+        chunks = recorder.scheduler.next_chunks(num_tokens, admission_limit)
+        recorder.scheduler.mark_launched(chunks)
         recorder.scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])
         return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]
 
@@ -453,7 +453,7 @@ def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
     recorder.add("a", [5])
     recorder.add("b", [6])
     chunks = recorder.scheduler.next_chunks(1000)
-    recorder.scheduler.launched(chunks)
+    recorder.scheduler.mark_launched(chunks)
     recorder.scheduler.abort("a")
     outputs = recorder.scheduler.commit_chunks(chunks, [1, 1])
     assert [output.request_id for output in outputs] == ["b"]

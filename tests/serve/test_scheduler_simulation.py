@@ -218,7 +218,7 @@ class Simulation:
         prompts = [self._compute(chunk) for chunk in chunks]
         self._run(rng.sample(nodes + prompts, len(nodes + prompts)))
         self.num_mixed += bool(nodes and prompts)
-        scheduler.launched(chunks)
+        scheduler.mark_launched(chunks)
         emitted = [part.tokens[part.start + 1 :] for part in nodes]
         firsts = [part.tokens[-1] if chunk.is_last else None for part, chunk in zip(prompts, chunks, strict=True)]
         for part in nodes + prompts:
