@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.tests.sources import nodes_of, trees
 from slipstream.tests.test_packaging import ROOT, python_files
 
 FILES = python_files()
@@ -58,7 +59,6 @@ HOST_SIDE = (
 NOT_LOADED = {
     (*(f"engine.{module}" for module in HOST_SIDE), "request", "detokenize"): ("torch", "transformers", *HTTP),
     ("load", "measure.accept", "measure.compare"): ("torch", "transformers", "matplotlib", *HTTP),
-    ("engine.build", "engine.engine", "llm"): (*HTTP, *TRACKERS),
 }
 
 # Who reads the weights of a module. Everyone else asks the module, which knows how it stores them.
@@ -71,16 +71,6 @@ OWNERS = {
     "models/targets/frozen.py",  # the modules are transformers' own
     "kernels/gemm/gathered_head.py",  # a DraftHead holds tensors, and a module makes it
 }
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse((ROOT / file).read_text())
-
-
-@cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    return list(ast.walk(tree_of(file)))
 
 
 @cache
@@ -179,14 +169,14 @@ def test_light_modules_stay_light(modules: tuple[str, ...]) -> None:
 
 
 def test_an_engine_starts_without_transformers_and_torchs_compiler() -> None:
-    """Each takes seconds to import. The bundled target's files say all that an engine needs of it."""
-    target = ROOT / "assets" / "tiny-target"
+    """Each takes seconds to import. The bundled target's files say all that an engine needs of it. Not even `LLM`
+    needs HTTP or trackers."""
     lines = ["import sys", "from slipstream.serve.engine.build import build_engine"]
-    lines += [
-        "from slipstream.serve.options import EngineConfig",
-        f"build_engine(EngineConfig(target={str(target)!r}))",
-    ]
+    lines += ["from slipstream.serve.options import EngineConfig"]
+    lines += [f"build_engine(EngineConfig(target={str(ROOT / 'assets' / 'tiny-target')!r}))"]
     lines += ["loaded = sys.modules.keys() & {'transformers', 'torch._dynamo', 'sympy'}", "assert not loaded, loaded"]
+    lines += ["import slipstream.serve.llm", f"loaded = sys.modules.keys() & {set(HTTP + TRACKERS)}"]
+    lines += ["assert not loaded, loaded"]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
 
 
@@ -196,7 +186,7 @@ def test_trackers_are_imported_where_they_are_used() -> None:
         f"{file} imports {name}"
         for file in FILES
         if file.parts[0] != "tests"
-        for node in tree_of(file).body
+        for node in trees()[file].body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
         if is_within(name, (*TRACKERS, "torch.utils.tensorboard"))

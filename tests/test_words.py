@@ -2,11 +2,10 @@
 
 import ast
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import pytest
 
-from slipstream.tests.test_packaging import ROOT, python_files
+from slipstream.tests.sources import nodes_of, trees
 
 PRONOUNS = "both each here mine one ones others own theirs there those what where"
 PARTICIPLES = """
@@ -18,13 +17,13 @@ PUBLIC_OPTIONS = {"where"}  # fields that users know by these names
 NOT_SENTENCES = ("Of", "That", "Those", "What", "Whose")  # beginnings of a docstring
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Fault = tuple[int, str]  # line and text
-Rule = Callable[[ast.AST], Iterator[Fault]]
+Rule = Callable[[list[ast.AST]], Iterator[Fault]]
 
 
-def names(tree: ast.AST) -> Iterator[Fault]:
+def names(nodes: list[ast.AST]) -> Iterator[Fault]:
     """Variables and parameters that are pronouns or participles."""
-    fields = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
-    for node in ast.walk(tree):
+    fields = {id(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.lstrip("_") in NOT_NOUNS:
             if id(node) not in fields or node.id not in PUBLIC_OPTIONS:
                 yield node.lineno, node.id
@@ -32,9 +31,9 @@ def names(tree: ast.AST) -> Iterator[Fault]:
             yield node.lineno, node.arg
 
 
-def assignments(tree: ast.AST) -> Iterator[Fault]:
+def assignments(nodes: list[ast.AST]) -> Iterator[Fault]:
     """Lines that assign several values, but for shapes and swaps."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
         targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
@@ -44,27 +43,27 @@ def assignments(tree: ast.AST) -> Iterator[Fault]:
             yield node.lineno, ast.unparse(targets[0])
 
 
-def splats(tree: ast.AST) -> Iterator[Fault]:
+def splats(nodes: list[ast.AST]) -> Iterator[Fault]:
     """Arguments that a function packs into a tuple and spreads again."""
-    for function in ast.walk(tree):
+    for function in nodes:
         if not isinstance(function, Function):
             continue
-        nodes = list(ast.walk(function))
+        inner_nodes = list(ast.walk(function))
         packed = {
             target.id
-            for node in nodes
+            for node in inner_nodes
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for node in nodes:
+        for node in inner_nodes:
             if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name) and node.value.id in packed:
                 yield node.lineno, f"*{node.value.id}"
 
 
-def docstrings(tree: ast.AST) -> Iterator[Fault]:
+def docstrings(nodes: list[ast.AST]) -> Iterator[Fault]:
     """Docstrings that begin with a genitive or a relative clause."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             words = (ast.get_docstring(node) or " ").split()
             if words and words[0] in NOT_SENTENCES:
@@ -74,15 +73,9 @@ def docstrings(tree: ast.AST) -> Iterator[Fault]:
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in (names, assignments, splats, docstrings)}
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    """Syntax trees of all files."""
-    return {str(file): ast.parse((ROOT / file).read_text()) for file in sorted(python_files())}
-
-
 def faults_of(rule: Rule) -> dict[str, list[Fault]]:
     """Faults by file, for files that have any."""
-    faults = {file: list(rule(tree)) for file, tree in trees().items()}
+    faults = {str(file): list(rule(nodes_of(file))) for file in trees()}
     return {file: places for file, places in faults.items() if places}
 
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from slipstream.serve.http import launch
+from slipstream.serve.http import engine_client, launch
 from slipstream.serve.http.completions import Call
 from slipstream.serve.http.connections import raise_file_limit
 from slipstream.serve.http.launch import Server
@@ -227,7 +227,8 @@ def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, h
         yield server, client
 
 
-def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str) -> None:
+def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "PING_SECONDS", 0.1)
     with serving_with_client(byte_target, health_timeout=1.0) as (server, client), ThreadPoolExecutor() as pool:
         engine = psutil.Process(server.api.engine.pid)
         for has_work in (False, True):
