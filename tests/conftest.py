@@ -1,6 +1,6 @@
 """Fixtures that the tests share. Nothing here needs a network or an accelerator."""
 
-import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+import slipstream.runtime  # before torch, for which it sets the thread policy
 
 import gc
 import logging
@@ -59,7 +59,8 @@ def every_message_counts() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def equal_steps() -> Iterator[None]:
-    """No test depends on how fast this machine is: steps that are not captured are said to take a millisecond each."""
+    """No test depends on how fast or how busy this machine is: steps that are not captured are said to take a
+    millisecond each, and runs of training do not watch for a third of a second what other programs do."""
     from slipstream.serve.engine import build  # takes a second, and not all tests need it
     from slipstream.serve.engine.step_costs import FittedCosts
 
@@ -80,4 +81,5 @@ def equal_steps() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FittedCosts", EqualCosts)
+        patch.setattr(slipstream.runtime, "cores_in_use", lambda: 0.0)
         yield
