@@ -1,5 +1,7 @@
 """The `slipstream` command: its verbs, and how they refuse wrong options before they import anything large."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream import cli
+from slipstream.config import build_parser, option_names
+from slipstream.serve.cli import options_class
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
 TRAINING = ("--target=here --output=o --data.path=here", "--optim.lr=0")
@@ -27,6 +31,11 @@ LINES = {
     "push": ("--draft=here --repo=owner/name", "--repo=name", "--draft=/no/run --repo=owner/name"),
     "report": ("--run=here", "--config=/no/file", "--run=/no/run"),
 }
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(
+    r"^    (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:slipstream ((?:train )?[a-z0-9-]+)|(serve)) (.*)", re.MULTILINE
+)
 SCRIPT = """
 import contextlib, io, sys
 from slipstream import cli
@@ -106,3 +115,28 @@ def test_an_unknown_verb_is_answered_with_the_nearest(
         cli.main([word])
     assert caught.value.code == 2
     assert f"unknown verb {word!r}; {remedy}" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Names of all options, by verb; those of `serve` with every drafter."""
+    classes = {verb: [cli.load(parts.options)] for verb, parts in cli.VERBS.items()}
+    classes["serve"] = [options_class("ngram")]
+    for drafter in ("eagle", "eagle3", "dflash"):
+        draft = tmp_path_factory.mktemp(drafter)
+        (draft / "config.json").write_text(json.dumps({"drafter": drafter, "target": "someone/target"}))
+        classes["serve"].append(options_class(str(draft)))
+    return {
+        verb: {name for options in group for name in option_names(build_parser(options, prog="", description=""))}
+        for verb, group in classes.items()
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_pages_have_options_that_exist(page: Path, options: dict[str, set[str]]) -> None:
+    for verb, server, words in COMMAND.findall(page.read_text().replace("\\\n", " ")):
+        names = options[verb or server] | {"config", "print_config", "help", "fast"}
+        for flag in re.findall(r"(?<=--)[a-z][\w.-]*", words.partition("#")[0]):
+            name = flag.replace("-", "_").removeprefix("no_")
+            group = name.partition(".")[0]  # of options by name, such as template.enable_thinking
+            assert name in names or (group in names and f"{group}." not in " ".join(names)), (verb or server, flag)

@@ -1,6 +1,7 @@
 """The options of training programs are frozen here: adding one is an edit of this list, and is meant to hurt."""
 
 import importlib.util
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_the_options_are_these(program: str) -> None:
     options, program_options = PROGRAMS[program]
     names = set(option_names(build_parser(options, prog="", description=""))) - groups
     assert sorted(names) == sorted(SHARED_OPTIONS.split() + program_options.split())
+
+
+@pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "data", "offline_states", "convert"])
+def test_pages_name_options_that_exist(page: str) -> None:
+    """In backticks, in whole: `draft.loss`, `--data.path FOLDER`."""
+    names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split(), "draft.losses"}
+    groups = "|".join(sorted({name.partition(".")[0] for name in names if "." in name}))
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    options = {name.rstrip(".") for name in re.findall(rf"`(?:--)?((?:{groups})\.[a-z_.0-9]+)", text)}
+    assert options
+    assert options <= names
 
 
 @pytest.mark.parametrize(("program", "path"), RECIPES)
