@@ -4,15 +4,29 @@
         --output runs/peer --peer-python peer/bin/python
 
 PEER_PYTHON is the Python of an environment of its own: python3.11 -m venv peer && peer/bin/pip install
-speculators==0.9.0. `drafts` in the YAML file says, for each kind of draft, with which flags each side trains: as many
-tries for one side as for the other. The target's states are captured once for each set of layers, in the layout of
-speculators, whose trainer reads them; ours runs the target. Then `slipstream accept` asks every draft the held-out
-prompts and the files of --questions, greedily; the best try of a side has the longest accept length on the held-out
-prompts, so only the files of --questions are new to it. What is finished is kept: the same command goes on after a
-stop.
+speculators==0.9.0. The YAML file has for each kind of draft the target states (`layers`), the depth at which it is
+measured (`depth`) and the flags of each side (`ours`, `peer`). Both sides get as many tries (`our_tries`,
+`peer_tries`). --ours="...", --peer="..." and --accept="..." add flags for all kinds; write the =.
 
-Prints a Markdown table and appends one JSON line per try to OUTPUT/results.jsonl. `seconds` is the whole training
-program, without the capture: compare them only of runs with --jobs 1. docs/training.md has the steps for a GPU.
+The target's states are captured once for each set of layers, in the layout of speculators, whose trainer reads them,
+about 2 (K + 1) H bytes a token; ours runs the target. Then `slipstream accept` asks every draft the held-out prompts
+and the files of --questions, greedily; the best try of a side has the longest accept length on the held-out prompts, so
+only the files of --questions are new to it. What is finished is kept: the same command goes on after a stop.
+
+For a real model on GPUs, --jobs drafts at once, spread over them; `prepare` and `frequency-map` make DATA and MAP:
+
+    python bench/peer_training.py --config bench/peers/smollm2-135m.yaml --target TARGET --data DATA \
+        --output runs/peer --peer-python peer/bin/python --questions mt_bench.jsonl --concurrency 32 --jobs 6 \
+        --ours="--draft.vocabulary MAP" --peer="--num-workers 1" --accept="--engine.kv_cache_tokens 65536"
+
+The trainer of speculators compiles its network in every run, which needs a C compiler; with torch 2.11 its fused loss
+does not compile (--peer="--loss-implementation eager"). Each of its workers (24 by default) starts a CUDA context, so
+name few where several runs share a GPU; --num-workers 0 needs no shared memory (/dev/shm). Engines that share a GPU
+need a fixed kv_cache_tokens.
+
+Prints a Markdown table and appends one JSON line per try to OUTPUT/results.jsonl. A try that fails is named with the
+end of its log, and the others go on. `seconds` is the whole training program, start and compilation included, without
+the capture: compare them only of runs with --jobs 1.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
