@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.http.engine_client import EngineClient, EngineFactory
@@ -40,6 +40,17 @@ TEMPLATE = (
 )
 
 
+# The prompt is the last message alone, which is the answer, too.
+ECHO = """{%- if tools or enable_thinking is defined %}{% endif -%}{{ messages[-1].content }}{#
+<tool_call>{"name": ..., "arguments": ...}</tool_call> <think> </think> #}"""
+SHOWN = (
+    "{%- for message in messages -%}{{ message.role }}:{{ message.reasoning_content }}:{{ message.content }}:"
+    "{{ message.tool_call_id }}{%- for call in message.tool_calls or [] -%}{{ call.id }}{{ call.function | tojson }}"
+    "{%- endfor -%};{%- endfor -%}{{ tools | tojson if tools }}{{ enable_thinking }}{{ reasoning_effort }}"
+    "{%- for tool in tools or [] if tool.function.name == 'fails' -%}{{ 1 // 0 }}{%- endfor -%}"
+    '{# <tool_call> "arguments" </think> #}'
+)
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 SCRIPT = """
 from slipstream.serve.cli import run
 from slipstream.serve.http.engine_client import EngineClient, EngineFactory
@@ -49,8 +60,14 @@ raise SystemExit(run(ServeConfig(target={target!r}, port=0), EngineClient({engin
 """
 
 
-def write_target(path: Path, generation: dict[str, object] | None = None, chat: bool = True) -> Path:
-    """A folder with a byte tokenizer (4 special tokens, then one id per byte) and a generation_config.json."""
+def write_target(
+    path: Path,
+    generation: dict[str, object] | None = None,
+    template: str | None = TEMPLATE,
+    markers: Sequence[str] = (),
+) -> Path:
+    """A folder with a byte tokenizer (4 special tokens, then one id per byte, then `markers`) and a
+    generation_config.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(SPECIAL + alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +75,8 @@ def write_target(path: Path, generation: dict[str, object] | None = None, chat: 
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
     )
-    fast.chat_template = TEMPLATE if chat else None
+    fast.chat_template = template
+    fast.add_tokens([AddedToken(marker, special=False) for marker in markers])
     fast.save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps(generation or {}))
     return path

@@ -1,177 +1,22 @@
-"""Answers of the HTTP server over a fake engine process, which repeats the prompt's own tokens again and again."""
+"""OpenAI's client, the requests that a call becomes, and the documentation of its fields."""
 
-import json
-from itertools import cycle, islice
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
-from slipstream.tests.serve.fake_engine import CONTEXT, ROUND
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, gauge, wait_until
-
-
-def repeated(prompt: str, num_tokens: int) -> str:
-    """Returns the answer of the fake engine; each byte is one token."""
-    return bytes(islice(cycle(prompt.encode()), num_tokens)).decode(errors="replace")
-
-
-def test_completion(client: httpx.Client) -> None:
-    body = client.post(COMPLETIONS, json={"prompt": "Zoë 👍!", "max_tokens": 23}).json()
-    assert body["object"] == "text_completion"
-    assert body["model"] == MODEL
-    [choice] = body["choices"]
-    assert (choice["index"], choice["finish_reason"]) == (0, "length")
-    assert choice["text"] == repeated("Zoë 👍!", 23)
-    prompt_len = len("Zoë 👍!".encode())
-    assert body["usage"] == {
-        "prompt_tokens": prompt_len,
-        "completion_tokens": 23,
-        "total_tokens": prompt_len + 23,
-        "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-    rounds = -(-22 // ROUND)
-    assert body["metrics"]["speculative_decoding"] == {
-        "mean_acceptance_length": 1 + 15 / rounds,
-        "draft_acceptance_rate": 15 / 16,
-        "acceptance_histogram": [0, 1, 7],
-        "num_spec_steps": rounds,
-        "num_accepted_draft_tokens": 15,
-        "num_draft_tokens": 16,
-        "num_spec_tokens": ROUND - 1,
-    }
-
-
-def test_chat_renders_the_template(client: httpx.Client) -> None:
-    messages = [
-        {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
-    ]
-    num_tokens = len("be briefabc") + 4  # a special token before each message and one before the answer
-    body = client.post(CHAT, json={"messages": messages, "max_tokens": num_tokens}).json()
-    assert body["object"] == "chat.completion"
-    assert body["usage"]["prompt_tokens"] == num_tokens
-    message = body["choices"][0]["message"]
-    assert (message["role"], message["content"]) == ("assistant", "be briefabc")
-    request = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "??"}}
-    body = client.post(CHAT, json={**request, "max_tokens": 8}).json()
-    assert body["choices"][0]["message"]["content"] == "hello??"
-
-
-@pytest.mark.parametrize("prompt", ["hello", [104, 101, 108], ["abc", "defg"], [[104, 105], [106]], ["a", [104]]])
-def test_prompt_forms_and_n(client: httpx.Client, prompt: Any) -> None:
-    body = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 4, "n": 2}).json()
-    single = isinstance(prompt, str) or isinstance(prompt[0], int)
-    prompts = [prompt] if single else prompt
-    assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
-    lengths = [len(part) for part in prompts]
-    assert body["usage"]["prompt_tokens"] == sum(lengths)
-    assert body["usage"]["completion_tokens"] == 8 * len(prompts)
-    texts = [choice["text"] for choice in body["choices"]]
-    assert texts[::2] == texts[1::2]
-    expected = [client.post(COMPLETIONS, json={"prompt": part, "max_tokens": 4}).json() for part in prompts]
-    assert texts[::2] == [answer["choices"][0]["text"] for answer in expected]
-
-
-def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Texts and finish reasons by choice, and usage and metrics, of a stream of many pieces."""
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    *pieces, last = events(client.post(path, json={**request, **options}))
-    assert last["choices"] == []
-    assert len({event["id"] for event in pieces}) == 1
-    if path == CHAT:
-        assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    texts = [""] * request.get("n", 1)
-    reasons = [""] * request.get("n", 1)
-    for event in pieces:
-        assert event["usage"] is None
-        [choice] = event["choices"]
-        texts[choice["index"]] += choice["delta"].get("content", "") if path == CHAT else choice["text"]
-        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-    assert len(pieces) > 1, "text comes round by round, but for what had to wait"
-    return texts, reasons, {name: last[name] for name in ("usage", "metrics")}
-
-
-@pytest.mark.parametrize(("path", "extra"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "héllo 👍"})])
-def test_streams_equal_whole_answers(client: httpx.Client, path: str, extra: dict[str, Any]) -> None:
-    request = {**extra, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
-    answer = client.post(path, json=request).json()
-    texts, reasons, counts = streamed(client, path, request)
-    assert texts == [choice["message"]["content"] if path == CHAT else choice["text"] for choice in answer["choices"]]
-    assert reasons == [choice["finish_reason"] for choice in answer["choices"]]
-    assert counts == {"usage": answer["usage"], "metrics": answer["metrics"]}
-    for event in events(client.post(path, json={**request, "stream": True})):
-        assert not {"usage", "metrics"} & event.keys(), "only when it is asked for"
-
-
-@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})])
-def test_usage_in_every_event(client: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
-    """As GuideLLM asks for it; the counts of a choice are those of its token ids so far."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {**prompt, "n": 2, "max_tokens": 13, "cache_salt": "slow", "return_token_ids": True, "stream": True}
-    *pieces, last = events(client.post(path, json={**body, "stream_options": options}))
-    num_prompt = last["usage"]["prompt_tokens"]
-    counts = [0, 0]
-    for event in pieces:
-        [choice] = event["choices"]
-        counts[choice["index"]] += len(choice.get("token_ids", []))
-        count = counts[choice["index"]]
-        expected = {"prompt_tokens": num_prompt, "completion_tokens": count, "total_tokens": num_prompt + count}
-        assert event["usage"] == expected
-    assert counts == [13, 13]
-    assert last["usage"]["completion_tokens"] == 26
-    for options in ({"include_usage": False, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
-        usage_events = events(client.post(path, json={**body, "stream_options": options}))
-        assert not any("usage" in event for event in usage_events), "as vLLM: only with include_usage"
-
-
-@pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
-def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
-    full = repeated("hello world", 200)
-    strings = [stop] if isinstance(stop, str) else stop
-    end, start = min((full.find(s) + len(s), full.find(s)) for s in strings if s in full)
-    request = {"prompt": "hello world", "max_tokens": 200, "stop": stop, "cache_salt": "slow"}
-    answer = client.post(COMPLETIONS, json=request).json()
-    [choice] = answer["choices"]
-    usage = answer["usage"]
-    assert (choice["text"], choice["finish_reason"]) == (full[:start], "stop")
-    assert usage["completion_tokens"] == end, "tokens up to the one that completes the stop string; one byte each"
-    assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == -(-(end - 1) // ROUND)
-    counts = {"usage": usage, "metrics": answer["metrics"]}
-    assert streamed(client, COMPLETIONS, request) == ([full[:start]], ["stop"], counts)
-    wait_until(lambda: gauge(client, "engine_running") == 0, "the engine is free")
-
-
-def test_stop_ids(client: httpx.Client) -> None:
-    eos = 0
-    assistant = 3
-    prompt = [104, 105, assistant, 106, eos, 107]
-    for request, num_tokens in (
-        ({}, 5),
-        ({"stop_token_ids": [assistant]}, 3),
-        ({"ignore_eos": True}, 20),
-        ({"ignore_eos": True, "stop_token_ids": [105]}, 2),
-    ):
-        body = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 20, **request}).json()
-        assert body["usage"]["completion_tokens"] == num_tokens
-        assert body["choices"][0]["finish_reason"] == ("length" if num_tokens == 20 else "stop")
-    assert (
-        body["choices"][0]["text"]
-        == client.post(COMPLETIONS, json={"prompt": [104], "max_tokens": 1}).json()["choices"][0]["text"]
-    ), "the stop id is counted and not shown"
-
-
-def test_models(client: httpx.Client) -> None:
-    [model] = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
-    assert model["num_spec_tokens"] == 2
-    assert (model["exact"], model["inexact_reason"], model["system_fingerprint"]) == (False, "not known", "fp_fake")
-    assert client.get(f"/v1/models/{MODEL}").json() == model
-    assert client.get("/health").json()["status"] == "ok"
+from slipstream.serve.http.limits import ApiError
+from slipstream.serve.http.responses_body import NEUTRAL_IN_RESPONSES, ResponsesBody
+from slipstream.serve.http.schemas import NEUTRAL, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.check_server import FOLDER, cases_of
+from slipstream.tests.serve.fake_engine import info
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, RESPONSES, write_target
 
 
 def test_openai_client_works_unchanged(server: Server) -> None:
@@ -203,11 +48,62 @@ def test_openai_client_works_unchanged(server: Server) -> None:
         api.completions.create(model="other", prompt="x")
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
-def test_events_are_whole_for_readers_that_know_more_line_ends(client: httpx.Client, separator: str) -> None:
-    body = {"prompt": f"a{separator}b", "max_tokens": 12, "stream": True}
-    with client.stream("POST", COMPLETIONS, json=body) as response:
-        lines = [line for line in response.iter_lines() if line]  # splits as str.splitlines does
-    assert lines.pop() == "data: [DONE]"
-    pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
-    assert "".join(pieces) == repeated(f"a{separator}b", 12)
+def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:
+    front = server.api.frontend
+
+    def keys(**fields: Any) -> list[tuple[int, int]]:
+        return [(request.seed, request.choice) for request in front.requests(CompletionBody(**fields), "r")]
+
+    call = keys(prompt=["ab", "ab", "c"], n=2, seed=7)
+    assert len(set(call)) == 6, "equal prompts draw different noise"
+    assert call == keys(prompt=["ab", "ab", "c"], n=2, seed=7), "a call repeats"
+    assert call[:2] == keys(prompt="ab", n=2, seed=7) == [(7, 0), (7, 1)], "the first prompt is like a prompt alone"
+    assert keys(prompt="ab", seed=-5) == [(-5, 0)]
+    seeds = keys(prompt=["ab", "ab"])
+    assert len({seeds[0], seeds[1], *keys(prompt="ab")}) == 3, "drawn anew for each call"
+    assert all(0 <= seed < 2**53 for seed, _ in seeds), "JSON readers keep it"
+
+
+def test_choices_share_a_salt_and_differ_in_id(server: Server) -> None:
+    front = server.api.frontend
+    requests = front.requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
+    assert len({request.id for request in requests}) == 4
+    [namespace] = {request.namespace for request in requests}
+    [long] = {request.namespace for request in front.requests(CompletionBody(prompt="ab", cache_salt="s" * 10**6), "r")}
+    assert len(long) == len(namespace) == 32, "the engine keeps a digest with every cached prefix"
+    assert long != namespace
+    assert front.requests(CompletionBody(prompt="ab"), "r")[0].namespace == ""
+
+
+def test_a_seed_is_drawn_for_each_call(client: httpx.Client) -> None:
+    first, second = (client.post(CHAT, json={"messages": HELLO, "max_tokens": 3}).json()["seed"] for _ in range(2))
+    assert first != second
+
+
+def test_too_many_biases(client: httpx.Client) -> None:
+    body = {"prompt": "x", "logit_bias": {str(number): 1 for number in range(1025)}}
+    error = client.post(COMPLETIONS, json=body).json()["error"]
+    assert error["param"] == "logit_bias"
+    assert "1025" in error["message"]
+    assert "1024" in error["message"]
+
+
+def test_every_field_without_effect_is_refused_with_another_value() -> None:
+    cases = [case for case in cases_of(FOLDER / "refusals.yaml") if case.status == 400 and isinstance(case.body, dict)]
+    for path, fields in ((COMPLETIONS, NEUTRAL), (RESPONSES, NEUTRAL_IN_RESPONSES)):
+        refused = {name for case in cases if case.path == path for name, value in case.body.items() if value == ["?"]}
+        assert refused == {name for name, allowed in fields.items() if allowed is not None}
+
+
+def test_chat_needs_a_template(tmp_path: Path) -> None:
+    config = ServeConfig(target=str(write_target(tmp_path, template=None)))
+    with pytest.raises(ApiError, match="/v1/completions") as caught:
+        Frontend(config, info()).requests(ChatBody(messages=HELLO), "r")
+    assert caught.value.status == 400
+
+
+def test_the_page_names_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text()
+    names = {name for code in re.findall(r"`([^`\n]+)`", page) for name in re.findall(r"\w+", code)}
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
+        assert names.issuperset(body.model_fields), body

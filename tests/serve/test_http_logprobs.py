@@ -77,26 +77,6 @@ def test_completions(client: httpx.Client, ids: dict[str, int], stop: list[str],
             assert alternatives == dict(zip(names_of_top, top, strict=True)) | {letter: logprob}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stop", ["", "lo", "l"])
-def test_token_ids(client: httpx.Client, stop: str, stream: bool, path: str) -> None:
-    """They are counted as the usage counts them: those of a stop string are among them."""
-    prompt = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO, "add_generation_prompt": False}
-    body = {**prompt, "max_tokens": 12, "stop": [stop] if stop else [], "stream": stream}
-    body |= {"stream_options": {"include_usage": True}} if stream else {}
-    response = client.post(path, json={**body, "return_token_ids": True})
-    pieces = events(response) if stream else [response.json()]
-    tokens = [token for event in pieces for choice in event["choices"] for token in choice.get("token_ids", [])]
-    assert len(tokens) == pieces[-1]["usage"]["completion_tokens"]
-    text = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    expected = "hellohellohe" if path == COMPLETIONS else "<|user|>hello" * 2
-    assert text == (expected[: expected.index(stop) + len(stop)] if stop else expected)
-    response = client.post(path, json=body)
-    plain = events(response) if stream else [response.json()]
-    assert not any("token_ids" in choice for event in plain for choice in event["choices"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(client: httpx.Client, ids: dict[str, int], stream: bool) -> None:
     body = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "a你"}}

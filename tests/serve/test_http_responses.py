@@ -11,17 +11,15 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
-from slipstream.serve.http.responses_body import NEUTRAL_IN_RESPONSES, ResponsesBody
+from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import ChatBody, read_body
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_engine import info
 from slipstream.tests.serve.fake_server import (
     CHAT,
-    HELLO,
     MODEL,
     RESPONSES,
     engine_held,
@@ -290,86 +288,6 @@ def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
     assert client.post(RESPONSES, json={**body, "stream": True, "stream_options": options}).status_code == 200
 
 
-def user(content: Any, **fields: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content, **fields}]
-
-
-CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
-    ({}, "input", ["required"]),
-    ({"input": []}, "input", ["at least one item"]),
-    ({"input": 5}, "input", ["text"]),
-    ({"input": "x" * 300}, "input", ["context"]),
-    ({"input": "x" * 100, "max_output_tokens": 200}, "input", ["max_output_tokens is 200", "context"]),
-    ({"max_output_tokens": 0}, "max_output_tokens", ["greater than or equal to 1"]),
-    ({"messages": HELLO}, "messages", ["send input"]),
-    ({"max_tokens": 5}, "max_tokens", ["send max_output_tokens"]),
-    ({"response_format": {}}, "response_format", ["send text.format"]),
-    ({"store": True}, "store", ["not supported", "send false"]),
-    ({"background": True}, "background", ["send false"]),
-    ({"truncation": "auto"}, "truncation", ['send "disabled"']),
-    ({"beam_width": 3}, "beam_width", ["unknown"]),
-    ({"include": ["file_search_call.results"]}, "include.0", ["file_search_call.results", LOGPROBS]),
-    ({"top_logprobs": 2}, "top_logprobs", [LOGPROBS]),
-    ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", ["between 0 and 20"]),
-    ({"metadata": {"a": 1}}, "metadata.a", ["string"]),
-    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", ["one of none"]),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", ["no effect"]),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", ["not supported"]),
-    ({"reasoning": "low"}, "reasoning", ["must be an object"]),
-    ({"reasoning": {"a": 1}}, "reasoning.a", ["unknown"]),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", ["not supported"]),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", ["xml", "json_schema"]),
-    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", ["object"]),
-    ({"text": {"format": {"type": "text", "a": 1}}}, "text.format.a", ["unknown"]),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
-        "text.format.schema",
-        ['"not" at the root is not supported'],
-    ),
-    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", ["both", "send one"]),
-    ({"stream_options": {"include_obfuscation": False}}, "stream_options", ["stream: true"]),
-    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage", ["unknown"]),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", ["web_search"]),
-    ({"tools": FLAT}, "tools", ["cannot be served"]),
-    ({"input": ["x"]}, "input.0", ["str"]),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", ["item_reference", "function_call"]),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", ["tool", "developer"]),
-    ({"input": user("x", mood=1)}, "input.0.mood", ["unknown"]),
-    ({"input": user(None)}, "input.0.content", ["missing"]),
-    ({"input": user(5)}, "input.0.content", ["int"]),
-    ({"input": user([5])}, "input.0.content.0", ["no object"]),
-    ({"input": user([{"type": "input_image", "image_url": "x"}])}, "input.0.content.0.type", ["input_image"]),
-    ({"input": user([{"type": "input_file", "file_id": "x"}])}, "input.0.content.0.type", ["input_file"]),
-    ({"input": user([{"type": "input_text"}])}, "input.0.content.0.text", ["string"]),
-    ({"input": user([{"type": "input_text", "text": "x", "a": 1}])}, "input.0.content.0.a", ["unknown"]),
-    ({"input": [{**CALLED, "arguments": "{"}]}, "input.0.arguments", ["JSON"]),
-    ({"input": [{**CALLED, "name": 5}]}, "input.0.name", ["string"]),
-    ({"input": [{**CALLED, "call_id": None}]}, "input.0.call_id", ["missing"]),
-    ({"input": [{**CALLED, "namespace": "n"}]}, "input.0.namespace", ["not supported"]),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", ["missing"]),
-    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output", ["missing"]),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", ["not supported"]),
-    (
-        {"input": [{"type": "reasoning", "content": [{"type": "input_text"}]}]},
-        "input.0.content.0.type",
-        ["reasoning_text"],
-    ),
-    ({"input": user("refuse me")}, "input", ["that is refused"]),
-    ({"input": user([{"type": "input_text", "text": ""}] * 5000)}, "input", ["5000", "4096"]),
-    *(({name: ["?"]}, name, ["not"]) for name, allowed in NEUTRAL_IN_RESPONSES.items() if allowed is not None),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
-def test_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: list[str]) -> None:
-    response = client.post(RESPONSES, json={"input": "x", **fields} if fields else {})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param, error
-    assert all(word in error["message"] for word in words), error["message"]
-
-
 @pytest.mark.parametrize(
     "path",
     ["embeddings", "responses/resp_1", "responses/resp_1/cancel", "responses/input_tokens", "conversations", "files"]
@@ -490,22 +408,3 @@ def test_what_is_asked_reaches_the_engine(frontend: Frontend) -> None:
     ):
         expected = params(ChatBody, messages=[USER], tools=TOOLS, tool_choice=chats).grammar
         assert params(ResponsesBody, input="hi", tools=FLAT, tool_choice=choice).grammar == expected
-
-
-def test_a_schema_that_cannot_be_enforced_is_named(frontend: Frontend) -> None:
-    odd = {"type": "function", "name": "x", "parameters": {"type": "object", "not": {}}, "strict": True}
-    with pytest.raises(ToolError) as caught:
-        prompt(frontend, ResponsesBody, input="hi", tools=[odd])
-    assert caught.value.field == "tools.0.parameters"
-    with pytest.raises(ToolError, match="tools.0.mood is an unknown field"):
-        prompt(frontend, ResponsesBody, input="hi", tools=[{**FLAT[0], "mood": 1}])
-
-
-def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
-    config = ServeConfig(target=byte_target, port=0, ignore_unknown_fields=True)
-    with serving(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        part = {"type": "input_text", "text": "hi", "a": 1}
-        body = {"input": user([part], b=1), "text": {"c": 1, "format": {"type": "text", "d": 1}}, "e": 1}
-        assert client.post(RESPONSES, json={**body, "max_output_tokens": 2}).status_code == 200
-        for field in ({"store": True}, {"max_tokens": 5}):
-            assert client.post(RESPONSES, json={**body, **field}).status_code == 400

@@ -11,9 +11,7 @@ from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.http.frontend import Frontend
-from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import ChatBody, read_body
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
@@ -215,62 +213,6 @@ def test_turns_with_calls_reach_the_template(frontend: Frontend) -> None:
     body = read_body(ChatBody, {"messages": messages, "tools": [tool("now", description="<|end|>")]})
     [request], _ = frontend.read(body, "r")
     assert frontend.tokenizer.eos_token_id not in request.prompt, "what clients write is text, wherever it stands"
-
-
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [tool("a b")]}, "tools.0.function.name", "letters"),
-    ({"tools": "x"}, "tools", "list"),
-    ({"tool_choice": "required"}, "tool_choice", "tools are missing"),
-    (
-        {"tools": [tool("x", {"not": {}}, strict=True)]},
-        "tools.0.function.parameters",
-        '"not" at the root is not supported',
-    ),
-    ({"tools": TOOLS, "ignore_eos": True, "tool_choice": "required"}, "ignore_eos", "grammar"),
-    ({"tools": [tool("fails")]}, "tools", "the chat template failed on a value in tools"),
-    ({"functions": [{"name": "x"}]}, "functions", "not supported"),
-    ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
-    ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
-    ({"separate_reasoning": False}, "separate_reasoning", "send true"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.format", "object"),
-    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "not valid JSON"),
-]
-
-
-@pytest.mark.parametrize(("fields", "field", "words"), REFUSED)
-def test_what_is_refused_is_named(frontend: Frontend, fields: dict[str, Any], field: str, words: str) -> None:
-    with pytest.raises((ApiError, ToolError)) as caught:
-        prompt(frontend, [{"role": "user", "content": "x"}], **fields)
-    assert words in str(caught.value)
-    assert (caught.value.param if isinstance(caught.value, ApiError) else caught.value.field) == field
-
-
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}, "messages.0.tool_calls"),
-        ({"role": "user", "content": "x", "reasoning": "y"}, "messages.0.reasoning"),
-        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages.0.tool_call_id"),
-        ({"role": "tool"}, "messages.0.content"),
-        ({"role": "assistant", "reasoning": "a", "reasoning_content": "b", "content": "x"}, "messages.0.reasoning"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages.0.tool_calls.0.function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
-            "messages.0.tool_calls.0.function.name",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"index": 0, "mood": 1, "function": {"name": "f"}}]},
-            "messages.0.tool_calls.0.mood",
-        ),
-    ],
-)
-def test_a_wrong_turn_is_named(frontend: Frontend, message: dict[str, Any], field: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        prompt(frontend, [message])
-    assert caught.value.param == field
 
 
 def test_grammars_reach_the_engine(frontend: Frontend) -> None:

@@ -296,7 +296,7 @@ def test_a_schema_and_other_settings_are_sent(open_page: Open, server: Server) -
 
 def test_a_model_without_a_chat_template(open_page: Open, tmp_path: Path) -> None:
     """Its text is continued, with the same marks."""
-    target = str(write_target(tmp_path / "target", chat=False))
+    target = str(write_target(tmp_path / "target", template=None))
     with serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
         page = open_page(server.url)
         ask(page, waits=False)

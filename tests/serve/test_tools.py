@@ -262,68 +262,7 @@ def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
             ChatFormat(tokenizer, form, "auto").answer(choice, [5], None)
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice", "field", "words"),
-    [
-        (5, None, "tools", "list"),
-        ([tool("a")] * 2, None, "tools.1.function.name", "again"),
-        ([tool(f"t{index}") for index in range(129)], None, "tools", "129 entries; the limit is 128"),
-        ([tool("a b")], None, "tools.0.function.name", "'a b'; it must be 1 to 64"),
-        ([tool("a" * 65)], None, "tools.0.function.name", "letters"),
-        ([{"type": "custom"}], None, "tools.0.type", "send function"),
-        ([{"type": "function"}], None, "tools.0.function", "object"),
-        ([tool("a", mood=1)], None, "tools.0.function.mood", "unknown"),
-        ([tool("a", strict="yes")], None, "tools.0.function.strict", "true or false"),
-        ([tool("a", {"type": "array"})], None, "tools.0.function.parameters.type", "send object"),
-        ([tool("a", description="x" * 70_000)], None, "tools.0.function", "the limit is 65536"),
-        ([tool("a") | {"mood": 1}], None, "tools.0.mood", "unknown"),
-        (None, "required", "tool_choice", "tools are missing"),
-        ([tool("a")], {**NAMED, "mood": 1}, "tool_choice.mood", "unknown"),
-        ([tool("a")], "any", "tool_choice", "it must be none, auto, required"),
-        ([tool("a")], {"type": "allowed_tools"}, "tool_choice.allowed_tools", "mode"),
-        (
-            [tool("a")],
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "b"}}]}},
-            "tool_choice.allowed_tools.tools.0.function.name",
-            "'b'",
-        ),
-    ],
-)
-def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, field: str, words: str) -> None:
-    with pytest.raises(ToolError) as caught:
-        read_choice(tools, choice, None)
-    assert caught.value.field == field
-    assert words in str(caught.value)
-
-
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
-
-
-@pytest.mark.parametrize(
-    ("tools", "choice", "field", "words"),
-    [
-        ([{"type": "web_search"}], None, "tools.0.type", "'web_search'"),
-        (TOOLS, None, "tools.0.function", "unknown"),
-        ([{"type": "function", "name": "a b"}], None, "tools.0.name", "letters"),
-        ([{"type": "function", "name": "a", "parameters": {"type": "array"}}], None, "tools.0.parameters.type", "send"),
-        ([{"type": "function", "name": "a", "defer_loading": True}], None, "tools.0.defer_loading", "not supported"),
-        ([FLAT[0], FLAT[0]], None, "tools.1.name", "again"),
-        (FLAT, {"type": "function", "name": "b"}, "tool_choice.name", "'b'"),
-        (FLAT, {"type": "mcp", "server_label": "x"}, "tool_choice", "it must be none"),
-        (
-            FLAT,
-            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
-            "tool_choice.tools.0.type",
-            "'mcp'",
-        ),
-        (FLAT, {"type": "allowed_tools"}, "tool_choice", "mode"),
-    ],
-)
-def test_what_is_wrong_with_flat_tools_is_named(tools: Any, choice: Any, field: str, words: str) -> None:
-    with pytest.raises(ToolError) as caught:
-        read_choice(tools, choice, None, is_flat=True)
-    assert caught.value.field == field
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The cases of http_cases/*.yaml against servers around a fake engine, which repeats its prompt."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import Request
+from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, faults_of
+from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, serving, write_target
+
+CASES = [case for file in sorted(FOLDER.glob("*.yaml")) for case in cases_of(file)]
+GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [0, 3]}
+GENERATION |= {"repetition_penalty": 1.05}
+# Of the target, and of the server.
+SERVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bytes": ({}, {}),
+    "lenient": ({}, {"ignore_unknown_fields": True}),
+    "echo": ({"template": ECHO, "markers": MARKERS, "generation": {"do_sample": False}}, {"max_model_len": 1024}),
+    "shown": (
+        {"template": SHOWN, "markers": MARKERS, "generation": GENERATION},
+        {"max_model_len": 2048, "control_tokens_as_text": True},
+    ),
+}
+Servers = Callable[[str], tuple[httpx.Client, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """name -> a client of the server and the requests that it made of the last body; started at its first use."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(name: str) -> tuple[httpx.Client, list[Any]]:
+            of_target, options = SERVERS[name]
+            target = write_target(tmp_path_factory.mktemp(name) / "target", **of_target)
+            config = ServeConfig(target=str(target), port=0, served_model_name=MODEL, **options)
+            server = stack.enter_context(serving(config))
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=120))
+            return client, noted(server.api.frontend)
+
+        yield start
+
+
+def noted(frontend: Frontend) -> list[Any]:
+    """A list that `frontend` fills with the requests of each body that it reads."""
+    requests = list[Any]()
+    read = frontend.read
+
+    def read_and_note(*arguments: Any) -> Any:
+        result = read(*arguments)
+        requests[:] = [described(request, frontend) for request in result[0]]
+        return result
+
+    frontend.read = read_and_note  # type: ignore[method-assign]
+    return requests
+
+
+def described(request: Request, frontend: Frontend) -> dict[str, Any]:
+    grammar = request.params.grammar
+    params = {**asdict(request.params), "grammar": None if grammar is None else grammar._asdict()}
+    words = [frontend.decoder(list(word)) for word in request.params.bad_words]
+    prompt = {"prompt": frontend.tokenizer.decode(request.prompt), "tokens": request.prompt}
+    names = {"choice": request.choice, "namespace": request.namespace, "bad_words": words}
+    return json.loads(json.dumps({**params, **prompt, **names}))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, servers: Servers) -> None:
+    client, read = servers(case.server)
+    assert faults_of(case, client, read=read) == []
