@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from slipstream.serve.engine.kv_windows import PagePool, WindowPages, WindowTable
 
-Key = tuple[str | int, ...]
+Key = tuple[str | int, ...]  # namespace, then tokens
 
 
 @dataclass(slots=True, eq=False)
