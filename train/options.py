@@ -78,7 +78,7 @@ class OptimOptions:
     """muon: Muon for hidden matrices, AdamW for the rest; adamw for everything, as FSDP and ZeRO need"""
     lr: float | None = None
     """peak learning rate; default: by optimizer, width of the draft and tokens in a step (docs/training.md)"""
-    epochs: int = 1
+    epochs: int = 3
     """passes over the training split; `steps` overrides it"""
     steps: int | None = None
     """optimizer steps"""
