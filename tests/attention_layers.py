@@ -1,5 +1,6 @@
 """Layers that ask for attention, without the rest of a network."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -7,6 +8,12 @@ from torch import Tensor
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
+from slipstream.serve.attention.base import Backend, KVFormat, choose_backends, load_backend
+
+
+def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:
+    """The class of each phase's backend."""
+    return {phase: load_backend(name) for phase, name in choose_backends(option, formats or {}).items()}
 
 
 def asking_layer(

@@ -33,8 +33,8 @@ ALLOWED = {
 # Room of serve/ -> what of the other rooms it may import.
 ROOMS = {
     "http": ("engine.counts", "engine.process"),
-    "engine": ("runner", "attention", "drafters.registry"),
-    "runner": ("engine.plan", "drafters.base", "attention"),
+    "engine": ("runner", "attention", "drafters.registry", "drafters.base"),
+    "runner": ("engine.plan", "engine.graph_keys", "drafters.base", "attention"),
     "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.kv", "runner.request_state", "attention"),
     "attention": ("runner.batch", "runner.kv"),
 }
@@ -45,6 +45,7 @@ HOST_SIDE = (
     "budget",
     "cost_files",
     "counts",
+    "graph_keys",
     "host_stages",
     "isolation",
     "kv_cache",

@@ -206,16 +206,19 @@ class DraftNetwork(nn.Module):
         """Lets layers that were trained to see all of a text see only its last `window` tokens. A block's slots and a
         tree's nodes see each other as before. Raises ValueError for a draft whose layers have windows."""
         for layer in (layer for layer in self.modules() if isinstance(layer, SelfAttention)):
-            if layer.spec.window is not None:
-                raise ValueError(
-                    f"window is {window}; this draft was trained with one of {layer.spec.window}: leave the option out"
-                )
-            layer.spec = replace(layer.spec, window=window)
+            layer.spec = with_window(layer.spec, window)
 
     @property
     def target_ids(self) -> Tensor | None:
         """(Vd,) int64 target id of each draft id; None if they are equal."""
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
+
+
+def with_window(spec: AttentionSpec, window: int) -> AttentionSpec:
+    """See DraftNetwork.limit_window."""
+    if spec.window is not None:
+        raise ValueError(f"window is {window}; this draft was trained with one of {spec.window}: leave the option out")
+    return replace(spec, window=window)
 
 
 def drafter_of(config: Mapping[str, Any], draft: str) -> str:
@@ -358,11 +361,31 @@ def load_draft(
     own if `network` allows one, and other tensors in their place are refused. `choices` say what the files leave open;
     those that contradict a file are refused.
     """
+    check_files(network, path)
+    files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
+    return build_draft(network, files, path, target, dtype, device, shared, choices)
+
+
+def read_draft_config(
+    network: type[DraftNetwork], path: Path, target: TargetSpec, choices: Choices | None = None
+) -> DraftConfig:
+    """Returns the config with which `load_draft` builds the network. Where `path` has no weights, which a draft on the
+    hub need not have fetched, what they would decide takes its usual meaning."""
+    check_files(network, path)
+    values = read_json(path / "config.json")
+    if any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").exists():
+        return settle_files(network, DraftFiles(values, read_draft_tensors(path)), path, target, choices)[0]
+    if values.get("quantization_config"):
+        raise quantized_draft(path, "its config.json has quantization_config")
+    settled = network.Config.settle(from_speculators(values), target, choices or Choices(), None)
+    return network.Config.from_json(settled, target, None)
+
+
+def check_files(network: type[DraftNetwork], path: Path) -> None:
+    """Raises ValueError for a file that changes the network in a way that is not supported."""
     for name, content in network.unsupported_files.items():
         if (path / name).exists():
             raise ValueError(f"{path} has {content} ({name}), which is not supported")
-    files = DraftFiles(read_json(path / "config.json"), read_draft_tensors(path))
-    return build_draft(network, files, path, target, dtype, device, shared, choices)
 
 
 class DraftFiles(NamedTuple):
@@ -372,17 +395,10 @@ class DraftFiles(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def build_draft(
-    network: type[Network],
-    files: DraftFiles,
-    path: Path,
-    target: TargetSpec,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    shared: Mapping[str, Tensor] | None = None,
-    choices: Choices | None = None,
-) -> Network:
-    """`load_draft` of files that are read already; `path` names them in errors."""
+def settle_files(
+    network: type[DraftNetwork], files: DraftFiles, path: Path, target: TargetSpec, choices: Choices | None
+) -> tuple[Any, dict[str, Tensor]]:
+    """Returns the network's config, and the tensors by their public names."""
     choices = choices or Choices()
     check_unquantized(files.tensors, path)
     tensors = {_public_name(network, key): tensor for key, tensor in files.tensors.items()}
@@ -396,6 +412,21 @@ def build_draft(
         )
     if network.layers_field and getattr(config, "has_fc", True):
         check_fc(tensors, target.hidden_size, config.aux_layers, network.layers_field, path)
+    return config, tensors
+
+
+def build_draft(
+    network: type[Network],
+    files: DraftFiles,
+    path: Path,
+    target: TargetSpec,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
+    choices: Choices | None = None,
+) -> Network:
+    """`load_draft` of files that are read already; `path` names them in errors."""
+    config, tensors = settle_files(network, files, path, target, choices)
     if config.draft_vocab_size is not None:
         complete_vocabulary(tensors, config, path)
     with torch.device("meta"):

@@ -132,15 +132,18 @@ class Backend(Attention):
         )
 
 
-def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:
-    """The backend class of each phase from `--attention`: auto, one name, or prefill=NAME,verify=NAME,draft=NAME.
+def choose_backends(option: str, formats: Mapping[str, KVFormat], *, is_present: bool = True) -> dict[str, str]:
+    """Returns the name of each phase's backend, from `--attention`: auto, one name, or
+    prefill=NAME,verify=NAME,draft=NAME.
 
     `formats`: the KV that each phase works on; a phase without one is not checked against any. Raises ValueError for
-    an unknown name or variant, a missing package, and a phase or a cache that a named backend has no kernels for.
+    an unknown name or variant, a missing package, and a phase or a cache that a named backend has no kernels for, if
+    the device `is_present`; another machine may have other packages.
     """
-    formats = formats or {}
+    if not is_present:
+        return {phase: names[0] for phase, names in GPU_PREFERENCES.items()} if option == "auto" else _parse(option)
     names = _choose(formats) if option == "auto" else _parse(option)
-    backends = {phase: _load(name) for phase, name in names.items()}
+    backends = {phase: load_backend(name) for phase, name in names.items()}
     for phase, backend in backends.items():
         lack = _lack(backend, phase, formats.get(phase))
         if lack:
@@ -149,7 +152,7 @@ def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) ->
                 f"attention backend {names[phase]!r} cannot serve the phase {phase}: {lack}; "
                 f"backends that can: {', '.join(able) or 'none'}"
             )
-    return backends
+    return names
 
 
 def _parse(option: str) -> dict[str, str]:
@@ -179,7 +182,7 @@ def _choose(formats: Mapping[str, KVFormat]) -> dict[str, str]:
 
 def _why_not(name: str, phase: str, kv: KVFormat | None) -> str:
     try:
-        return _lack(_load(name), phase, kv)
+        return _lack(load_backend(name), phase, kv)
     except ValueError as error:  # a package that is not installed
         return str(error)
 
@@ -190,7 +193,8 @@ def _lack(backend: type[Backend], phase: str, kv: KVFormat | None) -> str:
     return backend.fault(kv) if kv else ""
 
 
-def _load(choice: str) -> type[Backend]:
+def load_backend(choice: str) -> type[Backend]:
+    """Returns the class of NAME or NAME:VARIANT. Raises ValueError if there is none, or if its package is missing."""
     name, colon, variant = choice.partition(":")
     if name not in _found():
         raise ValueError(f"attention backend {name!r} does not exist; found: {', '.join(_found())}")

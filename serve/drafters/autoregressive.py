@@ -17,6 +17,7 @@ from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.sampling.sample import MAX_K
 from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.drafts.base import DraftConfig
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.targets.decoder import Target
@@ -79,7 +80,6 @@ class TreeOptions:
 
 class AutoregressiveDrafter(base.NetworkDrafter):
     Options = TreeOptions
-    lookahead = 1
 
     def __init__(self, module: Eagle | Eagle3, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
@@ -95,15 +95,18 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.shape = options.shape
         self.branches = options.topk > 1
         self.aux_layers = module.config.aux_layers
-        self.kv = module.attention_specs
-        self.attends_to_context = len(self.kv) > 1
-        nodes = options.verified_nodes
-        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
+        self.attends_to_context = len(module.attention_specs) > 1
 
-    def scratch(self, width: int) -> int:
+    @classmethod
+    def plan_network(cls, options: TreeOptions, config: DraftConfig) -> base.DraftPlan:  # noqa: ARG003
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
-        shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
-        return shape.expanded
+        nodes = options.verified_nodes
+        return base.DraftPlan(
+            widths=base.widths_up_to(nodes),
+            scratch=(0, 0, *(options.shape.within(width).expanded for width in range(2, nodes + 1))),
+            branches=options.topk > 1,
+            lookahead=1,
+        )
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None

@@ -2,14 +2,22 @@
 
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from slipstream.models.drafts.base import Choices, DraftNetwork, load_draft
+from slipstream.models.drafts.base import (
+    Choices,
+    DraftConfig,
+    DraftNetwork,
+    load_draft,
+    read_draft_config,
+    with_window,
+)
 from slipstream.models.files.checkpoint import resolve
-from slipstream.models.targets.config import AttentionSpec
+from slipstream.models.targets.config import AttentionSpec, TargetSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
@@ -19,29 +27,41 @@ from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The sizes of a drafter, known before its weights are read."""
+
+    widths: tuple[int, ...] = (1,)  # supported values of N, always with 1, the largest last
+    scratch: tuple[int, ...] = ()  # by N: KV tokens that drafting writes beyond the committed ones; empty: none
+    branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
+    lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
+    layers: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
+    kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
+    network: DraftConfig | None = None
+    name: str = "none"  # of the drafter
+    host_widths: tuple[int, ...] = (1,)  # likewise, of host stages that draft
+
+
 class Drafter(ABC):
     """Proposes tokens for the target to verify. The engine uses this interface only, whichever drafter it is."""
 
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
-    kv: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
-    kv_cache_dtype: str = "auto"  # dtype of their KV: auto (the target's) or fp8
-    lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
-    branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention
-    widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
+
+    @classmethod
+    def plan(cls, draft: str, options: Any, target: TargetSpec, *, weights: bool = True) -> DraftPlan:  # noqa: ARG003
+        """Plans the drafter from config files alone. `weights`: fetch those of a draft on the hub, too. Raises
+        ValueError if the draft does not fit the target or the options."""
+        return DraftPlan()
 
     @classmethod
     @abstractmethod
     def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
         """Builds the drafter on the target's device and in its dtype. Raises ValueError if the draft does not fit."""
 
-    def scratch(self, width: int) -> int:
-        """KV tokens that drafting `width` nodes writes beyond the committed ones."""
-        return 0
-
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
-        """Receives the target, the request state, and attention over the KV that `kv` asked for."""
+        """Receives the target, the request state, and attention over the KV of the plan's layers."""
 
     @property
     def fixed_tokens(self) -> frozenset[int] | None:
@@ -79,6 +99,20 @@ class NetworkDrafter(Drafter):
     def __init__(self, module: Any, vocabulary: DraftVocabulary, options: Any) -> None: ...
 
     @classmethod
+    @abstractmethod
+    def plan_network(cls, options: Any, config: Any) -> DraftPlan:
+        """Plans everything but the layers and what is the same for all networks."""
+
+    @classmethod
+    def plan(cls, draft: str, options: Any, target: TargetSpec, *, weights: bool = True) -> DraftPlan:
+        config = read_draft_config(cls.Network, resolve(draft, weights=weights), target, Choices.of(options))
+        layers = tuple(layer.attention for layer in config.layers)
+        if options.window is not None:
+            layers = tuple(with_window(layer, options.window) for layer in layers)
+        plan = cls.plan_network(options, config)
+        return replace(plan, layers=layers, kv_cache_dtype=options.kv_cache_dtype, network=config)
+
+    @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> Self:
         module = load_draft(
             cls.Network,
@@ -89,11 +123,9 @@ class NetworkDrafter(Drafter):
             shared=target.shared,
             choices=Choices.of(options),
         )
-        if getattr(options, "window", None) is not None:
+        if options.window is not None:
             module.limit_window(options.window)
-        drafter = cls(module, find_vocabulary(module, target, options), options)
-        drafter.kv_cache_dtype = options.kv_cache_dtype
-        return drafter
+        return cls(module, find_vocabulary(module, target, options), options)
 
     @property
     def fixed_tokens(self) -> frozenset[int] | None:
@@ -108,6 +140,11 @@ class NetworkDrafter(Drafter):
     def forget(self) -> None:
         if self.vocabulary.recent is not None:
             self.vocabulary.recent.forget()
+
+
+def widths_up_to(nodes: int) -> tuple[int, ...]:
+    """Returns the powers of two below `nodes`, up to 32, and `nodes`: widths that an engine can choose from."""
+    return (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
 
 def check_window(window: int | None) -> None:

@@ -19,7 +19,7 @@ from slipstream.kernels.kv.rope import store_context
 from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED
 from slipstream.kernels.speculation.lattice import Confidence, grow_lattice, walk_lattice
 from slipstream.kernels.speculation.verify import MAX_NODES
-from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
@@ -71,6 +71,38 @@ class DFlashOptions(TokenMapOptions):
                 f"and {MOST_SORTED}"
             )
 
+    def depth(self, config: DFlashConfig) -> int:
+        """Returns the most tokens of a path."""
+        trained = config.num_proposals + 1
+        if self.block is not None and self.block > trained:
+            raise ValueError(
+                f"drafter.block is {self.block}; this draft was trained on blocks of {config.block_size} and offers at "
+                f"most {trained} nodes"
+            )
+        return (self.block or min(trained, MAX_NODES)) - 1
+
+    def num_nodes(self, config: DFlashConfig) -> int:
+        """Returns the most nodes of a proposal."""
+        depth = self.depth(config)
+        if self.topk == 1:
+            if self.nodes is not None and not 2 <= self.nodes <= depth + 1:
+                raise ValueError(
+                    f"drafter.nodes is {self.nodes}; a chain of this draft has between 2 and {depth + 1} nodes"
+                )
+            return self.nodes or depth + 1
+        max_nodes = min(MAX_NODES, 1 + sum(self.topk**level for level in range(1, depth + 1)))
+        if self.nodes is not None and not 2 <= self.nodes <= max_nodes:
+            raise ValueError(
+                f"drafter.nodes is {self.nodes}; with topk {self.topk} and {depth} slots it must be between 2 and "
+                f"{max_nodes}"
+            )
+        return self.nodes or min(DEFAULT_NODES, max_nodes)
+
+    def num_slots(self, config: DFlashConfig, width: int) -> int:
+        """Returns the block size needed for `width` nodes."""
+        depth = self.depth(config)
+        return config.first_slot + (depth if self.full_block else min(width - 1, depth))
+
 
 class Drafter(base.NetworkDrafter):
     Options = DFlashOptions
@@ -80,11 +112,12 @@ class Drafter(base.NetworkDrafter):
         config = module.config
         self.module = module
         self.vocabulary = vocabulary
+        self.options = options
         self.topk = options.topk
         self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
         self.layers: dict[int, list[int]] = {}  # by KV group
         self.first_slot = config.first_slot
-        self.depth = self._depth(options)
+        self.depth = options.depth(config)
         self.branches = options.topk > 1
         self.candidates = min(self._num_candidates(options), vocabulary.num_tokens)
         if options.topk > self.candidates:
@@ -93,27 +126,21 @@ class Drafter(base.NetworkDrafter):
             )
         self.admit_by = self._admission(options)
         self._cut_heads(options)
-        nodes = self._num_nodes(options)
-        self.full_slots = self.depth + self.first_slot if options.full_block else 0
         self.aux_layers = config.aux_layers
-        self.kv = module.attention_specs
-        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
         self.joins: Join = Independent()
         device = next(module.parameters()).device
         self.temperatures, biases = (torch.tensor(x, device=device) for x in module.calibration)
         self.trust_bias = biases * self.temperatures  # of the logits before they are divided
         self.trust_by_token = None if module.confidence is None else module.confidence.by_token(module.markov)
 
-    def _depth(self, options: DFlashOptions) -> int:
-        """Most tokens of a path."""
-        config = self.module.config
-        trained = config.num_proposals + 1
-        if options.block is not None and options.block > trained:
-            raise ValueError(
-                f"drafter.block is {options.block}; this draft was trained on blocks of {config.block_size} and offers "
-                f"at most {trained} nodes"
-            )
-        return (options.block or min(trained, MAX_NODES)) - 1
+    @classmethod
+    def plan_network(cls, options: DFlashOptions, config: DFlashConfig) -> base.DraftPlan:
+        nodes = options.num_nodes(config)
+        return base.DraftPlan(
+            widths=base.widths_up_to(nodes),
+            scratch=(0, 0, *(options.num_slots(config, width) for width in range(2, nodes + 1))),
+            branches=options.topk > 1,
+        )
 
     def _num_candidates(self, options: DFlashOptions) -> int:
         """k."""
@@ -130,22 +157,6 @@ class Drafter(base.NetworkDrafter):
             )
         return options.admit_by or ("candidates" if self.module.confidence is None else "confidence")
 
-    def _num_nodes(self, options: DFlashOptions) -> int:
-        """The most of a proposal."""
-        if not self.branches:
-            if options.nodes is not None and not 2 <= options.nodes <= self.depth + 1:
-                raise ValueError(
-                    f"drafter.nodes is {options.nodes}; a chain of this draft has between 2 and {self.depth + 1} nodes"
-                )
-            return options.nodes or self.depth + 1
-        max_nodes = min(MAX_NODES, 1 + sum(options.topk**level for level in range(1, self.depth + 1)))
-        if options.nodes is not None and not 2 <= options.nodes <= max_nodes:
-            raise ValueError(
-                f"drafter.nodes is {options.nodes}; with topk {options.topk} and {self.depth} slots it must be between "
-                f"2 and {max_nodes}"
-            )
-        return options.nodes or min(DEFAULT_NODES, max_nodes)
-
     def _cut_heads(self, options: DFlashOptions) -> None:
         """Keeps what heads hold of the tokens that a token map names."""
         head = self.module.selector or self.module.markov
@@ -158,9 +169,6 @@ class Drafter(base.NetworkDrafter):
             )
         assert self.head.ids is not None
         head.keep_successors(self.head.ids)
-
-    def scratch(self, width: int) -> int:
-        return self._slots(width) if width > 1 else 0
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
@@ -219,7 +227,7 @@ class Drafter(base.NetworkDrafter):
         """The network's pass over the slots that `width` nodes need."""
         roots = batch.roots
         B = len(batch.roots)
-        slots = self._slots(width)
+        slots = self.options.num_slots(self.module.config, width)
         metadata = batch.uniform(batch.lengths, slots, spare=slots)
         self.attention.plan(metadata)
         embeds = self.embed(self.module.block_tokens(roots, slots).flatten())
@@ -245,7 +253,3 @@ class Drafter(base.NetworkDrafter):
             return None
         slots = head.slots(block.hidden).float() + self.trust_bias[: block.hidden.shape[1]]
         return Confidence(slots, self.temperatures, self.trust_by_token)
-
-    def _slots(self, width: int) -> int:
-        """Block size needed for `width` nodes."""
-        return self.full_slots or min(width - 1, self.depth) + self.first_slot

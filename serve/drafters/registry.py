@@ -1,14 +1,15 @@
 """Finds the drafter of a draft: by name, or by the `drafter` field of a checkpoint's config.json."""
 
 import importlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from slipstream.models.drafts.base import drafter_of
 from slipstream.models.files.checkpoint import read_json, resolve
 from slipstream.models.files.names import is_checkpoint
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.drafters.base import Drafter, DraftPlan
 from slipstream.serve.engine.host_stages import HostStage
 
 MODULES = {  # modules of this folder, each with a class `Drafter`; loaded when needed
@@ -38,18 +39,34 @@ def options_of(draft: str) -> type:
     return _ngram().with_ngram_first(options) if is_checkpoint(draft) else options
 
 
-def load_drafter(draft: str, values: dict[str, Any], target: Target) -> tuple[Drafter, list[HostStage]]:
-    """Builds the drafter and the host stages that draft beside it, not yet attached.
+def plan_draft(draft: str, values: dict[str, Any], target: TargetSpec, *, weights: bool = True) -> DraftPlan:
+    """Plans the drafter and the host stages that draft beside it. `weights`: fetch those of a draft on the hub, too.
 
     Raises ValueError for a wrong option name or value, and if draft and target do not fit.
     """
     options = build_options(options_of(draft), values)
-    stages = list[HostStage]()
-    if draft == NGRAM:
-        stages.append(_ngram().NgramStage(options, target.config.vocab_size))
-    elif is_checkpoint(draft) and options.ngram_first:
-        stages.append(_ngram().NgramStage(options.ngram_options(), target.config.vocab_size, options.ngram_first))
+    plan = replace(find_drafter(draft).plan(draft, options, target, weights=weights), name=drafter_name(draft))
+    ngram, _ = _ngram_options(draft, options)
+    if ngram is None:
+        return plan
+    return replace(plan, host_widths=ngram.widths, branches=plan.branches or ngram.branches)
+
+
+def load_drafter(draft: str, values: dict[str, Any], target: Target) -> tuple[Drafter, list[HostStage]]:
+    """Builds what `plan_draft` plans, not yet attached."""
+    options = build_options(options_of(draft), values)
+    ngram, first = _ngram_options(draft, options)
+    stages = [] if ngram is None else [_ngram().NgramStage(ngram, target.config.vocab_size, first)]
     return find_drafter(draft).load(draft, options, target), stages
+
+
+def _ngram_options(draft: str, options: Any) -> tuple[Any, int]:
+    """Returns the options of n-gram lookahead, None without it, and how many last tokens must have occurred before."""
+    if draft == NGRAM:
+        return options, 0
+    if is_checkpoint(draft) and options.ngram_first:
+        return options.ngram_options(), options.ngram_first
+    return None, 0
 
 
 def drafter_name(draft: str) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.isolation import IsolatedStages
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
-from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats, check_token_ids
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
@@ -47,23 +47,22 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        plan: EnginePlan,
         info: EngineInfo,
         planner: Planner,
         runner: ModelRunner,
         stages: list[HostStage],
         check: Callable[[Request], None],
         grammars: Grammars,
-        *,
-        overlap: bool,
     ) -> None:
-        self.config = config
+        self.engine_plan = plan
+        self.config = plan.config
         self.info = info
         self.planner = planner
         self.runner = runner
         self.scheduler = planner.scheduler
         self.stages = stages
-        self.overlap = overlap
+        self.overlap = plan.overlap
         self.scheduler.on_admit = self._admit
         self.scheduler.on_release = self._release
         self.trace: Trace | None = None

@@ -3,18 +3,17 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from slipstream.kernels.compile_ahead import dry_run
+from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.engine.plan import StepKey
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.cuda_graphs import Capturer, StepKey, make_graphs
-from slipstream.serve.runner.kv import Windows
+from slipstream.serve.runner.cuda_graphs import make_graphs
 from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -22,29 +21,18 @@ logger = logging.getLogger(__name__)
 GRAPH_BYTES = 16 * 2**20  # memory of the driver for one captured pass, beside the pool that all share
 
 
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    config: EngineConfig
-    windows: Windows
-    page_bytes: list[int]  # by group
-    device: torch.device
-    reserve: int  # KV rows behind a request's tokens, for drafting and verifying
+def find_space(plan: EnginePlan, workspace: int) -> Space:
+    """Returns the size of the KV cache: by option, else as much as fits and requests use.
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Returns the pages of a request of that many tokens."""
-        return -(-(num_tokens + self.reserve) // self.config.page_size)
-
-    def num_pages(self, max_model_len: int, workspace: int) -> list[int]:
-        """Returns the pages of each group's pool, dump pages included: by option, else as many as fit and requests use.
-
-        `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
-        """
-        config = self.config
-        if config.kv_cache_tokens is not None:
-            return [1 + pages for pages in self._pools(-(-config.kv_cache_tokens // config.page_size), copies=2)]
-        free = free_bytes(self.device, config.mem_fraction) - workspace
-        smallest = sum(self.page_bytes)
-        if free < smallest and self.device.type == "cpu":
+    `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
+    """
+    config = plan.config
+    if config.kv_cache_tokens is not None:
+        pools = pools_of(plan, -(-config.kv_cache_tokens // config.page_size), copies=2)
+    else:
+        free = free_bytes(plan.device.device, config.mem_fraction) - workspace
+        smallest = sum(plan.page_bytes)
+        if free < smallest and plan.device.type == "cpu":
             raise ValueError(
                 f"no memory for the KV cache: a quarter of what is free, {free / 1e6:.3g} MB, holds no page of "
                 f"{config.page_size} tokens, {smallest / 1e6:.3g} MB; free some, or set kv_cache_tokens"
@@ -54,42 +42,54 @@ class Sizing:
                 f"mem_fraction {config.mem_fraction} leaves no memory for the KV cache: beside the weights, passes and "
                 f"CUDA graphs need {workspace / 1e9:.1f} GB; raise mem_fraction or lower max_running or prefill_budget"
             )
-        counts = range(config.max_running * self.pages_for(max_model_len) + 1)
-        fitting = bisect_right(counts, free, key=lambda pages: self._bytes(self._pools(pages, copies=1))) - 1
-        doubled = self._pools(fitting, copies=2)
-        return [1 + pages for pages in (doubled if self._bytes(doubled) <= free else self._pools(fitting, copies=1))]
-
-    def _pools(self, pages: int, copies: int) -> list[int]:
-        """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies`
-        times, so that ended ones stay cached, and those of the chunks of a prefill."""
-        config = self.config
-        pools = [pages]
-        chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
-        for window in filter(None, self.windows):
-            window_pages = pages_of_window(window, self.reserve, config.page_size)
-            pools.append(min(pages, copies * config.max_running * window_pages + chunks))
-        return pools
-
-    def _bytes(self, pools: list[int]) -> int:
-        return sum(size * pages for size, pages in zip(self.page_bytes, pools, strict=True))
-
-    def fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
-        """Returns the longest request that the cache can hold, at most `max_model_len`."""
-        fitting = (num_pages - 1) * self.config.page_size - self.reserve
-        if fitting >= max_model_len:
-            return max_model_len
-        if self.config.max_model_len is not None or fitting < 2:
-            size = "kv_cache_tokens" if self.device.type == "cpu" else "kv_cache_tokens or mem_fraction"
-            raise ValueError(
-                f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {max_model_len}; "
-                f"lower max_model_len, or raise {size}"
-            )
-        logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, max_model_len)
-        return fitting
+        pools = fitting_pools(plan, free, config.max_running * plan.pages_for(plan.max_model_len))
+    num_pages = tuple(1 + pages for pages in pools)
+    return Space(num_pages, fit_to_cache(plan, num_pages[0]))
 
 
-def log_kv_cache(windows: Windows, num_pages: Sequence[int], page_bytes: Sequence[int], page_size: int) -> None:
-    for window, pages, size in zip(windows, num_pages, page_bytes, strict=True):
+def fitting_pools(plan: EnginePlan, free: int, most_pages: int) -> list[int]:
+    """Returns the pages by group that fit into `free` bytes, of the first group at most `most_pages`."""
+
+    def size(pools: Sequence[int]) -> int:
+        return sum(num_bytes * pages for num_bytes, pages in zip(page_bytes, pools, strict=True))
+
+    page_bytes = plan.page_bytes
+    fitting = bisect_right(range(most_pages + 1), free, key=lambda pages: size(pools_of(plan, pages, copies=1))) - 1
+    doubled = pools_of(plan, fitting, copies=2)
+    return doubled if size(doubled) <= free else pools_of(plan, fitting, copies=1)
+
+
+def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
+    """Returns the pages by group, if the first has `pages`. Windows get those of all running requests, `copies` times,
+    so that ended ones stay cached, and those of the chunks of a prefill."""
+    config = plan.config
+    pools = [pages]
+    chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
+    for window in filter(None, plan.windows):
+        window_pages = pages_of_window(window, plan.max_reserve, config.page_size)
+        pools.append(min(pages, copies * config.max_running * window_pages + chunks))
+    return pools
+
+
+def fit_to_cache(plan: EnginePlan, num_pages: int) -> int:
+    """Returns the longest request that the cache can hold, at most the plan's `max_model_len`."""
+    longest = plan.max_model_len
+    fitting = (num_pages - 1) * plan.config.page_size - plan.max_reserve
+    if fitting >= longest:
+        return longest
+    if plan.config.max_model_len is not None or fitting < 2:
+        size = "kv_cache_tokens" if plan.device.type == "cpu" else "kv_cache_tokens or mem_fraction"
+        raise ValueError(
+            f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {longest}; lower "
+            f"max_model_len, or raise {size}"
+        )
+    logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, longest)
+    return fitting
+
+
+def log_kv_cache(plan: EnginePlan, space: Space) -> None:
+    page_size = plan.config.page_size
+    for window, pages, size in zip(plan.windows, space.num_pages, plan.page_bytes, strict=True):
         span = "all" if window is None else f"the last {window}"
         message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
         if size:
@@ -105,9 +105,8 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return available_bytes() // 4
 
 
-def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int) -> int:
-    """Measures the bytes that the largest passes and, with captured passes that propose `widths` nodes, the graphs need
-    beyond those in use.
+def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
+    """Measures the bytes that the largest passes and the graphs need beyond those in use.
 
     Runs them on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
     are not compiled yet, allocate nothing.
@@ -121,24 +120,22 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
         return torch.cuda.max_memory_allocated() - before
 
     torch.cuda.synchronize()
-    if not widths:
-        return peak(lambda: _prefill_padding(runner, config.prompt_tokens))
-    steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
-    keys = steps.keys()
+    if not plan.captures:
+        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens))
+    steps, drafts = make_graphs(runner, plan.graphs)
     with dry_run():
-        captured = max(peak(partial(steps.pass_of, key)) for key in (keys[0], _largest(keys)))
+        captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
         if drafts is not None:
-            captured = max(captured, peak(partial(drafts.pass_of, drafts.keys()[0])))
+            captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))
     largest = captured
-    if not config.captured_tokens:
-        largest = peak(lambda: _prefill_padding(runner, config.prompt_tokens))
-    num_graphs = sum(len(steps.parts_of(key)) for key in keys) + (len(drafts.keys()) if drafts is not None else 0)
-    return largest + captured + GRAPH_BYTES * num_graphs
+    if not plan.config.captured_tokens:
+        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens))
+    return largest + captured + GRAPH_BYTES * plan.graphs.num_graphs
 
 
 def _largest(keys: Sequence[StepKey]) -> StepKey:
     """Returns the pass with the most rows with logits."""
-    return max(keys, key=lambda key: (key[1], key[0]))
+    return max(keys, key=lambda key: (key.heads, key.rows))
 
 
 def _prefill_padding(runner: Runner, num_tokens: int) -> None:

@@ -21,6 +21,23 @@ FORCED = 15  # the kind of a HostProposal that a grammar leaves no choice about
 SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
 
 
+class StepKey(NamedTuple):
+    """A captured pass of the target."""
+
+    rows: int
+    heads: int  # rows with logits
+    has_prompts: bool
+    mode: SamplingMode
+
+
+class DraftKey(NamedTuple):
+    """A captured pass of the draft."""
+
+    requests: int
+    width: int
+    mode: SamplingMode
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request that gets a slot. `tokens`: its prompt and, if it was preempted, its answer so far."""

@@ -26,62 +26,33 @@ from slipstream.kernels.compile_ahead import compile_ahead, short_run
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, PromptChunk, SamplingMode, StepPlan, drafting_slots
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.engine.graph_keys import MODES, GraphKeys
+from slipstream.serve.engine.plan import (
+    MAX_STEPS_IN_FLIGHT,
+    DraftKey,
+    PromptChunk,
+    SamplingMode,
+    StepKey,
+    StepPlan,
+    drafting_slots,
+)
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.step import Results, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
-MODES: tuple[SamplingMode, ...] = ("plain", "all")
-MOST_CHUNKS = 16  # chunks of a pass
 # Pairs of a query and a key that it sees, above which kernels made for prompts are faster: 1,024 tokens after 16,384.
 # They are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
 MOST_PAIRS = 2**24
 MOST_PAIRS_OF_MANY = 2**22
 MANY_TOKENS = 2048
-HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
-MANY_ROWS = 1280  # rows of passes with prompts that take so long that few requests decode beside them
-MOST_NODE_ROWS = 1024  # rows of a pass without prompts, if there are no more requests than that
 TIMED_PASSES = 2  # passes of each key at start-up: the faster one counts
-StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
-DraftKey = tuple[int, int, SamplingMode]  # requests, width, mode
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Part = Callable[[Any], Any]  # part of a pass: gets the value of the part before it
 ALL_PARTS = slice(None)
 FIRST_PART = slice(1)
 OTHER_PARTS = slice(1, None)
 REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
-
-
-def buckets(max_rows: int) -> list[int]:
-    """Numbers of rows to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_rows`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, max_rows, 128)]
-    return [size for size in sizes if size < max_rows] + [max_rows]
-
-
-def prompt_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows of passes with prompts, from the fourth on in steps that waste at most a fifth."""
-    steps = [32, 64, 96, *(32 * base * 2**power for power in range(10) for base in (4, 5, 6, 7))]
-    return [size for size in steps if size < max_rows] + [max_rows] * (max_rows > 0)
-
-
-def head_sizes(rows: int, max_heads: int) -> list[int]:
-    """Numbers of rows with logits of passes with prompts that have so many rows; at most `max_heads`."""
-    max_heads = min(rows, max_heads)
-    few = HEADS[:1] if rows >= MANY_ROWS else HEADS
-    return [*(heads for heads in few if heads < max_heads), max_heads]
-
-
-def draft_sizes(max_requests: int) -> list[int]:
-    """Numbers of requests of a draft's pass."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, max_requests, 64)]
-    return [size for size in sizes if size < max_requests] + [max_requests]
-
-
-def most_node_rows(max_running: int, most_nodes: int) -> int:
-    return max(max_running, min(max_running * most_nodes, MOST_NODE_ROWS))
 
 
 def _is_long(chunks: Sequence[PromptChunk]) -> bool:
@@ -163,17 +134,15 @@ class Capturer:
 
 
 class Graphs(ABC, Generic[Key]):
-    """Passes of one kind, captured by key. `requests` (B,) int64 is the buffer that they read slots from."""
+    """Passes of one kind, captured by key, in the order of `keys`. `requests` (B,) int64 is the buffer that they read
+    slots from."""
 
-    def __init__(self, runner: Runner, requests: Tensor, capturer: Capturer) -> None:
+    def __init__(self, runner: Runner, keys: Iterable[Key], requests: Tensor, capturer: Capturer) -> None:
         self.runner = runner
+        self.keys = list(keys)
         self.requests = requests
         self.capturer = capturer
         self._graphs: dict[Key, list[torch.cuda.CUDAGraph]] = {}  # of a pass's parts
-
-    @abstractmethod
-    def keys(self) -> list[Key]:
-        """Largest first: the later ones find memory in the pool."""
 
     @abstractmethod
     def parts_of(self, key: Key) -> Sequence[Part]:
@@ -193,7 +162,7 @@ class Graphs(ABC, Generic[Key]):
         """The pass by its sizes, for messages."""
 
     def _capture_all(self, kind: str, sizes: str) -> None:
-        self.capturer.capture_all(kind, sizes, self.keys(), self._capture)
+        self.capturer.capture_all(kind, sizes, self.keys, self._capture)
 
     def _capture(self, key: Key) -> bool:
         self.hold_padding()
@@ -223,23 +192,18 @@ class Graphs(ABC, Generic[Key]):
 
 
 class StepGraphs(Graphs[StepKey]):
-    """Runs `runner.step` by replay.
+    """Runs `runner.step` by replay."""
 
-    `most_rows`: of passes without prompts; `most_prompt_rows`: of passes with prompts, 0: none are captured.
-    """
-
-    def __init__(
-        self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
-    ) -> None:
+    def __init__(self, runner: Runner, keys: GraphKeys, capturer: Capturer) -> None:
         state = runner.state
-        super().__init__(runner, state.listed[:max_running], capturer)
-        self.sizes = buckets(most_rows)
-        self.prompt_sizes = prompt_sizes(most_prompt_rows)
-        self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
-        self.max_running = max_running
-        self.most_prompt_rows = most_prompt_rows
-        self.packed = self._pack((), most_prompt_rows).to(state.device)
-        num_segments = max_running + self.num_chunks
+        self.max_running = state.padding
+        super().__init__(runner, keys.steps, state.listed[: self.max_running], capturer)
+        self.sizes = sorted({key.rows for key in keys.steps if not key.has_prompts})
+        self.prompt_sizes = sorted({key.rows for key in keys.steps if key.has_prompts})
+        self.num_chunks = keys.num_chunks
+        self.most_prompt_rows = max(self.prompt_sizes, default=0)
+        self.packed = self._pack((), self.most_prompt_rows).to(state.device)
+        num_segments = self.max_running + self.num_chunks
         self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
         self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # passes that have begun
         self._begun: StepKey | None = None
@@ -248,9 +212,8 @@ class StepGraphs(Graphs[StepKey]):
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
         self._num_begun = None
-        for key in self.keys():
-            rows, _, _, mode = key
-            if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
+        for key in self.keys:
+            if key.mode == MODES[0] or key.rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
                 self.hold_padding()
                 self.pass_of(key)
 
@@ -266,12 +229,13 @@ class StepGraphs(Graphs[StepKey]):
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         self._num_begun = None
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
-            for rows, heads, has_prompts, mode in self.keys():
-                if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
+            for key in self.keys:
+                rows = key.rows
+                if not key.has_prompts or (rows > self.sizes[-1] and key.heads == self._heads(rows)[-1]):
                     nodes = min(rows, self.sizes[-1])
                     self.runner.state.send(tuple(range(min(rows, self.max_running))), nodes)
                     self._hold_chunks(self._random_chunks(rows - nodes))
-                    tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
+                    tables[key.mode][rows] = self._time(key)
         return tables
 
     @property
@@ -285,7 +249,8 @@ class StepGraphs(Graphs[StepKey]):
         sizes = set(sizes) - {self.sizes[-1]}
         self.sizes = [size for size in self.sizes if size not in sizes]
         self.prompt_sizes = [size for size in self.prompt_sizes if size not in sizes]
-        self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sizes}
+        self.keys = [key for key in self.keys if key.rows not in sizes]
+        self._graphs = {key: graphs for key, graphs in self._graphs.items() if key.rows not in sizes}
 
     def begin(self, plan: StepPlan) -> bool:
         """Launches the plan's target pass, in mode "all" up to where it samples. False where no graph takes it: a
@@ -309,7 +274,7 @@ class StepGraphs(Graphs[StepKey]):
         assert key is not None
         assert self._num_begun is not None
         self._replay(key, OTHER_PARTS)
-        first = min(key[0], self.max_running)
+        first = min(key.rows, self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
         tokens = self.results.tokens[self._num_begun % len(self.results.tokens)]
         return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
@@ -318,7 +283,7 @@ class StepGraphs(Graphs[StepKey]):
         mode: SamplingMode = plan.variant
         if not plan.chunks:
             start = bisect_left(self.sizes, plan.nodes)
-            keys = ((rows, rows, False, mode) for rows in self.sizes[start:])
+            keys = (StepKey(rows, rows, False, mode) for rows in self.sizes[start:])
             return next((key for key in keys if key in self._graphs), None)
         is_long = _is_long(plan.chunks) and self.runner.order is None and self.runner.attention["prefill"].is_ready
         is_scored = any(chunk.num_scored for chunk in plan.chunks)
@@ -333,12 +298,8 @@ class StepGraphs(Graphs[StepKey]):
             for num_heads in self._heads(rows)
             if num_heads >= heads
         )
-        return next(((*key, True, mode) for key in sizes if (*key, True, mode) in self._graphs), None)
-
-    def keys(self) -> list[StepKey]:
-        sizes = [(rows, heads, True) for rows in self.prompt_sizes for heads in self._heads(rows)]
-        sizes += [(rows, rows, False) for rows in reversed(self.sizes)]
-        return [(*key, mode) for key in sorted(sizes, reverse=True) for mode in reversed(MODES)]
+        keys = (StepKey(*size, True, mode) for size in sizes)
+        return next((key for key in keys if key in self._graphs), None)
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
         """Returns one part or, in mode "all", two: masks need not be there before the second."""
@@ -366,8 +327,8 @@ class StepGraphs(Graphs[StepKey]):
         return f"a pass of {rows} rows ({mode} sampling)"
 
     def _heads(self, rows: int) -> list[int]:
-        """Numbers of rows with logits that passes with prompts of so many rows are captured for."""
-        return head_sizes(rows, self.sizes[-1] + self.num_chunks)
+        """Numbers of rows with logits that passes with prompts of so many rows are captured for, ascending."""
+        return sorted({key.heads for key in self.keys if key.has_prompts and key.rows == rows})
 
     def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
         state = self.runner.state
@@ -389,48 +350,45 @@ class StepGraphs(Graphs[StepKey]):
 class DraftGraphs(Graphs[DraftKey]):
     """Runs `runner.draft` by replay."""
 
-    def __init__(self, runner: Runner, max_running: int, widths: Sequence[int], capturer: Capturer) -> None:
-        super().__init__(runner, runner.state.drafting[:max_running], capturer)
-        self.widths = sorted(width for width in widths if width > 1)
-        self.sizes = draft_sizes(max_running)
+    def __init__(self, runner: Runner, keys: GraphKeys, capturer: Capturer) -> None:
+        super().__init__(runner, keys.drafts, runner.state.drafting[: runner.state.padding], capturer)
+        self.sizes = sorted({key.requests for key in keys.drafts})
 
     def run_all(self) -> None:
         self.hold_padding()
-        for key in self.keys():
+        for key in self.keys:
             self.pass_of(key)
 
     def capture_all(self) -> None:
-        sizes = f"requests {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
+        widths = sorted({key.width for key in self.keys})
+        sizes = f"requests {', '.join(map(str, self.sizes))}; width {', '.join(map(str, widths))}"
         self._capture_all("draft passes", sizes)
 
     def time_all(self) -> dict[str, dict[Any, float]]:
         """Milliseconds by mode and (requests, width)."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
-            for size, width, mode in self.keys():
-                self.runner.state.send_drafting(tuple(range(size)))
-                tables[mode][size, width] = self._time((size, width, mode))
+            for key in self.keys:
+                self.runner.state.send_drafting(tuple(range(key.requests)))
+                tables[key.mode][key.requests, key.width] = self._time(key)
         return tables
 
     @property
     def timed_sizes(self) -> list[tuple[int, int]]:
         """Requests and widths that `time_all` has times of."""
-        return list(dict.fromkeys((size, width) for size, width, _ in self.keys()))
+        return list(dict.fromkeys((key.requests, key.width) for key in self.keys))
 
     def run(self, slots: tuple[int, ...], mode: SamplingMode, width: int) -> bool:
         """Whether there is a graph for it."""
         mode = "all" if mode == "all" else "plain"
         start = bisect_left(self.sizes, len(slots))
-        size = next((size for size in self.sizes[start:] if (size, width, mode) in self._graphs), None)
-        if size is None:
+        keys = (DraftKey(size, width, mode) for size in self.sizes[start:])
+        key = next((key for key in keys if key in self._graphs), None)
+        if key is None:
             return False
         self.runner.state.send_drafting(slots)
-        self._replay((size, width, mode))
+        self._replay(key)
         return True
-
-    def keys(self) -> list[DraftKey]:
-        widths = sorted(self.widths, reverse=True)
-        return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
 
     def parts_of(self, key: DraftKey) -> Sequence[Part]:
         size, width, mode = key
@@ -445,27 +403,18 @@ class DraftGraphs(Graphs[DraftKey]):
 
 
 def make_graphs(
-    runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int, capturer: Capturer
+    runner: Runner, keys: GraphKeys, capturer: Capturer | None = None
 ) -> tuple[StepGraphs, DraftGraphs | None]:
-    """Makes the graphs, not captured yet. `widths`: those that the draft proposes; the host may propose more nodes, as
-    many as a slot stores. `node_rows`: the largest number of nodes of a pass. Prompts are captured with room for every
-    running request's root."""
-    max_running = config.max_running
-    prompts = config.captured_tokens + max_running if config.captured_tokens else 0
-    prompts = -(-prompts // 32) * 32
-    steps = StepGraphs(runner, max_running, node_rows, prompts, capturer)
-    draft_widths = [width for width in widths if width <= max(runner.drafter.widths)]
-    drafts = DraftGraphs(runner, max_running, draft_widths, capturer) if max(draft_widths, default=1) > 1 else None
-    return steps, drafts
+    """Makes the graphs, not captured yet."""
+    capturer = capturer or Capturer()
+    return StepGraphs(runner, keys, capturer), DraftGraphs(runner, keys, capturer) if keys.drafts else None
 
 
-def capture_all(
-    runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
-) -> tuple[StepGraphs, DraftGraphs | None]:
+def capture_all(runner: Runner, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
     """Captures all graphs, after compiling their kernels in parallel."""
-    steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
+    steps, drafts = make_graphs(runner, keys)
     if runner.order is not None:
-        check_order(runner.target, steps.keys())
+        check_order(runner.target, keys.steps)
     try:
         with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
             steps.run_all()
@@ -482,8 +431,8 @@ def capture_all(
 @torch.inference_mode()
 def check_order(target: Target, keys: Sequence[StepKey]) -> None:
     """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
-    rows = {key[0] for key in keys}
-    heads = {key[1] for key in keys}
+    rows = {key.rows for key in keys}
+    heads = {key.heads for key in keys}
     linears = [linear for linear in target.modules() if isinstance(linear, Linear)]
     products = {
         (type(linear), linear.out_features, linear.in_features, linear.bias is None, linear.is_gated): linear

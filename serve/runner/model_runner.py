@@ -204,7 +204,7 @@ class ModelRunner:
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
-        if plan.width == 1 or not slots or max(self.drafter.widths) == 1:
+        if plan.width == 1 or not slots:
             return
         if self.drafts is None or not self.drafts.run(slots, plan.mode, plan.width):
             max_nodes = self.state.proposals.shape[2]

@@ -4,19 +4,25 @@ The passes are those of a GPU, of fixed sizes over static buffers and filled up 
 run.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.serve.engine.build import Builder
+from slipstream.serve.engine import engine_plan
+from slipstream.serve.engine.build import Capture, Networks, build, measured_costs
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
+from slipstream.serve.engine.graph_keys import MODES, GraphKeys
+from slipstream.serve.engine.plan import StepKey
 from slipstream.serve.engine.step_costs import Costs, StepCosts
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, Part, StepGraphs, StepKey, make_graphs
+from slipstream.serve.runner.cuda_graphs import Capturer, DraftGraphs, Part, StepGraphs, make_graphs
+from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.step import Results, Runner
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
@@ -58,11 +64,9 @@ class EqualTimes(StepCosts):
         pass
 
 
-def play_all(
-    passes: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
-) -> tuple[StepGraphs, DraftGraphs | None]:
+def play_all(passes: Runner, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs | None]:
     """Makes played passes, as `capture_all` makes captured ones."""
-    steps, drafts = make_graphs(passes, config, widths, node_rows, Player())
+    steps, drafts = make_graphs(passes, keys, Player())
     steps.capture_all()
     if drafts is not None:
         drafts.capture_all()
@@ -77,46 +81,36 @@ def play_all(
     return steps, drafts
 
 
-class PlayingBuilder(Builder):
-    """`is_played`: whether passes are captured; otherwise all of them are launched as they are, with as many pages and
-    as many steps in flight."""
-
-    is_played = True
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(replace(config, attention=ATTENTION) if config.attention == "auto" else config)
-
-    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        return self.is_played, True
-
-    def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
-        return play_all(passes, self.config, self.widths, self.node_rows)
-
-    def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
-        """Returns costs as if passes of more than 16 rows cost by the row: numbers of nodes then change with the
-        load."""
-        if steps is None:
-            return super().find_costs(steps, drafts)
-        target = {rows: max(1.0, rows / 16) for rows in (*steps.sizes, *steps.prompt_sizes)}
-        keys = drafts.keys() if drafts is not None else []
-        draft = {key[:2]: 0.01 * key[1] for key in keys}
-        return EqualTimes(CostTables(dict.fromkeys(MODES, target), dict.fromkeys(MODES, draft)))
+def equal_costs(plan: EnginePlan, networks: Networks, runner: ModelRunner) -> Costs:
+    """Returns costs as if passes of more than 16 rows cost by the row: numbers of nodes then change with the load."""
+    steps = runner.steps
+    if steps is None:
+        return measured_costs(plan, networks, runner)
+    target = {rows: max(1.0, rows / 16) for rows in (*steps.sizes, *steps.prompt_sizes)}
+    draft = {key[:2]: 0.01 * key.width for key in plan.graphs.drafts}
+    return EqualTimes(CostTables(dict.fromkeys(MODES, target), dict.fromkeys(MODES, draft)))
 
 
-class CapturingBuilder(PlayingBuilder):
-    """On a GPU: passes are captured, and chosen as played ones are."""
+def gpu_plan(config: EngineConfig, *, captures: bool = True) -> EnginePlan:
+    """Plans as for a GPU: two steps in flight and, if passes are captured, their keys."""
+    config = replace(config, attention=ATTENTION) if config.attention == "auto" else config
+    with patch.object(engine_plan, "pick_modes", lambda *_: (captures, True)):
+        return read_plan(config)
 
-    def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
-        return Builder.capture(self, passes)
+
+def build_played(config: EngineConfig, capture: Capture = play_all) -> Engine:
+    """`capture_all` on a GPU: passes are captured, and chosen as played ones are."""
+    return build(gpu_plan(config), capture, equal_costs)
 
 
-class EagerBuilder(PlayingBuilder):
-    is_played = False
+def build_eager(config: EngineConfig) -> Engine:
+    """All passes are launched as they are, with as many pages and as many steps in flight as played ones."""
+    return build(gpu_plan(config, captures=False))
 
 
 def play(config: EngineConfig) -> Engine:
     """The host's proposals count as ready at once, so that no choice depends on how fast this machine is."""
-    engine = PlayingBuilder(config).build()
+    engine = build_played(config)
     engine.planner.policy.waited = lambda _: None  # type: ignore[method-assign]
     return engine
 

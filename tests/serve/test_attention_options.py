@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.serve.attention.base import PHASES, KVFormat, find_backends
+from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.tests.attention_layers import asking_layer
+from slipstream.tests.attention_layers import asking_layer, find_backends
 from slipstream.tests.serve import fake_flashinfer
 
 CPU = torch.device("cpu")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slipstream.serve.attention.base import PHASES, find_backends
+from slipstream.serve.attention.base import PHASES
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.request import Request
+from slipstream.tests.attention_layers import find_backends
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target

@@ -29,6 +29,7 @@ from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import AttentionMetadata, PassRows
+from slipstream.serve.runner.cuda_graphs import capture_all
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import Runner
@@ -52,7 +53,7 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_draft_vocabulary import save_map
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
@@ -374,8 +375,8 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
     """The results of every step and every number of the KV caches."""
     values: dict[str, Any] = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
     config = EngineConfig(target=str(make_target("qwen3")), draft=str(make_draft("qwen3", "windows")), **values)
-    engine = CapturingBuilder(config).build()
-    eager = PlayingBuilder(config).build()
+    engine = build_played(config, capture_all)
+    eager = build_played(config)
     recorded = record(engine)
     run(engine, requests_of(ignore_eos=True))
     check_replay(recorded, engine, eager)
@@ -402,7 +403,7 @@ class Stage:
 
     def attach(self) -> SDPABackend:
         """A new, empty cache."""
-        layers = self.drafter.kv
+        layers = self.drafter.module.attention_specs
         kv = NetworkKV.allocate(layers, (None,), [5], 16, torch.float32, torch.device("cpu"))
         attention = SDPABackend(kv, [RotaryEmbedding(layers[0].rope, layers[0].head_dim, 64)] * len(layers))
         self.drafter.attach(self.target, self.metadata.state, attention)

@@ -18,9 +18,8 @@ from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.dry_run import DryRun, report
-from slipstream.serve.engine.build import Builder
+from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, ServeConfig
-from slipstream.serve.runner.kv import page_bytes
 from slipstream.tests.quantized_targets import (
     CONFIG,
     GPTQ,
@@ -42,15 +41,17 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
     run = DryRun(ServeConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu"))
     loaded = load_target(target, load_config(target), torch.bfloat16, torch.device("cpu"))
     drafter: Any = load_drafter(str(draft), {}, loaded)[0]
-    assert run.networks[0].weights == bytes_of(loaded)
+    assert run.networks[0].size == bytes_of(loaded)
     weights = bytes_of(drafter.module)
-    assert weights <= run.networks[1].weights <= weights + loaded.embed_tokens.weight.nbytes, (
-        "it may share the embedding"
+    assert weights <= run.networks[1].size <= weights + loaded.embed_tokens.weight.nbytes, "it may share the embedding"
+    assert run.plan.draft.layers == drafter.module.attention_specs
+    config = EngineConfig(
+        target=str(target), draft=str(draft), dtype="bfloat16", device="cpu", page_size=16, kv_cache_tokens=512
     )
-    config = EngineConfig(target=str(target), draft=str(draft), dtype="bfloat16", device="cpu", page_size=16)
-    builder = Builder(config)
-    networks = [(layers, torch.bfloat16) for layers in builder.networks]
-    assert [16 * size for size in run.kv_bytes()] == page_bytes(networks, builder.windows, 16)
+    engine = build_engine(config)
+    pages = sum(cache.nbytes for kv in engine.runner.passes.kv for cache in kv.caches.values())
+    assert pages == 33 * sum(run.plan.page_bytes)
+    assert run.state_bytes() == engine.runner.state.nbytes
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
@@ -103,14 +104,14 @@ def test_quantised_weights_are_counted_as_they_are_kept(name: str, plain: Path, 
     (folder / "model.safetensors").unlink()
     config = ServeConfig(target=str(folder), dtype="bfloat16", device="cpu", quantization=quantization)
     (network,) = DryRun(config).networks
-    assert network.weights == bytes_of(loaded)
+    assert network.size == bytes_of(loaded)
     assert loaded.quantization is not None
     assert f"{loaded.quantization.name}, bfloat16" in report(config)
     layers = [module for module in loaded.modules() if isinstance(module, Int4Linear)]
     assert network.dequantized == max((2 * layer.out_features * layer.in_features for layer in layers), default=0)
     assert ("of it for a 4-bit layer in 16 bits" in report(config)) == bool(layers)
     plain_bytes = bytes_of(load_target(plain, load_config(plain), torch.bfloat16, torch.device("cpu")))
-    assert network.read == (plain_bytes if quantization else network.weights)
+    assert network.read == (plain_bytes if quantization else network.size)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_larger_gpu_holds_more_and_a_small_one_nothing(target: Path) -> None:
     run = DryRun(ServeConfig(target=str(target), max_running=4))
     sizes = [run.cache_tokens(total) for total in (1e6, 24e9, 80e9)]
     assert sizes[0] < 0 < sizes[1] < sizes[2]
-    assert sizes[2] - sizes[1] == pytest.approx(0.9 * 56e9 / sum(run.kv_bytes()), rel=0.01)
+    assert sizes[2] - sizes[1] == pytest.approx(0.9 * 56e9 / sum(run.plan.page_bytes) * 16, rel=0.01)
 
 
 def test_it_prints_and_exits(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

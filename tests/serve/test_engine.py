@@ -15,7 +15,7 @@ from slipstream.bench.random_targets import CONFIGS, published_spec
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
-from slipstream.serve.engine.build import (
+from slipstream.serve.engine.engine_plan import (
     EXPERT_TOKENS,
     MOST_PROMPT_TOKENS,
     enough_prompt_tokens,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.serve.drafters.ngram.stage import NgramOptions, NgramStage
-from slipstream.serve.engine import build
-from slipstream.serve.engine.build import Builder
+from slipstream.serve.engine import engine_plan
+from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.exact_check import ExactCheckConfig, check, first_difference, main
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.random_drafts import save_random_draft
@@ -33,18 +33,18 @@ def test_reasons(
     options: dict[str, Any], reason: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU that adds in a fixed order."""
-    monkeypatch.setattr(build.FixedOrder, "fault", lambda *_: "")
-    monkeypatch.setattr(build, "INPUTS", 1)
+    monkeypatch.setattr(engine_plan.FixedOrder, "fault", lambda *_: "")
+    monkeypatch.setattr(engine_plan, "INPUTS", 1)
     options = {"attention": "prefill=sdpa,verify=triton,draft=triton", "device": "cpu"} | options
     options["draft"] = str(draft) if options["draft"] == "DRAFT" else options["draft"]
-    reasons = Builder(EngineConfig(target=str(target), **options)).inexact
+    reasons = read_plan(EngineConfig(target=str(target), **options)).inexact
     assert (reason in reasons) if reason else not reasons, reasons
 
 
 def test_layers_of_odd_sizes_are_not_exact(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.FixedOrder, "fault", lambda *_: "")
+    monkeypatch.setattr(engine_plan.FixedOrder, "fault", lambda *_: "")
     config = EngineConfig(target=str(target), attention="prefill=sdpa,verify=triton,draft=triton", device="cpu")
-    assert "a layer has 32 inputs, no multiple of 64" in Builder(config).inexact
+    assert "a layer has 32 inputs, no multiple of 64" in read_plan(config).inexact
 
 
 def test_n_grams_of_one_child_are_chains() -> None:

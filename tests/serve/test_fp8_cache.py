@@ -228,11 +228,11 @@ def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_targ
 
 
 def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_path: Path) -> None:
-    sizes = [DryRun(ServeConfig(target=str(scaled), dtype="bfloat16", **options)).kv_bytes() for options in ({}, FP8)]
-    assert sizes[0] == [2 * size for size in sizes[1]]
+    plans = [DryRun(ServeConfig(target=str(scaled), dtype="bfloat16", **options)).plan for options in ({}, FP8)]
+    assert plans[0].page_bytes == [2 * size for size in plans[1].page_bytes]
     save_random_draft(scaled, tmp_path / "draft")
     fp8 = DryRun(ServeConfig(target=str(scaled), draft=str(tmp_path / "draft"), dtype="bfloat16", drafter=FP8))
-    assert [network.kv_dtype for network in fp8.networks] == [torch.bfloat16, E4M3]
+    assert [network.kv_dtype for network in fp8.plan.networks] == [torch.bfloat16, E4M3]
 
 
 def test_llm_takes_the_option() -> None:

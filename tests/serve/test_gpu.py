@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
+from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all
 from slipstream.tests.quantized_targets import LAYOUTS, MOE_CONFIG, save_gpt_oss, save_quantized
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import SHAPE, save_random_target
@@ -33,7 +33,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
@@ -69,8 +69,8 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
     values: dict[str, Any] = {"draft": drafts[name], "max_running": 5, "dtype": dtype}
     values |= {"kv_cache_tokens": 2048, "prefill_budget": 40, "device": "cuda", "attention": OURS}
     config = EngineConfig(target=str(target), **values)
-    engine = CapturingBuilder(config).build()
-    eager = PlayingBuilder(config).build()
+    engine = build_played(config, capture_all)
+    eager = build_played(config)
     engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
     recorded = record(engine)
     run(engine, requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True))

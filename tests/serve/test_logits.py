@@ -37,7 +37,7 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import PlayingBuilder
+from slipstream.tests.serve.played_graphs import build_played
 
 GREEDY: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
@@ -120,7 +120,7 @@ def test_captured_passes_count_too(drafter: str, budget: int, build: Build, monk
     """Padding, overlap and chunks change no token of requests with penalties."""
     requests = requests_of({"temperature": 0.7, "frequency_penalty": 0.6, "repetition_penalty": 1.1})
     expected = tokens_of(run(build("none", max_running=1), requests))
-    monkeypatch.setattr(engine_build, "Builder", PlayingBuilder)
+    monkeypatch.setattr(engine_build, "build_engine", build_played)
     assert tokens_of(run(build(drafter, prefill_budget=budget), requests)) == expected
 
 

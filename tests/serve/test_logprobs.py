@@ -30,7 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import PlayingBuilder, replays_of
+from slipstream.tests.serve.played_graphs import build_played, replays_of
 
 TOLERANCE = 1e-4
 
@@ -132,7 +132,7 @@ def test_captured_passes(
     drafter: str, build: Build, requests: list[Request], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding and steps in flight; passes that score prompts are launched as they are."""
-    monkeypatch.setattr(engine_build, "Builder", PlayingBuilder)
+    monkeypatch.setattr(engine_build, "build_engine", build_played)
     engine = build(drafter, max_running=4, prefill_graph_tokens=64)
     assert engine.overlap
     check_answers(model, requests, run(engine, requests))

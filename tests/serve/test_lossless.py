@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from slipstream.serve.drafters.registry import MODULES, NGRAM
+from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.budget import CELLS, BudgetPolicy, Choice
-from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan, drafting_slots
 from slipstream.serve.engine.planner import Planner
@@ -53,7 +53,6 @@ from slipstream.tests.serve.known_answers import (
     save_lilicorr,
     uneven_requests,
 )
-from slipstream.tests.serve.test_overlap import OverlappingBuilder
 
 
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
@@ -537,7 +536,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
     kinds = kinds_of_requests(random.Random(f"texts of {family}"), 12, longest=40)
     expected = reference(family, list(kinds.values()))
     if overlap:
-        monkeypatch.setattr(Builder, "pick_modes", OverlappingBuilder.pick_modes)
+        monkeypatch.setattr(engine_plan, "pick_modes", lambda *_: (False, True))
     engine = build(family, drafter, page_size=page_size, max_running=5, prefill_budget=32, kv_cache_tokens=400)
     engine.scheduler.max_chunks = rng.choice((2, None))
     engine.planner.policy = AnyPolicy(engine.planner, rng)

@@ -1,6 +1,7 @@
 """Tokens are read a step late: answers stay the same through ends, preemption, prefix hits and aborts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 
 from slipstream.serve import llm as llm_module
 from slipstream.serve.engine.budget import PATIENCE, RECOMPUTE
-from slipstream.serve.engine.build import Builder
+from slipstream.serve.engine.build import build
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.engine.step_costs import FittedCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
@@ -27,16 +29,14 @@ from slipstream.tests.serve.engine_runs import (
 )
 
 
-class OverlappingBuilder(Builder):
+def build_overlapped(config: EngineConfig) -> Engine:
     """On the CPU nothing runs beside the host, but the order of launches and reads is the GPU's."""
-
-    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        return False, True
+    return build(replace(read_plan(config), overlap=True))
 
 
 def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
-    return OverlappingBuilder(EngineConfig(**config | options)).build()
+    return build_overlapped(EngineConfig(**config | options))
 
 
 def kinds(engine: Engine) -> list[str]:
@@ -213,7 +213,7 @@ def test_closing_a_stream_early_ends_what_is_in_flight(
     target: Path, byte_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = llm_module.load_tokenizer(Path(byte_target))
-    monkeypatch.setattr(llm_module, "build_engine", lambda config: OverlappingBuilder(config).build())
+    monkeypatch.setattr(llm_module, "build_engine", build_overlapped)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda *_: tokenizer)
     model = llm_module.LLM(str(target), max_running=4, kv_cache_tokens=2048)
     stream = model.stream([make_request(str(seed), random_prompt(9, seed), ignore_eos=True) for seed in range(3)])

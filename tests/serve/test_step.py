@@ -50,10 +50,7 @@ class TreeDrafter(base.Drafter):
     `texts`: prompt + answer of every request. Its own KV holds, as a number, the token of each KV slot; so what was
     moved can be recognised. `aux_states` (n, H) of `texts` are what its observed ones must be."""
 
-    branches = True
     aux_layers = (1,)
-    kv = (asking_layer(head_dim=2).spec,)
-    widths = (1, 2, 5, 8)
 
     def __init__(self, texts: list[list[int]], aux_states: list[Tensor]) -> None:
         self.texts = texts
@@ -64,6 +61,11 @@ class TreeDrafter(base.Drafter):
         self.committed: dict[int, int] = {}  # request slot -> tokens that `extend` has seen
 
     @classmethod
+    def plan(cls, *_: Any, **__: Any) -> base.DraftPlan:
+        layers = (asking_layer(head_dim=2).spec,)
+        return base.DraftPlan(widths=(1, 2, 5, 8), scratch=tuple(range(9)), branches=True, layers=layers)
+
+    @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> "TreeDrafter":
         raise AssertionError("tests build it")
 
@@ -71,9 +73,6 @@ class TreeDrafter(base.Drafter):
         assert attention is not None
         self.state = state
         self.numbers = attention.kv.flat(0)[0, 0, :, 0, 0]
-
-    def scratch(self, width: int) -> int:
-        return width
 
     def admit(self, slot: int, tokens: list[int]) -> None:
         (self.known[slot],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)

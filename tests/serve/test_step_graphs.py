@@ -21,12 +21,14 @@ from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
 from slipstream.models.files.cost_tables import MODES, CostTables
 from slipstream.serve.engine import cost_files
+from slipstream.serve.engine.build import find_tables
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.graph_keys import MOST_CHUNKS, buckets, draft_sizes, head_sizes, prompt_sizes
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner import cuda_graphs
-from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, head_sizes, prompt_sizes
+from slipstream.serve.runner.cuda_graphs import StepGraphs
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import gate_of, rotating, some_of
@@ -43,7 +45,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import EagerBuilder, EqualTimes, PlayingBuilder, drafts_of, play, replays_of
+from slipstream.tests.serve.played_graphs import EqualTimes, build_eager, build_played, drafts_of, play, replays_of
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, preempt_some, watch
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, options
@@ -166,7 +168,7 @@ def test_captured_steps_equal_those_launched_as_they_are(
     recorded = record(engine)
     counts = watch(engine)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < 18, 8, lambda: preempt_some(engine, rng))
-    check_replay(recorded, engine, EagerBuilder(config).build())
+    check_replay(recorded, engine, build_eager(config))
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
     assert min(counts["mixed"], counts["cached"]) > 0
     if drafter != "none":
@@ -207,7 +209,7 @@ def test_the_kernels_of_captured_steps(
         for op in ops:
             patch.setattr(op, "when", lambda *_args, **_options: True)
         assert tokens_of(run(engine, requests)) == expected
-    check_replay(recorded, engine, EagerBuilder(config).build())
+    check_replay(recorded, engine, build_eager(config))
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +261,7 @@ def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure:
     assert drafts is not None
     sizes = sorted({*steps.sizes, *steps.prompt_sizes})
     target = {"plain": dict.fromkeys(sizes, 1.0), "all": {rows: float(rows**3) for rows in sizes}}
-    keys = drafts.keys()
+    keys = drafts.keys
     draft = dict.fromkeys(target, {key[:2]: 0.0 for key in keys})
     policy.costs = EqualTimes(CostTables(target, draft))
     recorded = record(engine)
@@ -292,7 +294,7 @@ def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, con
     first = run(engine, requests)
     again = run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
-    check_replay(recorded, engine, EagerBuilder(config).build())
+    check_replay(recorded, engine, build_eager(config))
     assert any(answer.counts.cached_tokens for answer in again.values())
 
 
@@ -406,7 +408,7 @@ def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
     recorded = record(engine)
     expected = plain_answers(Path(config.target), requests)
     assert tokens_of(run(engine, requests)) == expected
-    keys = engine.runner.steps.keys()  # type: ignore[union-attr]
+    keys = engine.runner.steps.keys  # type: ignore[union-attr]
     assert not any(has_prompts for _, _, has_prompts, _ in keys)
     assert sum(replays_of(engine).values()) == sum(not plan.chunks for plan, _ in recorded) > 0
 
@@ -464,7 +466,7 @@ def test_the_largest_passes_are_timed(
     """All the sizes that costs are asked for, each time on as many random nodes, which leave nothing behind."""
     captured, longest = sizes
     options = {"prefill_graph_tokens": captured, "max_model_len": longest}
-    engine = PlayingBuilder(configure("qwen3", "eagle3 tree", **options)).build()
+    engine = build_played(configure("qwen3", "eagle3 tree", **options))
     steps = engine.runner.steps
     drafts = engine.runner.drafts
     state = engine.runner.state
@@ -509,8 +511,7 @@ def test_step_times_of_other_sizes_are_measured_again(
     damage: str | None, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(cost_files.FOLDER_VARIABLE, str(tmp_path))
-    builder = PlayingBuilder(configure("qwen3", "eagle3 tree"))
-    runner = builder.build().runner
+    runner = build_played(configure("qwen3", "eagle3 tree")).runner
     steps = runner.steps
     drafts = runner.drafts
     assert steps is not None
@@ -522,22 +523,21 @@ def test_step_times_of_other_sizes_are_measured_again(
         measured.append("")
         return {mode: dict.fromkeys(sizes, 1.5) for mode in MODES}
 
-    monkeypatch.setattr(builder, "cost_key", lambda: key)
     monkeypatch.setattr(steps, "time_all", lambda: times(steps.timed_sizes))
     monkeypatch.setattr(drafts, "time_all", lambda: times(drafts.timed_sizes))
-    tables = builder.find_tables(steps, drafts)
+    tables = find_tables(steps, drafts, key)
     if damage is not None:
         saved = tables.to_json()
         for table in saved[damage].values():
             del table[1]
         cost_files.save(key, saved)
-    assert builder.find_tables(steps, drafts) == tables
+    assert find_tables(steps, drafts, key) == tables
     assert len(measured) == (2 if damage is None else 4)
     assert cost_files.load(key) == json.loads(json.dumps(tables.to_json()))
 
 
 def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
-    engine = PlayingBuilder(configure("qwen3", "eagle3 tree")).build()
+    engine = build_played(configure("qwen3", "eagle3 tree"))
     steps = engine.runner.steps
     assert steps is not None
     plan = step_of(slots=[0], nodes=4)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.files.atomic import atomic_file
 from slipstream.models.files.outputs import check_output_file
+from slipstream.serve.drafters.base import widths_up_to
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal
@@ -74,6 +75,15 @@ class NgramOptions:
         if self.corpus and not Path(self.corpus).exists():
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
         self.core(1)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of nodes that a proposal may have."""
+        return widths_up_to(self.nodes)
+
+    @property
+    def branches(self) -> bool:
+        return self.breadth > 1
 
     def core(self, slots: int) -> NgramCore:
         """Raises ValueError for an option out of range."""
@@ -142,8 +152,8 @@ class NgramStage(HostStage):
         self.vocab_size = vocab_size
         self.first = first
         self._left_out = set[int]()  # slots whose requests want no drafts: neither looked up nor learnt from
-        self.branches = options.breadth > 1
-        self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
+        self.branches = options.branches
+        self.widths = options.widths
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
         self.core = self.options.core(num_slots)

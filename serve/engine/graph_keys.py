@@ -1,0 +1,78 @@
+"""Keys of the passes that are captured as CUDA graphs, by the sizes of an engine. Imports no torch.
+
+A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
+number of nodes and prompt tokens that fits replays the same graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.serve.engine.plan import DraftKey, SamplingMode, StepKey
+
+# Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
+MODES: tuple[SamplingMode, ...] = ("plain", "all")
+MOST_CHUNKS = 16  # chunks of a pass
+HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
+MANY_ROWS = 1280  # rows of passes with prompts that take so long that few requests decode beside them
+MOST_NODE_ROWS = 1024  # rows of a pass without prompts, if there are no more requests than that
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKeys:
+    """Captured passes, largest first: the later ones find memory in the pool."""
+
+    steps: tuple[StepKey, ...] = ()
+    drafts: tuple[DraftKey, ...] = ()
+    num_chunks: int = 0  # chunks of a pass with prompts; 0: none is captured
+
+    @classmethod
+    def for_sizes(cls, max_running: int, node_rows: int, prompt_tokens: int, widths: Sequence[int]) -> "GraphKeys":
+        """Returns the keys for passes of up to `node_rows` nodes alone, for passes with up to `prompt_tokens` tokens of
+        prompts (0: none) and room for every running request's root, and for drafts of `widths` nodes."""
+        most_rows = -(-(prompt_tokens + max_running) // 32) * 32 if prompt_tokens else 0
+        num_chunks = min(MOST_CHUNKS, max_running) if most_rows else 0
+        most_heads = node_rows + num_chunks
+        sizes = [(rows, rows, False) for rows in buckets(node_rows)]
+        sizes += [(rows, heads, True) for rows in prompt_sizes(most_rows) for heads in head_sizes(rows, most_heads)]
+        drafting = sorted(width for width in widths if width > 1)
+        pairs = [(requests, width) for requests in draft_sizes(max_running) for width in drafting]
+        return cls(
+            tuple(StepKey(*size, mode) for size in sorted(sizes, reverse=True) for mode in reversed(MODES)),
+            tuple(DraftKey(*pair, mode) for pair in reversed(pairs) for mode in reversed(MODES)),
+            num_chunks,
+        )
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs of these passes: a target's pass that may be sampled under masks is two."""
+        return sum(1 + (key.mode == "all") for key in self.steps) + len(self.drafts)
+
+
+def buckets(max_rows: int) -> list[int]:
+    """Numbers of rows to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_rows`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, max_rows, 128)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def prompt_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows of passes with prompts, from the fourth on in steps that waste at most a fifth."""
+    steps = [32, 64, 96, *(32 * base * 2**power for power in range(10) for base in (4, 5, 6, 7))]
+    return [size for size in steps if size < max_rows] + [max_rows] * (max_rows > 0)
+
+
+def head_sizes(rows: int, max_heads: int) -> list[int]:
+    """Numbers of rows with logits of passes with prompts that have so many rows; at most `max_heads`."""
+    max_heads = min(rows, max_heads)
+    few = HEADS[:1] if rows >= MANY_ROWS else HEADS
+    return [*(heads for heads in few if heads < max_heads), max_heads]
+
+
+def draft_sizes(max_requests: int) -> list[int]:
+    """Numbers of requests of a draft's pass."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, max_requests, 64)]
+    return [size for size in sizes if size < max_requests] + [max_requests]
+
+
+def most_node_rows(max_running: int, most_nodes: int) -> int:
+    """Rows of the largest pass without prompts."""
+    return max(max_running, min(max_running * most_nodes, MOST_NODE_ROWS))
