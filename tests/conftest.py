@@ -58,9 +58,10 @@ def every_message_counts() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def equal_steps() -> Iterator[None]:
+def equal_machines() -> Iterator[None]:
     """No test depends on how fast or how busy this machine is: steps that are not captured are said to take a
-    millisecond each, and runs of training do not watch for a third of a second what other programs do."""
+    millisecond each, runs of training do not watch for a third of a second what other programs do, and nobody waits for
+    the disk, since tests kill processes and never the machine."""
     from slipstream.serve.engine import build  # takes a second, and not all tests need it
     from slipstream.serve.engine.step_costs import FittedCosts
 
@@ -82,4 +83,5 @@ def equal_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FittedCosts", EqualCosts)
         patch.setattr(slipstream.runtime, "cores_in_use", lambda: 0.0)
+        patch.setattr(os, "fsync", lambda _: None)
         yield
