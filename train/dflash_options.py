@@ -75,16 +75,14 @@ class LossWeights:
 
 
 def default_weights(config: "DFlashConfig") -> dict[str, float]:
-    """Weights for a draft with these heads, by the recipes that did best elsewhere (docs/dflash.md names them)."""
+    """Weights for a draft with these heads: those that did best (docs/dflash.md, "Losses")."""
     if config.selector_rank:
         weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
-    elif config.markov_rank:
-        weights = {"ce": 0.1, "l1": 0.9}
     elif config.lilicorr is not None:
         weights = {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}
     else:
         weights = {"ce": 1.0}
-    return weights | ({"confidence": 1.0} if config.confidence_head else {})
+    return weights | ({"confidence": 0.1} if config.confidence_head else {})
 
 
 @dataclass(frozen=True, kw_only=True)
