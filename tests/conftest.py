@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from docstring_parser.attrdoc import AttributeDocstrings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
@@ -84,4 +85,18 @@ def equal_machines() -> Iterator[None]:
         patch.setattr(build, "FittedCosts", EqualCosts)
         patch.setattr(slipstream.runtime, "cores_in_use", lambda: 0.0)
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def descriptions_read_once() -> Iterator[None]:
+    """Descriptions of options stand in the sources; reading them takes half of the time to make a parser."""
+    read = AttributeDocstrings.get_attr_docs
+
+    @cache
+    def descriptions(component: type) -> dict[str, Any]:
+        return read(AttributeDocstrings(), component)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttributeDocstrings, "get_attr_docs", lambda _, component: descriptions(component))
         yield
