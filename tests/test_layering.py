@@ -42,18 +42,24 @@ TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
 # Modules of the engine that plan without torch.
 HOST_SIDE = (
+    "acceptance",
     "budget",
+    "chunk_size",
     "cost_files",
     "counts",
     "graph_keys",
     "host_stages",
+    "host_wait",
     "isolation",
     "kv_cache",
     "kv_windows",
     "plan",
     "planner",
+    "probing",
+    "proposals",
     "scheduler",
     "step_costs",
+    "step_values",
     "traces",
 )
 # Modules (in one process) -> packages that none of them may load, not even through another module.

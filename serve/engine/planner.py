@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.budget import BudgetPolicy, Offer, is_forced
+from slipstream.serve.engine.acceptance import is_forced
+from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
@@ -26,6 +27,7 @@ from slipstream.serve.engine.plan import (
     slots_of,
     variant_of,
 )
+from slipstream.serve.engine.proposals import Offer
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.engine.traces import Tracer
 from slipstream.serve.request import Logprobs, Output
@@ -78,7 +80,7 @@ class Planner:
         self._tracer = Tracer(drafter, fixed_tokens)
         self._drafter = drafter
         self._number = 0
-        self._sent_version = -1  # version of the calibration that the runner has
+        self._sent_version = -1  # version of the table of survivals that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
         self._num_sent: dict[int, list[int]] = {}  # by slot and group: pages of its table that plans have named
@@ -134,19 +136,20 @@ class Planner:
         choice = self.policy.choose(**sizes_of(plan), filtered=filtered, offers=offers)
         self._launched[plan.number].expected_ms = choice.ms
         survivals = None
-        if self._sent_version != self.policy.version:
-            self._sent_version = self.policy.version
-            survivals = self.policy.table.copy()
+        acceptance = self.policy.acceptance
+        if self._sent_version != acceptance.version:
+            self._sent_version = acceptance.version
+            survivals = acceptance.table.copy()
         return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:
         """Whether steps should wait for proposals of the host."""
-        return self.policy.waiting_pays
+        return self.policy.host_wait.pays
 
     def waited(self, ms: float) -> None:
         """Tells the policy how long the device waited for the host before a step."""
-        self.policy.waited(ms)
+        self.policy.host_wait.record_wait(ms)
 
     def look_back(self, plan: StepPlan, edits: Edits) -> None:
         """Tells the policy that the step after `plan` was launched without waiting for these proposals."""
@@ -259,7 +262,7 @@ class Planner:
         survivals[:] = 0
         for index, offer in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
             if count := offer[0]:
-                row = self.policy.host_row(offer)
+                row = self.policy.acceptance.host_row(*offer)
                 cells[index, :count] = row.cells
                 survivals[index, :count] = row.survivals
 

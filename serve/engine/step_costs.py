@@ -56,6 +56,11 @@ class Costs(ABC):
         self._p95_age = 0
 
     @abstractmethod
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+        """Rows of the passes that take at least `min_rows` rows, up to the first that takes `max_rows`; those `stride`
+        apart where a pass may have any number."""
+
+    @abstractmethod
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         """(n,) times of target passes over that many rows, (n,)."""
 
@@ -128,6 +133,10 @@ class StepCosts(Costs):
         self._spread[0] = FACTOR
         self._covariance = np.diag(self._spread**2)
         self._num_observed = 0
+
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+        sizes = self._sizes[bisect_left(self._sizes, min_rows) : bisect_left(self._sizes, max_rows) + 1]
+        return np.array(sizes or (min_rows,))
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         mode = MODES[filtered]
@@ -213,6 +222,9 @@ class FittedCosts(Costs):
         # by `_size`; steps that were measured
         self._off = np.ones(num_sizes)
         self._seen = np.zeros(num_sizes)
+
+    def passes(self, min_rows: int, max_rows: int, *, stride: int = 1) -> NDArray[np.int64]:
+        return np.arange(min_rows, max(min(max_rows, self.most_rows), min_rows) + 1, stride)
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         factor = self._filtered if filtered else 1.0

@@ -111,7 +111,7 @@ def build_eager(config: EngineConfig) -> Engine:
 def play(config: EngineConfig) -> Engine:
     """The host's proposals count as ready at once, so that no choice depends on how fast this machine is."""
     engine = build_played(config)
-    engine.planner.policy.waited = lambda _: None  # type: ignore[method-assign]
+    engine.planner.policy.host_wait.record_wait = lambda _: None  # type: ignore[method-assign]
     return engine
 
 

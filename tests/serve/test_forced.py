@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.serve.engine.budget import KINDS, host_cells, is_forced
+from slipstream.serve.engine.acceptance import KINDS, host_cells, is_forced
 from slipstream.serve.engine.constraints import allowed_depth, goes_beyond
 from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
 from slipstream.serve.grammar.grammars import Grammars, tokens_in
@@ -211,7 +211,7 @@ def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
     engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
     free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=60, ignore_eos=True)
     run(engine, [free, *requests(tokenizer, ("forced text",), 0.0)])
-    tried = engine.planner.policy.calibration._tried
+    tried = engine.planner.policy.acceptance.num_tried
     assert tried[is_forced(np.arange(len(tried)))].sum() > 20
     assert tried[~is_forced(np.arange(len(tried)))].sum() == 0
 

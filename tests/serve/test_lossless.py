@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from slipstream.serve.drafters.registry import MODULES, NGRAM
 from slipstream.serve.engine import engine_plan
-from slipstream.serve.engine.budget import CELLS, BudgetPolicy, Choice
+from slipstream.serve.engine.acceptance import CELLS
+from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.host_wait import HostWait
 from slipstream.serve.engine.plan import StepPlan, drafting_slots
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
@@ -468,6 +469,16 @@ def test_the_context_can_be_used_to_its_last_token(
     assert len(answers["long"].tokens) == 40
 
 
+class AnyWait(HostWait):
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.rng = rng
+
+    @property
+    def pays(self) -> bool:
+        return self.rng.random() < 0.5
+
+
 class AnyPolicy(BudgetPolicy):
     """Whatever a policy may choose: each step verifies another number of nodes, which other tables prefer, drafts
     another width, takes another number of prompt tokens, and waits for the host or does not."""
@@ -476,33 +487,22 @@ class AnyPolicy(BudgetPolicy):
         super().__init__(planner.policy.costs, planner.policy.widths)
         self.rng = rng
         self.limits = planner.limits
-        self.number = 0
-        self.survivals = np.ones(CELLS, np.float32)
+        self.host_wait = AnyWait(rng)
+        self.acceptance.table = np.ones(CELLS, np.float32)
 
     def choose(self, num_decoding: int, prompt_rows: int = 0, **_: Any) -> Choice:
         rng = self.rng
         max_nodes = num_decoding * self.limits.most_nodes
         if rng.random() < 0.3:
-            cells = np.random.default_rng(self.number).random(CELLS, np.float32)
-            self.survivals = np.where(cells < 0.1, np.float32(0), cells)
-            self.number = self.number + 1
+            survivals = np.random.default_rng(self.acceptance.version).random(CELLS, np.float32)
+            self.acceptance.publish(np.where(survivals < 0.1, np.float32(0), survivals))
         nodes = rng.choice((num_decoding, rng.randint(num_decoding, max_nodes), max_nodes))
         return Choice(nodes, rng.choice(self.widths))
 
     def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
         return self.rng.choice((0, 1, self.rng.randrange(40)))
 
-    @property
-    def table(self) -> NDArray[np.float32]:
-        return self.survivals
-
-    @property
-    def version(self) -> int:
-        return self.number
-
-    @property
-    def waiting_pays(self) -> bool:
-        return self.rng.random() < 0.5
+    def record(self, *_: Any) -> None: ...
 
 
 @grouped("drafter")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.serve.engine.budget import CELLS, NETWORK_CELLS
+from slipstream.serve.engine.acceptance import CELLS, NETWORK_CELLS
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan
@@ -218,26 +218,27 @@ def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
 def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, draft: Path) -> None:
     """A plan brings the table of survivals where it has changed."""
     engine: Engine = build(target, draft)
-    policy = engine.planner.policy
+    acceptance = engine.planner.policy.acceptance
     changes = list[bool]()
 
     def look(event: str, plan: StepPlan) -> None:
         if event == "ready":
             changes.append(plan.survivals is not None)
         if event == "launched":
-            assert torch.equal(engine.runner.state.survivals, torch.from_numpy(policy.table[:NETWORK_CELLS].copy()))
+            assert torch.equal(engine.runner.state.survivals, torch.from_numpy(acceptance.table[:NETWORK_CELLS].copy()))
 
     engine.trace = look
     run(engine, requests_of(temperature=1.0))
     assert changes[0]
     assert 1 < sum(changes) < len(changes) / 2, "seldom"
-    assert changes.count(True) == 1 + policy.version
+    assert changes.count(True) == 1 + acceptance.version
 
 
 def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None:
     """They are stored with their cells, and with survivals that never rise, as the pass needs them."""
     engine = build_engine(target, draft, drafter={"ngram_first": 1})
-    engine.planner.policy.calibration.table = np.random.default_rng(1).random(CELLS, np.float32)
+    acceptance = engine.planner.policy.acceptance
+    acceptance.publish(np.random.default_rng(1).random(CELLS, np.float32))
     for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
         nodes = np.full((4, 1, 16), 5, np.int32)
         engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),)))
@@ -247,10 +248,9 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
         assert (survivals[count:] == 0).all()
         if count:
             assert (cells[0], survivals[0]) == (-1, 1)
-            table = engine.planner.policy.table[cells[1:count]]
+            table = acceptance.table[cells[1:count]]
             assert (cells[1:count] >= NETWORK_CELLS).all()
             assert survivals[1:count].tolist() == np.minimum.accumulate(table).tolist()
-    engine.planner.policy.calibration.table = np.full(CELLS, 0.25, np.float32)
-    engine.planner.policy.calibration.version += 1
+    acceptance.publish(np.full(CELLS, 0.25, np.float32))
     engine.planner.offer(Edits((HostProposal([0], nodes, [16], [20], "ngram"),)))
     assert (nodes[3, 0, 1:].view(np.float32) == 0.25).all(), "by the table of now"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.models.files.cost_tables import CostTables
-from slipstream.serve.engine.step_costs import MOST_OFF, Costs, FittedCosts, StepCosts
+from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 
 TARGET = {1: 4.0, 8: 4.2, 64: 5.0, 128: 8.0}
 DRAFT = {(1, 1): 0.1, (1, 4): 1.0, (8, 1): 0.2, (8, 4): 1.5}
@@ -86,7 +86,7 @@ def test_a_disturbance_moves_little(costs: Costs) -> None:
     for _ in range(100):
         costs.observe(8, 8, 4, 5.7, filtered=False)
     costs.observe(8, 8, 4, 1000.0, filtered=False)
-    assert costs.time(8, 8, 4, filtered=False) < (1 + 0.1 * MOST_OFF) * 5.7
+    assert costs.time(8, 8, 4, filtered=False) < 1.15 * 5.7
     costs.observe(8, 8, 4, 0.0, filtered=False)  # a clock that stood still
     costs.observe(8, 8, 4, 1e-9, filtered=False)
     assert costs.time(8, 8, 4, filtered=False) > 0.9 * 5.7

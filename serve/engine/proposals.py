@@ -1,0 +1,117 @@
+"""Tells how many tokens proposals of drafts will yield. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.acceptance import BUCKETS, NETWORK_CELLS, PLACES, AcceptanceStats, host_cells
+
+SEEN = 100.0  # proposals that the shares of a place remember
+
+# A request's proposal: its nodes, root included, and its kind. 0: drafted by a network; others: see HostProposal.
+Offer = tuple[int, int]
+
+
+class Curve(NamedTuple):
+    """Expected tokens by number of a request's likeliest nodes after the root: (n,) both, from 0, concave between."""
+
+    nodes: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+
+
+class ProposalStats:
+    """Counts how often each bucket of probabilities occurs at each place of the draft network's proposals.
+
+    Nodes come best first, so a narrow proposal counts as the beginning of a wide one.
+    """
+
+    def __init__(self, most_nodes: int) -> None:
+        places = np.arange(most_nodes - 1)
+        self._cells = np.minimum(places, PLACES - 1)[:, None] * BUCKETS + np.arange(BUCKETS)
+        self._seen = np.zeros((most_nodes - 1, BUCKETS))  # proposals, decayed
+        buckets = (BUCKETS * 0.8 ** (places + 1)).astype(int)  # until some are seen
+        self._seen[places, np.minimum(buckets, BUCKETS - 1)] = 1.0
+
+    def record(self, cells: NDArray[np.int32]) -> None:
+        """Counts proposals: (B, N) cells of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
+        the host do not count."""
+        drafted = cells[:, 1 : len(self._seen) + 1]
+        rows, columns = ((drafted >= 0) & (drafted < NETWORK_CELLS)).nonzero()
+        index = columns * BUCKETS + drafted[rows, columns] % BUCKETS
+        self._seen += np.bincount(index, minlength=self._seen.size).reshape(self._seen.shape)
+        total = self._seen.sum(axis=1, keepdims=True)
+        self._seen *= SEEN / np.maximum(total, SEEN)
+
+    def curves(self, widths: Sequence[int], survivals: NDArray[np.float64]) -> list[Curve]:
+        """Returns the curve of the mean proposal of each width."""
+        shares = self._seen / self._seen.sum(axis=1, keepdims=True)
+        places, buckets = (shares > 1e-4).nonzero()
+        shares = shares[places, buckets]
+        expected = survivals[self._cells[places, buckets]]
+        order = np.argsort(-expected)
+        shares = shares[order]
+        expected = expected[order]
+        places = places[order]
+        curves = []
+        for width in widths:
+            width_shares = np.where(places < width - 1, shares, 0.0)
+            curves.append(Curve(_sums(width_shares), _sums(width_shares * expected)))
+        return curves
+
+
+class Yields:
+    """Expected tokens of proposals by the statistics of now. Keeps what it has computed: make another later."""
+
+    def __init__(self, acceptance: AcceptanceStats, proposals: ProposalStats, widths: Sequence[int]) -> None:
+        self._acceptance = acceptance
+        self._proposals = proposals
+        self._widths = widths
+        self._nodes: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._joint_curves: dict[tuple[Offer, ...], Curve] = {}
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        """Curves of the mean proposals of all widths."""
+        return self._proposals.curves(self._widths, self._acceptance.survivals)
+
+    def joint_curve(self, offers: Sequence[Offer]) -> Curve:
+        """Returns the curve of the likeliest nodes of all these offers together."""
+        key = tuple(sorted(offers))
+        if key not in self._joint_curves:
+            numbers = Counter(key)
+            parts = [self._nodes_of(offer) for offer in numbers]
+            shares = np.concatenate(
+                [number * counts for number, (counts, _) in zip(numbers.values(), parts, strict=True)]
+            )
+            survivals = np.concatenate([part for _, part in parts])
+            order = np.argsort(-survivals)
+            self._joint_curves[key] = Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
+        return self._joint_curves[key]
+
+    def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns (n,) numbers of nodes in such a proposal, and (n,) their survivals."""
+        if offer not in self._nodes:
+            count, kind = offer
+            survivals = self._acceptance.survivals
+            if kind == 0:
+                curve = self._proposals.curves([count], survivals)[0]
+                shares = np.diff(curve.nodes)
+                self._nodes[offer] = shares, np.diff(curve.tokens) / np.maximum(shares, 1e-9)
+            else:
+                survivals = np.minimum.accumulate(survivals[host_cells(count, kind)[1:]])
+                self._nodes[offer] = np.ones(count - 1), survivals
+        return self._nodes[offer]
+
+
+def has_host_nodes(offers: Sequence[Offer] | None) -> bool:
+    """Whether the host proposed something."""
+    return offers is not None and any(kind for _, kind in offers)
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns (n + 1,) sums of the first 0, 1, ... n values."""
+    return np.concatenate(((0.0,), np.cumsum(values)))
