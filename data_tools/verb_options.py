@@ -234,8 +234,8 @@ class CaptureConfig:
     """Longer documents are cut; training may use this data.max_length or a smaller one."""
     train_documents: int | None = None
     """Take the first of the training split only."""
-    heldout_documents: int | None = 200
-    """Take the first of the heldout split only; training evaluates evaluation.documents of them."""
+    heldout_documents: int | None = 400
+    """Take the first of the heldout split only; training evaluates evaluation.documents (400) of them."""
     batch_tokens: int = 16384
     """Tokens in a pass of the target, padding included."""
     shard_gb: float = 2.0

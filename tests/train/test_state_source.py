@@ -17,6 +17,7 @@ import torch
 from datasets import load_from_disk
 from torch import Tensor
 
+from slipstream.data_tools.verb_options import CaptureConfig
 from slipstream.models.files.state_store import shard_path
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
@@ -24,7 +25,7 @@ from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import build
-from slipstream.train.options import DataOptions
+from slipstream.train.options import DataOptions, EvaluationOptions
 from slipstream.train.state_source import (
     BATCHES_AHEAD,
     StateSource,
@@ -332,3 +333,8 @@ def test_batches_that_need_no_disk_are_made_when_they_are_asked_for() -> None:
     batches = read_ahead(rows.batches(9), rows)
     next(batches)
     assert rows.made == 1
+
+
+def test_a_capture_holds_what_an_evaluation_reads() -> None:
+    """By default, or a run would refuse the capture that was made for it."""
+    assert CaptureConfig(data=["d"], target="t", output="o").heldout_documents == EvaluationOptions().documents
