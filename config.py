@@ -186,12 +186,21 @@ def suggestion(parser: ArgumentParser, message: str) -> str:
     """Names the options that the unknown ones in a message resemble, or else those of their group, or else all."""
     options = [name.replace("_", "-") for name in option_names(parser)]
     unknown = [word.replace("_", "-") for word in re.findall(r"[A-Za-z][\w.-]*", message)]
-    names = list(dict.fromkeys(name for word in unknown for name in nearest(word, options, cutoff=0.75)))
+    names = list(dict.fromkeys(name for word in unknown for name in alike(word, options)))
     if names:
         return f"did you mean {' or '.join(f'--{name}' for name in names)}?"
     groups = {f"{name.split('.')[0]}." for name in unknown if "." in name}
-    alike = [name for name in options if name.startswith(tuple(groups))]
-    return f"the options are {', '.join(f'--{name}' for name in alike or options)}"
+    group = [name for name in options if name.startswith(tuple(groups))]
+    return f"the options are {', '.join(f'--{name}' for name in group or options)}"
+
+
+def alike(word: str, options: Iterable[str]) -> list[str]:
+    """The option most like `word`, or none: of its group, if there is one, compared without the group's name."""
+    section, dot, name = word.rpartition(".")
+    group = [option.removeprefix(section + dot) for option in options if dot and option.startswith(section + dot)]
+    if group:
+        return [section + dot + option for option in nearest(name, group)]
+    return nearest(word, options, cutoff=0.75)
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

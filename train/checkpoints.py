@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from slipstream.config import complete, flatten
+from slipstream.models.drafts.interchange import NORMS
 from slipstream.models.files.atomic import (
     FolderLock,
     InUseError,
@@ -50,7 +51,8 @@ BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.v
 BY_CONTENT |= {"evaluation.costs": "costs_hash"}
 # Options that earlier versions had, and what they are today.
 DROPPED = {"optim.betas": [0.9, 0.95], "optim.clip": 0.5, "optim.decay_ratio": 0.2, "optim.warmup_ratio": 0.03}
-DROPPED |= {"optim.weight_decay": 0.0}
+DROPPED |= {"optim.weight_decay": 0.0, "draft.state_weight": 1.0}
+DROPPED |= {"draft.feature_weight": 1.0, "draft.token_weight": 0.1, "draft.noise": 0.2, "draft.loss": "soft_ce"}
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
@@ -156,7 +158,7 @@ class Checkpoints:
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
         """Raises ValueError if the run in `folder` has other options or inputs. An option that its version did not have
         counts as its default, one that this version does not have as left out if it is as today."""
-        earlier = complete(without_dropped(saved), self.defaults)
+        earlier = complete(in_todays_terms(saved, self.defaults), self.defaults)
         for name in sorted(self.identity.keys() | earlier.keys()):
             is_elsewhere = content_hash_of(name) in saved or (name in BY_CONTENT.values() and name not in saved)
             value = self.identity.get(name)
@@ -251,10 +253,15 @@ def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(flatten(options))))
 
 
-def without_dropped(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run without dropped ones that are as today."""
+def in_todays_terms(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run without dropped ones that are as today. Norms once were options, one for each."""
     dropped = DROPPED | {"evaluation.best": "speed" if saved.get("evaluation.costs") else "accept_length"}
-    return {name: value for name, value in saved.items() if name not in dropped or value != dropped[name]}
+    options = {name: value for name, value in saved.items() if name not in dropped or value != dropped[name]}
+    flags = {norm: options.pop(f"draft.{norm}") for norm in NORMS if f"draft.{norm}" in options}
+    if flags:
+        usual = defaults["draft.norms"]
+        options["draft.norms"] = [norm for norm in NORMS if flags.get(norm, norm in usual)]
+    return options
 
 
 def is_extension(name: str, saved: Mapping[str, Any], options: Mapping[str, Any]) -> bool:

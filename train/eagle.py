@@ -27,7 +27,7 @@ from slipstream.train.text_noise import RowValues
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
-NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.noise
+NOISE_LENGTH = 512  # length of a document whose noise has the spread `noise_spread`
 
 
 class EagleTraining(ChainTraining):
@@ -36,6 +36,8 @@ class EagleTraining(ChainTraining):
     Network = Eagle
     drafter = "eagle"
     rates = {"muon": 0.015, "adamw": 0.003}
+    token_weight = 0.1  # of the distance of the distributions, beside 1 for the features
+    noise_spread = 0.2
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -52,18 +54,17 @@ class EagleTraining(ChainTraining):
         def teach(part: slice) -> Tensor:
             return self.target.logits(step.teacher[part], self.target_ids)[0]
 
-        options = self.options
         regression = (regression_losses(step.states, step.teacher) * step.row_weights).sum()
-        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, options.loss)
-        loss = options.feature_weight * regression + options.token_weight * entropy
-        return options.ttt_decay**index * loss, self.head.ids[rows], {"feature_loss": regression}
+        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, "soft_ce")
+        loss = regression + self.token_weight * entropy
+        return self.options.ttt_decay**index * loss, self.head.ids[rows], {"feature_loss": regression}
 
     def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
         return self.target.as_read(final + self.noise(batch).flatten(0, 1))  # noise is fp32
 
     def noise(self, batch: Batch) -> Tensor:
         """(B, S, H) uniform noise, drawn by the seed and each row's number in the run alone."""
-        scale = self.options.noise * NOISE_LENGTH / document_lengths(batch.documents)  # (B, S)
+        scale = self.noise_spread * NOISE_LENGTH / document_lengths(batch.documents)  # (B, S)
         shape = (batch.tokens.shape[1], self.draft.config.hidden_size)
         device = self.device
         generator = torch.Generator(device)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import soft_cross_entropy
-from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.interchange import NORMS
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import train
 from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
@@ -32,12 +33,13 @@ class Eagle3Training(ChainTraining):
     Network = Eagle3
     drafter = "eagle3"
     rates = {"muon": 0.015, "adamw": 0.003}
+    state_weight = 1.0  # of a smooth L1 loss between the states that the heads of draft and target read
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
-        flags = {name: getattr(options, name) for name in (*FLAGS, "qk_norm", "num_layers")}
-        return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
+        norms = {norm: norm in options.norms for norm in NORMS}
+        return files.new_draft(Eagle3, options, aux_layers=layers, num_layers=options.num_layers, **norms)
 
     def start(self, *, continues: bool = False) -> None:
         if self.options.init_from_target:
@@ -50,17 +52,14 @@ class Eagle3Training(ChainTraining):
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
         options = self.options
         states = self.draft.head_input(step.states)
-        weights = options.weight(index) * step.weights
+        weight = options.ttt_decay**index
+        weights = weight * step.weights
         losses, drafted = soft_cross_entropy(
             self.draft.lm_head(states), step.teacher, weights, options.loss, in_place=True
         )
-        loss = losses.sum()
-        sums = Metrics()
-        if options.state_weight:
-            regression = regression_losses(states, step.final)
-            sums["state_loss"] = (regression * step.row_weights).sum()
-            loss = loss + options.state_weight * options.weight(index) * sums["state_loss"]
-        return loss, drafted + self.draft.d2t[drafted], sums
+        regression = (regression_losses(states, step.final) * step.row_weights).sum()
+        loss = losses.sum() + self.state_weight * weight * regression
+        return loss, drafted + self.draft.d2t[drafted], {"state_loss": regression}
 
     def predictions(self, states: Tensor, noise: RowValues | None = None) -> Tensor:
         logits = self.draft.logits(states)  # in one call: sharded weights are gathered as often by every process

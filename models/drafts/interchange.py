@@ -7,9 +7,12 @@ takes long.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Server = Literal["sglang", "vllm"]
+# Norms of an EAGLE3 draft by their public names: the flags of EAGLE-3.1, and Qwen3's norms of queries and keys.
+Norm = Literal["fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "qk_norm"]
+NORMS: tuple[Norm, ...] = get_args(Norm)
 Values = Mapping[str, Any]  # options of `draft` by name; an absent one, or None, takes a default that loads
 
 SERVERS: dict[Server, str] = {"sglang": "SGLang 0.5.23", "vllm": "vLLM 0.33"}
@@ -35,7 +38,7 @@ def shown(value: Any) -> str:
     """A value as users write it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def requires(option: str, value: Any, reason: str, *, unless: Iterable[str] = ()) -> Rule:
@@ -45,6 +48,10 @@ def requires(option: str, value: Any, reason: str, *, unless: Iterable[str] = ()
         return values.get(option, value) in (value, None) or any(values.get(name) for name in unless)
 
     return Rule(option, holds, value, reason)
+
+
+def excludes_norm(norm: Norm, reason: str) -> Rule:
+    return Rule("norms", lambda values: norm not in values.get("norms", ()), ("fc_norm", "norm_output"), reason)
 
 
 def is_ascending(values: Values) -> bool:
@@ -83,8 +90,8 @@ CONVOLUTIONS = requires(
 )
 RULES: dict[tuple[Server, str], tuple[Rule, ...]] = {
     ("sglang", "eagle3"): (
-        requires("norm_before_residual", False, "adds to the hidden state before its norm, whatever the file says"),
-        requires("qk_norm", False, "has no norms of queries and keys in an EAGLE3 layer"),
+        excludes_norm("norm_before_residual", "adds to the hidden state before its norm, whatever the file says"),
+        excludes_norm("qk_norm", "has no norms of queries and keys in an EAGLE3 layer"),
         requires("num_layers", 1, "looks for the norms of further layers under another name"),
         requires("attention_bias", False, "has no biases of queries, keys and values in an EAGLE3 layer"),
         Rule("aux_layers", has_several_states, None, "does not apply fc to a single state"),
@@ -178,6 +185,7 @@ def draft_values(config: Any) -> dict[str, Any]:
     values["vocabulary"] = None if size == values["vocab_size"] else size
     values["conv"] = bool(values.get("conv_kernel_size"))
     values["bias"] = values.get("fc_bias", True)
+    values["norms"] = tuple(norm for norm in NORMS if values.get(norm))
     return values
 
 
@@ -198,12 +206,12 @@ def values_of_json(values: Mapping[str, Any], drafter: str) -> dict[str, Any]:
     if drafter == "eagle":
         return shared | {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias", False)}
     if drafter == "eagle3":
-        flags = ("norm_before_residual", "attention_bias")
+        flags = {**values, "qk_norm": values.get("model_type") == "qwen3"}
         nested = values.get("eagle_config") or {}
         return {
             **shared,
-            **{flag: values.get(flag, False) for flag in flags},
-            "qk_norm": values.get("model_type") == "qwen3",
+            "norms": tuple(norm for norm in NORMS if flags.get(norm)),
+            "attention_bias": values.get("attention_bias", False),
             "has_fc": nested.get("use_aux_hidden_state", True),
             "aux_layers": nested.get("eagle_aux_hidden_state_layer_ids"),
         }

@@ -38,7 +38,7 @@ ROOT = ASSETS.parent.parent
 TARGET = "assets/tiny-target"  # from ROOT
 HEAD_DIM = 32
 STATES = (2, 3, 4, 5, 6)  # that some draft reads
-MUON: dict[str, Any] = {"name": "muon", "warmup_ratio": 0.03, "schedule": "linear", "momentum": 0.85}
+MUON: dict[str, Any] = {"name": "muon", "schedule": "linear", "momentum": 0.85}
 FILES = ("config.json", "model.safetensors")
 LONGEST = 512  # tokens of a conversation, and of a packed row
 
@@ -72,18 +72,17 @@ def dspark(**options: Any) -> dict[str, Any]:
     return block(**{"markov_rank": 8, "sample_from_anchor": True, **options})
 
 
-NEW_FLAGS = dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output", "qk_norm"), True)
 FEW = (2, 1)
 SOME = (4, 2)
 MANY = (4, 4)  # heads: a block's slots know of the text only by attention
 DRAFTS: dict[str, Recipe] = {
     "eagle": Recipe(eagle, 0, chain(ttt_steps=1), 1e-2, FEW, 1024, 2),
     "eagle-no-bias": Recipe(eagle, 1, chain(bias=False), 1e-2, FEW, 1024, 3),
-    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(loss="tv", token_weight=1.0), 1e-2, FEW, None, 3),
-    "eagle3": Recipe(eagle3, 0, from_states(aux_layers=(3,)), 6e-3, FEW, 256, 4),
-    "eagle3-flags": Recipe(eagle3, 1, from_states(aux_layers=(2, 5), ttt_steps=3, **NEW_FLAGS), 6e-3, FEW, 384, 2),
+    "eagle-whole-vocabulary": Recipe(eagle, 2, chain(), 1e-2, FEW, None, 3),
+    "eagle3": Recipe(eagle3, 0, from_states(aux_layers=(3,), norms=()), 6e-3, FEW, 256, 4),
+    "eagle3-flags": Recipe(eagle3, 1, from_states(aux_layers=(2, 5), ttt_steps=3), 6e-3, FEW, 384, 2),
     "eagle3-one-state": Recipe(
-        eagle3, 2, from_states(aux_layers=(4,), norm_before_fc=True, norm_output=True), 6e-3, FEW, 256, 4
+        eagle3, 2, from_states(aux_layers=(4,), norms=("norm_before_fc", "norm_output")), 6e-3, FEW, 256, 4
     ),
     "dflash": Recipe(dflash, 0, block(block_size=6), 1e-2, MANY),
     "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2, SOME),

@@ -89,7 +89,9 @@ def random_parts(
 def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **fields: Any) -> Eagle3Training:
     """A random draft in training: 4 steps, depth 3. `fields` of the config."""
     parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS, **fields)
-    return Eagle3Training(*parts, DraftOptions(ttt_steps=4, state_weight=0.0), depth=3)
+    training = Eagle3Training(*parts, DraftOptions(ttt_steps=4), depth=3)
+    training.state_weight = 0.0
+    return training
 
 
 @pytest.fixture

@@ -22,11 +22,20 @@ from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
 
 DEPTH = 3
 MAX_LENGTH = 64
-SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
+SEVERAL_STEPS = {"ttt_steps": 3, "token_weight": 2.0}
 
 
-def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
-    return EagleTraining(*random_parts(Eagle, target, ids), DraftOptions(**{"noise": 0.0} | options), DEPTH, seed=5)
+def make_training(
+    target: PreTrainedModel,
+    ids: Tensor | None = None,
+    ttt_steps: int = 1,
+    token_weight: float = 0.1,
+    noise_spread: float = 0.0,
+) -> EagleTraining:
+    training = EagleTraining(*random_parts(Eagle, target, ids), DraftOptions(ttt_steps=ttt_steps), DEPTH, seed=5)
+    training.token_weight = token_weight
+    training.noise_spread = noise_spread
+    return training
 
 
 def naive_terms(
@@ -72,14 +81,13 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     ids = token_map.ids if reduced else torch.arange(120)
     training = make_training(target_model, ids if reduced else None, **options)
     rows = documents(1)
-    settings = training.options
     terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
     expected = torch.zeros(())
     for step, regression, entropy, _ in terms:
-        term = settings.feature_weight * regression + settings.token_weight * (0 if entropy is None else entropy)
+        term = regression + training.token_weight * (0 if entropy is None else entropy)
         expected = expected + 0.6**step * term
     loss, metrics = training.loss(collate(rows, MAX_LENGTH))
-    for step in range(settings.ttt_steps):
+    for step in range(training.options.ttt_steps):
         agreements = [agrees for s, _, _, agrees in terms if s == step]
         assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
         regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
@@ -102,7 +110,7 @@ def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedMo
 def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) -> None:
     batch = collate([[([1] * 32, [True] * 32), ([2] * 16, [True] * 16)], [([3] * 48, [True] * 48)]], 64)
     assert document_lengths(batch.documents)[0, :48].tolist() == [32.0] * 32 + [16.0] * 16
-    noise = make_training(target_model, noise=0.2).noise(batch)
+    noise = make_training(target_model, noise_spread=0.2).noise(batch)
     for row, part, length in ((0, slice(0, 32), 32), (0, slice(32, 48), 16), (1, slice(0, 48), 48)):
         spread = 0.2 * 512 / length
         values = noise[row, part]
@@ -113,7 +121,7 @@ def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) ->
 
 def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
     """Neither the other rows of a batch nor how often it is asked for matter; the seed does."""
-    training = make_training(target_model, noise=0.2)
+    training = make_training(target_model, noise_spread=0.2)
     rows = documents(4)
     batch = collate(rows, MAX_LENGTH, 7)
     second = collate(rows[1:2], MAX_LENGTH, 8)
@@ -121,11 +129,13 @@ def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
     assert torch.equal(training.noise(batch)[1, :width], training.noise(second)[0])
     assert not torch.equal(training.noise(batch)[0, :9], training.noise(batch)[1, :9])
     training.seed = 6
-    assert not torch.equal(training.noise(batch)[1, :width], make_training(target_model, noise=0.2).noise(second)[0])
+    assert not torch.equal(
+        training.noise(batch)[1, :width], make_training(target_model, noise_spread=0.2).noise(second)[0]
+    )
 
 
 def test_noise_reaches_the_loss_only(target_model: PreTrainedModel) -> None:
-    calm, noisy = (make_training(target_model, noise=spread) for spread in (0.0, 0.5))
+    calm, noisy = (make_training(target_model, noise_spread=spread) for spread in (0.0, 0.5))
     batch = collate(documents(0), MAX_LENGTH)
     assert calm.loss(batch)[0] != noisy.loss(batch)[0]
     assert {name: x.tolist() for name, x in calm.evaluate(batch).items()} == {

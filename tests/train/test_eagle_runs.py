@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from datasets import Dataset
 from safetensors.torch import load_file
 
@@ -10,22 +11,27 @@ from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData
 from slipstream.tests.train.runs import records
-from slipstream.train.eagle import main
+from slipstream.train.eagle import EagleTraining, main
 
 DEPTH = 3
 PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
 
 
 def test_an_overfitted_draft_is_accepted_whole(
-    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Callable[..., list[str]]
+    tmp_path: Path,
+    target_path: Path,
+    save_data: SaveData,
+    run_flags: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One batch learnt by heart: every round emits depth + 1 tokens."""
+    monkeypatch.setattr(EagleTraining, "noise_spread", 0.0)
     params = SamplingParams(max_tokens=3 * (DEPTH + 1) + 1, temperature=0.0, ignore_eos=True)
     answers = [answer.tokens for answer in LLM(str(target_path)).generate(PROMPTS, params)]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     masks = [[i >= len(prompt) for i in range(len(text))] for prompt, text in zip(PROMPTS, texts, strict=True)]
     data = save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
-    learnt = {"data__path": data, "data__max_length": 64, "data__batch_size": 1, "draft__noise": 0}
+    learnt = {"data__path": data, "data__max_length": 64, "data__batch_size": 1}
     learnt |= {"optim__name": "muon", "optim__steps": 150, "draft__ttt_steps": DEPTH, "evaluation__every": 150}
     command = run_flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, draft__bias="false", **learnt)
     main([flag for flag in command if "vocabulary" not in flag])

@@ -3,7 +3,7 @@ oracle is tests/server_loaders.py, which states the servers' rules again."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from slipstream.train.dflash_options import DFlashOptions
 from slipstream.train.draft_setup import build
 from slipstream.train.eagle import EagleTraining
 from slipstream.train.eagle3 import Eagle3Training
-from slipstream.train.eagle3_options import DraftOptions, Eagle3Options
+from slipstream.train.eagle3_options import Eagle3Options
 from slipstream.train.eagle_options import EagleOptions
 from slipstream.train.target_files import TargetFiles
 
@@ -43,17 +43,16 @@ ANCHOR = "--draft.sample_from_anchor=true"
 LILICORR = "--draft.lilicorr={candidate_topk: 4, hidden_size: 16, num_layers: 1, num_heads: 2, factor_dim: 12}"
 WINDOWS = ("--draft.sliding_window=6", "--draft.windowed_layers=[0]")
 NON_CAUSAL = "--draft.sliding_window_non_causal=true"
-FLAGS = ("norm_before_residual", "fc_norm", "norm_output", "qk_norm")
-PLAIN = tuple(f"--draft.{flag}=false" for flag in FLAGS)  # later words win
+PLAIN = ("--draft.norms=[]",)
 CASES: dict[str, list[tuple[str, ...]]] = {
     "eagle3": [
         (),
         (MAP,),
-        ("--draft.norm_before_residual=true",),
-        ("--draft.norm_before_fc=true", "--draft.norm_output=true"),
-        ("--draft.fc_norm=true", "--draft.norm_output=true", "--draft.head=frozen"),
-        ("--draft.qk_norm=true",),
-        ("--draft.qk_norm=true", "--draft.aux_layers=[0, 1]", MAP),
+        ("--draft.norms=[norm_before_residual]",),
+        ("--draft.norms=[norm_before_fc, norm_output]",),
+        ("--draft.norms=[fc_norm, norm_output]", "--draft.head=frozen"),
+        ("--draft.norms=[qk_norm]",),
+        ("--draft.norms=[qk_norm]", "--draft.aux_layers=[0, 1]", MAP),
         ("--draft.num_layers=2",),
         ("--draft.aux_layers=[2]",),
         ("--draft.aux_layers=[0, 2]",),
@@ -204,6 +203,7 @@ def test_every_rule_is_tried() -> None:
     assert not {rule.reason for rule in rules} - tried
 
 
+ALL_NORMS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm")
 OFF = {"target_num_layers": DEPTH, "markov_head_type": "vanilla"}
 
 
@@ -212,44 +212,32 @@ def options_of(words: tuple[str, ...]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, value in pairs}
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherDraftOptions(DraftOptions):
-    norm_before_residual: bool = True
-    qk_norm: bool = True
-    norm_output: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherOptions(Eagle3Options):
-    draft: OtherDraftOptions = field(default_factory=OtherDraftOptions)
-
-
 @pytest.mark.parametrize(
-    ("words", "flags"),
+    ("words", "norms"),
     [
-        ((), (True, True, True)),
-        (("--draft.interchange=vllm",), (True, True, True)),
-        (("--draft.interchange=sglang",), (False, False, True)),
-        (("--config=FILE",), (False, False, True)),
-        (("--draft.interchange=sglang", "--draft.norm_output=false"), (False, False, False)),
-        (("--config=FILE", "--draft.interchange=own"), (True, True, True)),
+        ((), ALL_NORMS),
+        (("--draft.interchange=vllm",), ALL_NORMS),
+        (("--draft.interchange=sglang",), ("fc_norm", "norm_output")),
+        (("--config=FILE",), ("fc_norm", "norm_output")),
+        (("--draft.interchange=sglang", "--draft.norms", "fc_norm"), ("fc_norm",)),
+        (("--config=FILE", "--draft.interchange=own"), ALL_NORMS),
     ],
 )
 def test_interchange_chooses_the_nearest_defaults(
-    words: tuple[str, ...], flags: tuple[bool, ...], tmp_path: Path
+    words: tuple[str, ...], norms: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file.yaml").write_text("draft:\n  interchange: sglang\n")
     options = [word.replace("FILE", str(tmp_path / "file.yaml")) for word in words]
-    draft = parse(OtherOptions, ["--target=t", "--output=o", "--data.path=d", *options], prog="", description="").draft
-    assert (draft.norm_before_residual, draft.qk_norm, draft.norm_output) == flags
+    words = ("--target=t", "--output=o", "--data.path=d", *options)
+    assert parse(Eagle3Options, words, prog="", description="").draft.norms == norms
 
 
 def test_a_default_that_the_user_writes_down_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--target=t", "--output=o", "--data.path=d", "--draft.interchange=sglang", "--draft.qk_norm=true"]
+    words = ["--target=t", "--output=o", "--data.path=d", "--draft.interchange=sglang", "--draft.norms=[qk_norm]"]
     with pytest.raises(SystemExit) as stop:
-        parse(OtherOptions, words, prog="", description="")
+        parse(Eagle3Options, words, prog="", description="")
     assert stop.value.code == 2
     assert (
-        "draft.qk_norm is true, but draft.interchange is sglang: SGLang 0.5.23 has no norms of queries and keys in an "
-        "EAGLE3 layer; give false, or set draft.interchange to own"
+        "draft.norms is [qk_norm], but draft.interchange is sglang: SGLang 0.5.23 has no norms of queries and keys in "
+        "an EAGLE3 layer; give [fc_norm, norm_output], or set draft.interchange to own"
     ) in capsys.readouterr().err

@@ -28,13 +28,12 @@ SHARED_OPTIONS = """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
         EagleOptions,
-        "draft.bias draft.feature_weight draft.loss draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
+        "draft.bias draft.ttt_decay draft.ttt_steps",
     ),
     "eagle3": (
         Eagle3Options,
-        "draft.aux_layers draft.fc_norm draft.head draft.init_from_target draft.loss draft.norm_before_fc "
-        "draft.norm_before_residual draft.norm_output draft.num_layers draft.qk_norm draft.state_weight "
-        "draft.step_weights draft.ttt_decay draft.ttt_steps",
+        "draft.aux_layers draft.head draft.init_from_target draft.loss draft.norms draft.num_layers draft.ttt_decay "
+        "draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
@@ -96,15 +95,13 @@ BAD_VALUES = [  # program, flags, what the message names
     ),
     ("eagle3", ["--optim.momentum=1"], "optim.momentum is 1.0; give a share from 0 to below 1"),
     ("eagle3", ["--optim.schedule=step"], "optim.schedule"),
-    ("eagle3", ["--draft.state_weight=-1"], "draft.state_weight is -1.0; give 0 or more"),
     ("eagle3", ["--draft.head=frozen", "--draft.init_from_target=false"], "draft.head is frozen and draft.init_from"),
+    ("eagle3", ["--draft.norms=[fc_norm, layer_norm]"], "draft.norms"),
+    ("eagle3", ["--draft.qk_norm=false"], "unrecognized arguments: --draft.qk_norm=false; did you mean --draft.norms?"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
     ("eagle3", ["--draft.ttt_steps=0"], "draft.ttt_steps is 0"),
     ("eagle3", ["--draft.aux_layers=[]"], "draft.aux_layers is []; name at least one state"),
     ("eagle3", ["--draft.intermediate_size=-5"], "draft.intermediate_size is -5; give at least 1"),
-    ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0]"], "draft.step_weights is [1.0]; give 2"),
-    ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0, -1.0]"], "draft.step_weights is [1.0, -1.0]; give"),
-    ("eagle3", ["--draft.ttt_steps=1", "--draft.step_weights=[0.0]"], "draft.step_weights is [0.0]; give 1, one for"),
     ("eagle3", ["--evaluation.depth=0"], "evaluation.depth is 0; give at least 1"),
     ("eagle3", ["--evaluation.requests=8"], "evaluation.requests is 8, which needs evaluation.costs; name a file"),
     ("eagle3", ["--evaluation.patience=0"], "evaluation.patience is 0; give at least 1"),
@@ -134,8 +131,7 @@ BAD_VALUES = [  # program, flags, what the message names
         ["--data.aux_states=f", "--data.aux_states_missing=online", "--target_sharding=machine"],
         "would run the target unequally often; set target_sharding to none, or leave data.aux_states out",
     ),
-    ("eagle", ["--draft.noise=-1"], "none may be negative"),
-    ("eagle", ["--draft.token_weight=0", "--draft.feature_weight=0"], "nor both weights 0"),
+    ("eagle", ["--draft.noise=1"], "unrecognized arguments: --draft.noise=1; the options are --draft.bias, --draft."),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),

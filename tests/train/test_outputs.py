@@ -84,12 +84,19 @@ def test_what_a_run_reads_may_lie_elsewhere(
     assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
 
 
+WITHOUT_OUTPUT = "[fc_norm, norm_before_residual, qk_norm]"
+
+
 @pytest.mark.parametrize(
     ("saved", "changes", "message"),
     [
-        ({"optim.momentum": ..., "draft.qk_norm": ..., "init_from": ..., "draft.state_weight": ...}, {}, None),
+        ({"optim.momentum": ..., "draft.norms": ..., "init_from": ...}, {}, None),
         ({"vocabulary_hash": ..., "draft.dropped": None, "tracker.dropped": 5}, {}, None),
-        ({"draft.qk_norm": ...}, {"draft__qk_norm": "false"}, "draft.qk_norm is False, but the run in .* has True;"),
+        ({"draft.norms": ...}, {"draft__norms": "[]"}, r"draft.norms is \[\], but the run in .* has \['fc_norm', "),
+        # From when each norm was an option; a missing one counts as its default.
+        ({"draft.norms": ..., "draft.fc_norm": True, "draft.norm_before_fc": False}, {}, None),
+        ({"draft.norms": ..., "draft.norm_output": False}, {"draft__norms": WITHOUT_OUTPUT}, None),
+        ({"draft.norms": ..., "draft.norm_output": False}, {}, "has .*'fc_norm', 'norm_before_residual', 'qk_norm'"),
         ({"optim.lr": ...}, {}, "optim.lr is 0.01, but the run in .* has None; pass the saved value"),
         ({"draft.dropped": 5}, {}, "step-6 has draft.dropped 5, an option that this version does not have; "),
         ({**DROPPED, "resume": "never", "evaluation.samples": 0, "evaluation.best": "accept_length"}, {}, None),

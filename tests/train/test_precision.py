@@ -45,7 +45,7 @@ def test_the_target_is_neither_trained_nor_saved(make: Make, target_model: PreTr
 
 
 @pytest.mark.parametrize("target_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("make", [MAKERS[0], partial(test_eagle.make_training, noise=0.2), MAKERS[2]])
+@pytest.mark.parametrize("make", [MAKERS[0], partial(test_eagle.make_training, noise_spread=0.2), MAKERS[2]])
 def test_weights_in_bf16_read_any_target(make: Make, target_dtype: torch.dtype, target_model: PreTrainedModel) -> None:
     """Under FSDP and DeepSpeed, which cast no inputs."""
     rounded = make(copy.deepcopy(target_model).to(target_dtype))

@@ -40,7 +40,7 @@ def answered(target: PreTrainedModel, count: int) -> Dataset:
 # A draft with each head and flag that changes what a run keeps -> its program and options.
 BLOCKS = {"draft__num_layers": 2, "draft__block_size": 5, "draft__anchors": 6, "draft__mask_token_id": 7}
 EVERY_HEAD: dict[str, tuple[Program, dict[str, Any]]] = {
-    "eagle3": (eagle3.main, {"draft__ttt_steps": 2, "draft__norm_output": "true", "draft__state_weight": 0.1}),
+    "eagle3": (eagle3.main, {"draft__ttt_steps": 2}),
     "eagle": (eagle.main, {"draft__ttt_steps": 2}),
     "dflash2": (dflash.main, BLOCKS | {"draft__conv": "true", "draft__selector_rank": 4, "draft__selector_top_k": 4}),
     "dspark": (

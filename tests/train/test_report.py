@@ -137,7 +137,7 @@ def test_every_metric_of_training_has_a_title(
     target_model: PreTrainedModel, token_map: TokenMap, finished: Path, run: Path
 ) -> None:
     chain = make_eagle3(target_model, token_map.ids)
-    chain.options = replace(chain.options, state_weight=0.5)
+    chain.state_weight = 0.5
     every = LossWeights(**{weight.name: 0.1 for weight in fields(LossWeights) if "_" not in weight.name})
     selector = replace(every, selector_ce=0.1, selector_tv=0.1)
     scorer = replace(every, scorer_ce=0.1, scorer_hinge=0.1, scorer_regret=0.1, confidence=None)
