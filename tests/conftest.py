@@ -39,6 +39,11 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that libraries' objects are let go at exit
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> folder of a random checkpoint of that family, made once per session."""

@@ -1,15 +1,17 @@
 """Gated activations against their formulas in fp64."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.activation import gelu_tanh_mul, silu_mul
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
+Kernel = Callable[[Tensor], Tensor]
 KERNELS = [silu_mul.reference, silu_mul.triton]
 REAL = [(1, 14336), (32, 14336), (8192, 14336), (5, 12288), (3, 11008)]
 SHAPES = [(1, 16), (3, 1000), (2, 2100), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
@@ -20,65 +22,55 @@ def random(rows: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
     return wide.to(device, dtype)[:, : 2 * size]
 
 
-@grouped()
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    gate_up = random(*shape, dtype, device)
-    with poisoned():
-        out = kernel(gate_up)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert out.dtype == dtype
-    expected = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+def silu(gate: Tensor) -> Tensor:
+    return gate / (1 + torch.exp(-gate))
+
+
+def gelu_tanh(gate: Tensor) -> Tensor:
+    return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [gelu_tanh_mul.reference, gelu_tanh_mul.triton])
+@each_device
+@pytest.mark.parametrize(("activation", "op"), [(silu, silu_mul), (gelu_tanh, gelu_tanh_mul)])
+@pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
-def test_gelu_tanh_mul(
-    kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str
+def test_the_formula(
+    activation: Kernel, op: Any, run: str, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     gate_up = random(*shape, dtype, device)
     with poisoned():
-        out = kernel(gate_up)
+        out = getattr(op, run)(gate_up)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert out.dtype == dtype
-    expected = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    torch.testing.assert_close(out.double(), activation(gate) * up, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gelu_of_extremes(device: str) -> None:
+@each_device
+@pytest.mark.parametrize("op", [silu_mul, gelu_tanh_mul])
+def test_extremes(op: Any, device: str) -> None:
     gate = torch.tensor([-1e6, -100.0, -0.0, 100.0, 1e6], device=device)
     expected = torch.tensor([0.0, 0.0, 0.0, 200.0, 2e6], device=device)
-    torch.testing.assert_close(gelu_tanh_mul.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0], expected)
+    torch.testing.assert_close(op.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0], expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_extremes_leading_dims_and_no_rows(device: str) -> None:
-    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
-    torch.testing.assert_close(
-        silu_mul.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0],
-        torch.tensor([0.0, 0.0, 0.0, 200.0, 2e4], device=device),
-    )
+@each_device
+def test_leading_dims_and_no_rows(device: str) -> None:
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
     torch.testing.assert_close(silu_mul.triton(gate_up), silu_mul.reference(gate_up))
     assert silu_mul.triton(gate_up[:0]).shape == (0, 3, 40)
 
 
-def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor) -> Tensor:
+def gradient(run: Kernel, gate_up: Tensor, upstream: Tensor) -> Tensor:
     leaf = gate_up.detach().requires_grad_()
     return torch.autograd.grad(run(leaf), leaf, upstream)[0]
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), rotating([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
-def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_gradients(kernel: Kernel, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Upstream gradients in strided rows, one that is constant, and one stored by columns."""
     gate_up = random(*shape, dtype, device)
     towards = random(*shape, dtype, device)[:, : shape[1]] / 4
@@ -91,7 +83,7 @@ def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], d
         torch.testing.assert_close(grads.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
     grads = gradient(silu_mul.triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
@@ -104,7 +96,7 @@ def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
         torch.testing.assert_close(grads, gradient(silu_mul.reference, gate_up[part], upstream[part]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
     gate_up = random(3, 40, torch.bfloat16, device)
     saved = []

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from slipstream.kernels.block_conv import block_conv
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", ["reference", "triton"])
 @pytest.mark.parametrize(
     ("shape", "block", "dtype"), rotating([(6, 48, 16, 2), (8, 24, 8, 3)], [1, 2], [torch.float32, torch.bfloat16])
@@ -32,7 +32,7 @@ def test_the_formula(shape: tuple[int, ...], block: int, dtype: torch.dtype, run
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "block", "dtype"),
     rotating([(130, 48, 16, 2), (8, 1040, 8, 3), (0, 48, 16, 2)], [2, 1, 8], [torch.float32, torch.bfloat16]),

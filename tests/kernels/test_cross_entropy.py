@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels import cross_entropy as module
 from slipstream.kernels.cross_entropy import Kind, Mix, label_cross_entropy, mixed_cross_entropy, soft_cross_entropy
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.kernels.triton_runs import each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 KINDS = get_args(Kind)
@@ -86,7 +86,7 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
 
 
 @grouped("shape")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("shape", "dtypes"), rotating(SHAPES, DTYPES))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
@@ -112,7 +112,7 @@ def far_logits() -> Tensor:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_extreme_logits(run: Run, kind: str, device: str) -> None:
@@ -125,7 +125,7 @@ def test_extreme_logits(run: Run, kind: str, device: str) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kind", ["soft_ce", "forward_kl", "tv", "lk"])
 @pytest.mark.parametrize("run", RUNS)
 def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) -> None:
@@ -144,7 +144,7 @@ def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) ->
         torch.testing.assert_close(computed_gradient.double(), gradient, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_limits_of_the_losses(run: Run, device: str) -> None:
     student = random((3, 200), torch.float32, device, 0)
@@ -167,7 +167,7 @@ def test_limits_of_the_losses(run: Run, device: str) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
@@ -185,7 +185,7 @@ def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> N
     check(run, student[[0, 2]], teacher[[0, 2]], weights[[0, 2]], kind)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", [*RUNS, *LABEL_RUNS])
 def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
     student = random((6, 400), torch.bfloat16, device, 0)
@@ -204,7 +204,7 @@ def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
     assert best.tolist() == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
     leaf = random((3, 300), torch.bfloat16, device, 0)
     teacher = random((3, 300), torch.bfloat16, device, 1)
@@ -230,7 +230,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
         soft_cross_entropy.triton(leaf.requires_grad_(), teacher, weights, in_place=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
     student = torch.randn(4, 50, device=device)
@@ -291,14 +291,14 @@ def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
 
 
 @grouped("shape")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("shape", "dtype"), rotating(LABEL_SHAPES, PRECISIONS))
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_losses_best_columns_and_gradients(run: Run, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     check_labels(run, *labelled(shape, dtype, device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
     wide = torch.full((3, 400), torch.nan, device=device)
@@ -309,7 +309,7 @@ def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
     assert not wide[:, 50:350].isnan().any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_labels_extreme_logits(run: Run, device: str) -> None:
     far = far_logits()
@@ -317,7 +317,7 @@ def test_labels_extreme_logits(run: Run, device: str) -> None:
     check_labels(run, logits.to(device), torch.tensor([299, 5, 150, 299, 299, 7, 7, 298], device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device: str) -> None:
@@ -331,7 +331,7 @@ def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device:
     assert logits[2, 250] == -1.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> None:
     logits, labels = labelled((3, 300), torch.float32, device)
@@ -341,7 +341,7 @@ def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> 
     assert logits.isnan().all(dim=-1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", LABEL_RUNS)
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_labels_no_rows(with_gradient: bool, run: Run, device: str) -> None:
@@ -368,7 +368,7 @@ MIXES = [
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("run", [mixed_cross_entropy.reference, mixed_cross_entropy.triton])

@@ -34,7 +34,7 @@ from slipstream.kernels.gemm.mxfp4 import (
     pack_words,
 )
 from slipstream.kernels.gemm.router import Routing, choose_block_rows, pair_counts, route, route_triton
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import rounded
 
@@ -153,7 +153,7 @@ def quantized_experts(kind: str, shape: tuple[int, int, int, int], device: str) 
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("shape", "dtype", "normalise"), rotating(SHAPES, DTYPES, [True, False]))
 def test_tokens_go_to_their_best_experts(
     shape: tuple[int, ...], dtype: torch.dtype, normalise: bool, device: str
@@ -172,7 +172,7 @@ def test_tokens_go_to_their_best_experts(
         torch.testing.assert_close(routing.weights.double(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("block_rows", [2, 16])
 def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device: str) -> None:
     router, _, _ = random_layer((32, 8, 6, 2), torch.float32, device)
@@ -192,7 +192,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device
     assert sorted(listed) == list(range(80))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(device: str) -> None:
     x = torch.ones(3, 32, device=device)
     x[1] = 0
@@ -207,7 +207,7 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_gpt_oss", "has_shared"), rotating(SHAPES, DTYPES, [True, False], [False, True])
 )
@@ -233,7 +233,7 @@ def test_outputs_are_those_of_a_loop_over_tokens(
         torch.testing.assert_close(mixed.double(), expected, **tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("is_gpt_oss", "has_shared"), [(True, False), (False, True)])
 def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: bool, device: str) -> None:
     """Experts whose sizes are no multiples of a tile's; full blocks and others."""
@@ -256,7 +256,7 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: b
     assert torch.equal(mixed, mix_experts_triton(x, routing, weights, shared, Tiling(64, 64, 2)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_router_adds_parts_in_one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side by side, one after another, in low tiles and in high ones."""
     router, bias, _ = random_layer((1024, 8, 6, 2), torch.float16, device, is_gpt_oss=True)
@@ -295,7 +295,7 @@ def rounding(kind: str, device: str) -> Callable[[Tensor], Tensor]:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("kind", "shape", "block_rows"), QUANTIZED)
 def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...], block_rows: int, device: str) -> None:
     rows, size, _, experts, top_k = shape
@@ -320,7 +320,7 @@ def test_quantised_experts_are_those_of_a_loop(kind: str, shape: tuple[int, ...]
         torch.testing.assert_close(mixed.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kind", ["fp8", "fp8 static", "fp8 blocks"])
 @torch.inference_mode()
 def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) -> None:
@@ -349,7 +349,7 @@ def test_large_tiles_of_fp8_give_the_bits_of_small_ones(kind: str, device: str) 
         assert torch.equal(mixed, mix_experts_triton(x, routing, weights, shared, Tiling(64, 128, 2)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_parts_of_the_inputs_are_added_in_one_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side by side for few rows, one after the other for more."""
     monkeypatch.setattr(grouped_gemm, "SPLIT_INPUTS", 544)
@@ -423,7 +423,6 @@ def test_blocks_grow_with_the_pairs_of_an_expert() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "name"), [("fp8", "a3b"), ("fp8 blocks", "a3b"), ("fp8 static", "qwen2"),
     ("mxfp4", "gpt-oss"), ("int4", "a3b"), ("int4 zeros", "a3b"), ("fp8 blocks", "qwen2")])  # fmt: skip
 @torch.inference_mode()
@@ -452,7 +451,6 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", REAL)
 @torch.inference_mode()

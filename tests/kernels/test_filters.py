@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_reference, filter_thresholds_triton
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped
 
 Shape = tuple[int, int]
@@ -112,7 +112,7 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("source", "vocab"),
     [(flat, 40), (constant, 40), (few_allowed, 40), (tied, 1), (tied, 5000), (long_tailed, 5000)]
@@ -128,7 +128,7 @@ def test_thresholds_equal_the_sort(source: Source, vocab: int, device: str) -> N
     check(logits, temperature, filters, thresholds)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_rows_choose_parameters_and_do_not_depend_on_their_batch(device: str) -> None:
     logits = long_tailed((6, 4500), torch.Generator().manual_seed(0)).to(device)
     temperature, filters = parameters(SETTINGS, device)

@@ -18,7 +18,7 @@ from slipstream.kernels.gemm.fixed_order import (
 from slipstream.kernels.gemm.small_m import linear_few_rows_triton
 from slipstream.kernels.gemm.tiling import Tiling, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.kernels.triton_runs import each_device, poisoned
 from slipstream.tests.pairwise import grouped
 
 TILES = [(16, 32), (32, 16), (32, 32)]
@@ -27,7 +27,7 @@ LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096
 ROWS = [1, 2, 7, 16, 31, 33, 64, 65, 100, 128, 129, 200, 256, 300, 513, 1024, 1500, 2048]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("shape", [(1, 24, 64), (33, 40, 128), (70, 65, 192), (40, 16, 2048)])
 def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device: str) -> None:
     dtype = torch.float16
@@ -42,7 +42,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device
             check(out, x.double() @ weight.double().t() + added, dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 33, 70), (4, 5, 513)])
 def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: str) -> None:
     parts = torch.randn(shape, device=device)
@@ -60,7 +60,6 @@ def test_parts_are_summed_in_their_order(shape: tuple[int, int, int], device: st
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [shape for shape in LLAMA if shape[0] == 4096])
 @torch.inference_mode()
 def test_the_library_sums_parts_like_us(shape: tuple[int, int]) -> None:
@@ -109,7 +108,6 @@ def test_gpus_that_lack_something_are_told(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @grouped("dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*LLAMA, (1000, 2560), (2560, 9728), (896, 4864), (1152, 896)])

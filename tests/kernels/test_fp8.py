@@ -18,7 +18,7 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_silu_mul,
 )
 from slipstream.kernels.gemm.tiling import choose_tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
@@ -59,7 +59,7 @@ def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | Non
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("shape", "blocks", "few"), rotating(SHAPES, [False, True], [True, False]))
 def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks: bool, few: bool, device: str) -> None:
     rows, outputs, inputs = shape
@@ -81,7 +81,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
             assert ((out.double() - expected).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("by_block", [False, True])
 def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
     """Codes times powers of two come back: the interpreter does not round to e4m3 as GPUs do."""
@@ -105,7 +105,7 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
         assert torch.equal(static.scales, torch.full((5,), 4.0, device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @torch.inference_mode()
 def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0] * 16] * 2, device=device)
@@ -114,7 +114,7 @@ def test_what_a_static_scale_cannot_reach_becomes_the_largest_code(device: str) 
         assert codes[1, :5].tolist() == [448.0, -448.0, 448.0, -448.0, 0.0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_no_rows_and_the_dispatch(device: str) -> None:
     weight, scales = layer(256, 128, False, device)
     assert fp8_linear.triton(rows_of(3, 128, False, device)._replace(
@@ -219,7 +219,7 @@ def test_gated_products_round_as_the_two_kernels() -> None:
     assert torch.equal(fp8_linear.triton(x, weight, scales, None, True), apart)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("input_format", [(None, False), (None, True), (0.03125, False)])
 def test_norms_quantise_their_output(input_format: tuple[float | None, bool], device: str) -> None:
     """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
@@ -245,7 +245,7 @@ def test_norms_quantise_their_output(input_format: tuple[float | None, bool], de
         assert same > 0.99, "but for sums in another order"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("by_block", [False, True])
 def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
     gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]

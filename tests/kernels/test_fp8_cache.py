@@ -15,7 +15,7 @@ from slipstream.kernels.kv.cache import move_rows
 from slipstream.kernels.kv.fp8 import E4M3, decode, encode
 from slipstream.kernels.kv.rope import rotate_and_store, store_context
 from slipstream.tests.kernels import attention_scenes, test_ragged_attention, test_rope
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW
+from slipstream.tests.kernels.triton_runs import SLOW, each_device
 from slipstream.tests.pairwise import grouped, rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
@@ -64,7 +64,7 @@ def codes_of_all(device: str) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([[1.0, 0.25], [8.0, 2.0**-7]], device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @torch.inference_mode()
 def test_codes_come_back_from_the_kernels(device: str) -> None:
     """Beyond the largest code they saturate. The angle is 0."""
@@ -84,7 +84,7 @@ def test_codes_come_back_from_the_kernels(device: str) -> None:
     assert torch.equal(cache[0].float()[:, slots], torch.stack(expected.split([2, 2], dim=1)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_context_rows_are_written_as_codes(device: str) -> None:
     scene = test_rope.ContextScene(test_rope.Case(3, L=2, G=3, D=16, R=12), torch.float32, device)
     scales = random_scales(2, 2, 3, device=device)
@@ -146,7 +146,7 @@ def check_ragged(case: "test_ragged_attention.Case", dtype: torch.dtype, device:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("name", ["new nodes of a tree", *(pytest.param(name, marks=SLOW) for name in TREES)])
 @torch.inference_mode()
 def test_tree_attention_over_codes(name: str, device: str) -> None:
@@ -162,7 +162,7 @@ def test_tree_attention_over_codes(name: str, device: str) -> None:
             torch.testing.assert_close(actual_lse.double(), lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_another_pass(device: str) -> None:
     """Segments of one pass alone, in the opposite order, and with other tiles."""
@@ -205,7 +205,7 @@ def test_bits_do_not_depend_on_the_height_of_tiles(name: str) -> None:
         assert torch.equal(run(work=scene.plan(blocks=(blocks, blocks))), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_codes_move_as_they_are(device: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(4).view(1, 2, 16, 2, 16)
     sources = torch.tensor([[3, 9, 4]], device=device)

@@ -15,7 +15,7 @@ from slipstream.kernels.gemm.gathered_head import (
 from slipstream.kernels.gemm.tiling import Tiling
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, exact_scores, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 # The interpreter has no product of bfloat16.
@@ -70,7 +70,7 @@ def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("tiling", "rows", "dtype"), rotating(TILINGS, ROWS, DTYPES))
 def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, device: str) -> None:
     hidden, weight, ids = random(rows, dtype, device)
@@ -82,7 +82,7 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
         torch.testing.assert_close(logits.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("tiling", "rows"), rotating([None, TILINGS[1]], [1, 33]))
 def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
     """In fp32, so that scores closer than the noise's rounding are rare."""
@@ -103,7 +103,7 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("tiling", "k"), rotating(TILINGS[::2], [16, 2, 1]))
 def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
     hidden, weight, ids = whole(4, device)
@@ -119,7 +119,7 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
         torch.testing.assert_close(values.double(), logits.log_softmax(dim=-1).gather(1, places), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_unused_places_are_last(device: str) -> None:
     """Whole tiles of them, first and last; fewer used places in a tile than k."""
     hidden, weight, ids = random(3, torch.float32, device)
@@ -139,7 +139,7 @@ def test_unused_places_are_last(device: str) -> None:
     assert values[:, 3:].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_scores_below_zero_after_larger_ones(device: str) -> None:
     """Nothing of a launch is left for the next one."""
     _, weight, ids = random(3, torch.float32, device)
@@ -153,7 +153,7 @@ def test_scores_below_zero_after_larger_ones(device: str) -> None:
             assert torch.equal(head_topk.triton(head, sign * hidden, k, positions, sampling)[1][:, 0], expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_parameters_by_entry(device: str) -> None:
     hidden, weight, ids = random(6, torch.float32, device)
     head = DraftHead(weight, ids, gathered=True)
@@ -167,7 +167,7 @@ def test_parameters_by_entry(device: str) -> None:
         assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :k])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     rows = 16 if device == "cpu" else MOST_ROWS  # the interpreter's product of more rows adds in another order
     hidden, weight, ids = random(rows, torch.float16, device)

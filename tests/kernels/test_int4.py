@@ -11,7 +11,7 @@ from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_tri
 from slipstream.kernels.gemm.int4 import int4_linear
 from slipstream.kernels.gemm.int4_weight import Int4Weight, dequantize, pack_codes, pack_units, unpack_words
 from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_mxfp4
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -63,7 +63,7 @@ def test_units_lie_in_pairs(group: int, inputs: int) -> None:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
@@ -79,7 +79,7 @@ def test_weights_are_rounded_once(
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "group", "symmetric", "dtype"), rotating(SHAPES, [128, 32, 64, 512], [False, True], DTYPES)
 )
@@ -106,7 +106,7 @@ def test_products_are_those_of_their_formula(
             assert run(x[:0], weight, bias).shape == (0, outputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("inputs", "group", "symmetric"), [(328, 128, False), (2056, 32, True), (2048, 64, False)])
 def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> None:
     weight, value = layer(72, inputs, group, symmetric, device, torch.float16)
@@ -122,7 +122,7 @@ def test_small_tiles(inputs: int, group: int, symmetric: bool, device: str) -> N
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_a_row_does_not_depend_on_few_others(device: str) -> None:
     weight, _ = layer(64, 2048, 128, False, device, torch.float16)
     x = torch.randn(16, 2048, device=device).half()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kv.cache import chain_slots, move_rows
-from slipstream.tests.kernels.triton_runs import DEVICES, replayed
+from slipstream.tests.kernels.triton_runs import each_device, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]
@@ -45,7 +45,7 @@ def random_moves(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("width", "heads", "dtype"),
     rotating(
@@ -62,7 +62,7 @@ def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dty
     assert torch.equal(cache, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("step", [1, -1])
 def test_the_kernel_reads_a_request_before_it_writes_it(step: int, device: str) -> None:
     cache = torch.arange(64.0, device=device).view(1, 1, 64, 1, 1).repeat(2, 2, 1, 2, 32)
@@ -98,7 +98,7 @@ def test_a_graph_replays_it() -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("count", "page_size"), rotating([1, 4, 13, 64], [1, 16, 64]))
 def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)

@@ -16,7 +16,7 @@ from slipstream.kernels.speculation.lattice import (
     transition_scores,
     walk_lattice,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 RUNS = ["reference", "triton"]
@@ -42,7 +42,7 @@ def lattice_of(B: int, K: int, k: int, kind: str, device: str) -> tuple[Tensor, 
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("shape", "form", "dtype"),
@@ -95,7 +95,7 @@ def log_sure(confidence: Confidence, request: int, slot: int, before: int) -> fl
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("shape", "kind"), rotating([(3, 5, 4), (1, 1, 1), (2, 7, 16)], ["plain", "ties", "alike", "filtered"])
@@ -126,7 +126,7 @@ def test_the_walk(shape: tuple[int, ...], kind: str, confidence: str, run: str, 
 
 
 @grouped("confidence")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("shape", "kind", "topk", "count"),
@@ -184,7 +184,7 @@ def test_kernel_and_reference_agree_on_ties() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_noise_is_that_of_the_sample(run: str, device: str) -> None:
     scores = torch.randn(4, 5, device=device)

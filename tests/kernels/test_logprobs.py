@@ -8,7 +8,7 @@ from slipstream.kernels.sampling.filters import Filters, filter_logits
 from slipstream.kernels.sampling.logprobs import COLUMNS, MOST_LOGPROBS, Emitted, emitted_logprobs, token_logprobs
 from slipstream.kernels.sampling.processors import BIAS, Processors, process_logits
 from slipstream.kernels.sampling.sample import TILE, Sampling
-from slipstream.tests.kernels.triton_runs import DEVICES, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import each_device, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 RUNS = [emitted_logprobs.reference, emitted_logprobs.triton]
@@ -58,7 +58,7 @@ SHAPES = [30, 2 * TILE + 7, pytest.param(151_936, marks=pytest.mark.gpu)]
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("vocab", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
 @torch.inference_mode()
@@ -71,7 +71,7 @@ def test_the_formula(vocab: int, dtype: torch.dtype, run, device: str) -> None:
     check(out, logits, emitted)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @torch.inference_mode()
 def test_of_the_distribution_that_is_sampled_from(run, device: str) -> None:

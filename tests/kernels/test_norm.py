@@ -16,7 +16,7 @@ from slipstream.kernels.norm import (
     rms_norm_pair,
     rms_norm_parts,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 EPS = 1e-5
@@ -44,7 +44,7 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -55,7 +55,7 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm.triton])
 @pytest.mark.parametrize(("with_out", "shape", "dtype"), rotating([True, False], SHAPES, TOLERANCES))
 def test_add_rms_norm(
@@ -78,7 +78,7 @@ def test_add_rms_norm(
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [norm_add_norm.reference, norm_add_norm.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -97,7 +97,7 @@ def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -110,7 +110,7 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [rms_norm_parts.reference, rms_norm_parts.triton])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
@@ -121,7 +121,7 @@ def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, devic
     check(kernel(x.view(5, 1, 192), weights.unbind(), EPS)[:, 0], torch.cat(expected, dim=-1), dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
     x = random((2, 3, 64), torch.bfloat16, device, 0)
     weight = random((64,), torch.float32, device, 1)
@@ -135,7 +135,7 @@ def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
     assert rms_norm_pair.triton(x[:0], x[:0], (weight, weight), EPS).shape == (0, 3, 128)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     x = random((40, 256), torch.float32, device, 0)
     weight = random((256,), torch.float32, device, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.packed import extend_attention, own_keys_gradients
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 NUM_OTHERS = 6
@@ -83,7 +83,7 @@ class Scene:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("case", "dtype", "shift"), rotating(CASES, TOLERANCES, [0.0, -60.0, 60.0]))
 def test_equals_one_softmax(

@@ -21,7 +21,7 @@ from slipstream.kernels.sampling.processors import (
 )
 from slipstream.kernels.sampling.sample import Sampling, perturbed, perturbed_topk, sample
 from slipstream.kernels.speculation.verify import ancestor_masks
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import SLOW, each_device, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1]}
@@ -159,7 +159,7 @@ SCENES = list(product(["chain", "tree", None], [True, False]))
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "masked"), SCENES)
 def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtype: torch.dtype, device: str) -> None:
@@ -189,7 +189,7 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "masked", "vocab"),
     rotating(["chain", "tree"], [True, False], [30, pytest.param(151_936, marks=pytest.mark.gpu)])
@@ -215,7 +215,7 @@ def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, v
     torch.testing.assert_close(values, perturbed_topk(processed, 3, positions, bare)[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("vocab", [40, pytest.param(5000, marks=SLOW), pytest.param(151_936, marks=pytest.mark.gpu)])
 def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> None:
     """Also where a row has so many equal logits that the whole of it is searched."""
@@ -234,7 +234,7 @@ def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> No
     assert torch.equal(processed >= thresholds[:, None], processed / 0.5 >= expected[:, None])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", [sample.reference, sample.triton])
 def test_rows_that_cannot_be_sampled(run, device: str) -> None:
     """NaN of either sign anywhere, or nothing but -inf, gives -1, and other rows their tokens."""
@@ -269,7 +269,7 @@ def of_row(sampling: Sampling, row: int) -> Sampling:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", [sample.reference, sample.triton])
 def test_a_mask_that_forbids_every_token(run, device: str) -> None:
     """Every bit counts, the sign of a word, too."""
@@ -288,7 +288,7 @@ def test_a_mask_that_forbids_every_token(run, device: str) -> None:
     assert tokens.tolist() == [-1 if token is None else token for token in allowed]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("width", [1, 6])
 def test_counting_equals_a_loop(width: int, dtype: torch.dtype, device: str) -> None:

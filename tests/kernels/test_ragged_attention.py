@@ -30,7 +30,7 @@ from slipstream.kernels.attention.ragged import (
     tile_tokens,
 )
 from slipstream.kernels.grid_sync import done_counters
-from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
+from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
 from slipstream.tests.pairwise import grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
@@ -275,7 +275,7 @@ def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(x, marks=pytest.mark.gpu) for x in list(TOLERANCES)[1:])]
 )
@@ -309,7 +309,7 @@ def same(actual: Tiles | None, right: Tiles | None) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("seed", range(12))
 def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> None:
     rng = random.Random(seed)
@@ -344,7 +344,7 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
         same(actual, right)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("longest", "idle", "is_own"), [(700, 1, True), (700, 9, False), (4000, 0, False)])
 def test_each_tile_has_a_program_where_that_fills_the_device(
     longest: int, idle: int, is_own: bool, device: str
@@ -378,7 +378,7 @@ def test_bits_do_not_depend_on_tiles_having_a_program_each(monkeypatch: pytest.M
     assert torch.equal(scene.run(work=scene.plan(programs=3)), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("programs", [1, 3, pytest.param(40, marks=SLOW)])
 @torch.inference_mode()
 def test_bits_do_not_depend_on_how_work_is_shared_out(programs: int, device: str) -> None:
@@ -403,7 +403,7 @@ def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
     return Scene(case, dtype, device, seeds=[s], shuffle=5).run()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("features", [{"window": 250}, {"sinks": True, "softcap": 2.0}], ids=["window", "sinks, cap"])
 @torch.inference_mode()
 def test_bits_of_a_row_do_not_depend_on_its_company(features: dict[str, Any], device: str) -> None:
@@ -463,7 +463,7 @@ def check_paths(scene: Scene, work: Work | None = None) -> None:
             assert torch.equal(out[starts[s] + path], right)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @torch.inference_mode()
 def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
     case = Case(nodes=((5, 64), (0, 1), (130, 17)), chunks=((3, 9),), mask="tree")
@@ -480,7 +480,7 @@ def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
                 assert paths.nodes[starts[s] + path, : len(nodes)].tolist() == nodes
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     "case",
     [

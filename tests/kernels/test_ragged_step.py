@@ -23,7 +23,7 @@ from slipstream.kernels.speculation.ragged import (
     verify_rows,
 )
 from slipstream.tests.kernels.test_verify import VOCAB, padded, random_tree, walk
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import SLOW, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 PAGES = 8  # of a request
@@ -301,7 +301,7 @@ def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("args", [*SCENES, *(pytest.param(x, marks=SLOW) for x in MORE), (99, 70, 40, 6, True, 60)])
 def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -> None:
     scene = random_scene(*args)
@@ -326,7 +326,7 @@ def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -
     assert torch.equal(ends[0][2], ends[1][2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("branches", [True, False])
 def test_results_of_passes_take_turns(branches: bool, device: str) -> None:
     """In the host's memory, which a GPU writes to."""
@@ -377,7 +377,7 @@ def likeliest(survivals: list[list[float]], budget: int, max_nodes: int) -> list
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("requests", "width"), [*rotating([1, 5, 64], [1, 4, 64]), (1024, 2), (130, 16), pytest.param(1024, 64, marks=SLOW)]
 )
@@ -401,7 +401,7 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
             assert expected.tolist() == likeliest(rows_of_survivals, budget, max_nodes)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
     """Parts of the context get longer at 3,072 tokens, and wherever they have doubled."""
     lengths = [0, 3060, 3070, 3071, 3072, 6140, 6144, 12_287, 100_000]
@@ -424,7 +424,7 @@ def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
 @pytest.mark.parametrize(
     "run", [pytest.param(x, id=name) for x, name in ((admit.triton, "kernel"), (admit.reference, "reference"))]
 )
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_among_equals_the_first_requests_win(run, device: str) -> None:
     """Also 0.5 and 0.4999, which lie in one step of 1/255; a tiny survival is not none."""
     survivals = torch.tensor(
@@ -464,7 +464,7 @@ def expected_store(before: Stored, slots, tokens, parents, scores, table, paddin
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("nodes", "width", "dtype"),
     [(1, 1, torch.int64), (1, 5, torch.int32), (4, 4, torch.int64), (7, 16, torch.int32), (64, 64, torch.int64)],
@@ -497,7 +497,7 @@ def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtyp
         equal(stored, on(device, expected))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
     """Kernel and reference put scores around each boundary into the same bucket; a NaN is no node."""
     edges = torch.tensor([math.log(k / 16) for k in range(1, 17)])

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
-from slipstream.tests.kernels.triton_runs import DEVICES
+from slipstream.tests.kernels.triton_runs import each_device
 from slipstream.tests.pairwise import grouped
 
 SLOTS = 150
@@ -17,7 +17,7 @@ DTYPES = (torch.int32, torch.int64, torch.int64, *[torch.int32] * 2, *[torch.flo
 
 @grouped()
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1), (3, 70), (130, 5)])
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @torch.inference_mode()
 def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: str) -> None:
     rng = random.Random(sum(counts))

@@ -12,7 +12,7 @@ from slipstream.kernels.gemm.int4_weight import Int4Weight, pack_codes, pack_uni
 from slipstream.kernels.gemm.tiling import Tiling, choose_tiling
 from slipstream.kernels.kv.rope import Rotation, rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 MAX_LEN = 300
@@ -90,7 +90,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("case", "dtype"), rotating([*CASES, REAL], TOLERANCES))
@@ -115,7 +115,7 @@ def test_equals_complex_numbers(
     scene.check_cache(k, tolerances)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tensor], device: str) -> None:
     scene = Scene((3, 4, 2, 64), torch.float32, device)
@@ -124,7 +124,7 @@ def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tenso
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [rotate.reference, rotate.triton])
 @pytest.mark.parametrize(("case", "dtype"), rotating(CASES, TOLERANCES))
 def test_alone_it_turns_forth_and_its_gradient_back(
@@ -219,7 +219,7 @@ def check_context(scene: ContextScene, cache: Tensor) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("case", "dtype"), rotating(CONTEXTS, TOLERANCES))
 @pytest.mark.parametrize("kernel", [store_context.reference, store_context.triton])
 def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
@@ -306,7 +306,7 @@ def check_projection(
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("tiling", "case", "dtype"),
     rotating(

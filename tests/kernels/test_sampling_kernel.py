@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import Sampling, bits_to_gumbel, gumbel, noise_bits, row_noise_bits, sample
-from slipstream.tests.kernels.triton_runs import DEVICES, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import each_device, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 
@@ -23,7 +23,7 @@ def store_noise(keys_ptr, positions_ptr, ids_ptr, bits_ptr, noise_ptr, size, BLO
     tl.store(noise_ptr + row * size + columns, bits_to_gumbel(bits), mask=mask)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_kernels_noise_is_the_references(device: str) -> None:
     """The hash bit for bit, its logarithms up to rounding, in the tails, too."""
     keys = keys_of(range(20))
@@ -44,7 +44,7 @@ def store_gumbel(bits_ptr, noise_ptr, BLOCK: tl.constexpr):
     tl.store(noise_ptr + columns, bits_to_gumbel(tl.load(bits_ptr + columns).to(tl.uint32)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_kernels_logarithms_hold_in_the_tails(device: str) -> None:
     few = torch.arange(512)
     many = 2**32 - 1 - torch.arange(256)
@@ -79,7 +79,7 @@ SHAPES = [(1, 30), (3, 2048), (4, 5000), *(pytest.param(shape, marks=pytest.mark
 
 
 @grouped("mode")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("shape", "mode", "with_ids", "dtype"),
     rotating(SHAPES, ["greedy", "plain", "full"], [True, False], [torch.float32, torch.bfloat16]),
@@ -109,7 +109,7 @@ def test_the_kernel_equals_the_reference(
     assert_same_tokens(wide[:, :V], positions, sampling, ids)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_kernel_repeats_parameters_over_nodes(device: str) -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(5)).to(device)
     temperature = torch.tensor([0.0, 1.0, 0.5, 2.0], device=device)
@@ -118,7 +118,7 @@ def test_the_kernel_repeats_parameters_over_nodes(device: str) -> None:
     assert_same_tokens(logits, torch.arange(6, device=device), sampling)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_kernels_ties_and_infinities(device: str) -> None:
     rows = [
         [0.0, 3.0, 1.0, 3.0, 3.0],
@@ -138,7 +138,7 @@ def test_the_kernels_ties_and_infinities(device: str) -> None:
     assert sample.triton(late[:0], positions[:0], sampling).shape == (0,)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(4)).to(device)
     filters = Filters(torch.tensor([0, 5, 0, 3, 0]), torch.tensor([1, 1, 0.5, 0.5, 1]), torch.tensor([0, 0, 0, 0, 0.1]))

@@ -11,7 +11,7 @@ from slipstream.kernels.gemm import small_m
 from slipstream.kernels.gemm.activation import Activation, gelu_tanh_mul, silu_mul
 from slipstream.kernels.gemm.linear import gated_linear, linear
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, PROGRAMS, Tiling, choose_tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import SLOW, TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 # The interpreter has no product of bfloat16.
@@ -40,7 +40,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("tiling", "shape", "dtype"), rotating([*TILINGS, None], SMALL, DTYPES))
 def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
@@ -54,7 +54,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("tiling", "shape", "dtype"),
     rotating([TILINGS[0], Tiling(32, 32, 1), None], [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
@@ -70,7 +70,7 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
     check(out, F.silu(gate) * up, dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("activation", "alone"), [("silu", silu_mul.triton), ("gelu_tanh", gelu_tanh_mul.triton)])
 def test_gated_rounds_as_the_two_kernels(
     activation: Activation, alone: Callable[[Tensor], Tensor], device: str
@@ -81,7 +81,7 @@ def test_gated_rounds_as_the_two_kernels(
     assert torch.equal(small_m.gated_linear_few_rows_triton(x, weight, tiling, activation), apart)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("tiling", [TILINGS[1], *(pytest.param(tiling, marks=SLOW) for tiling in TILINGS[::2])])
 def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
     max_rows = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.softcap import softcap
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, replayed
+from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 SHAPES = [(1, 16), (3, 1000), (2, 5000), pytest.param((64, 262208), marks=pytest.mark.gpu)]
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("kernel", [softcap.reference, softcap.triton])
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, TOLERANCES))
 def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -27,7 +27,7 @@ def test_softcap(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: t
     assert torch.equal(alone, capped[-1:]), "a row does not depend on the others"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_extremes_and_no_rows(device: str) -> None:
     logits = torch.tensor([[-torch.inf, -1e30, 0.0, 1e30, torch.inf]], device=device)
     expected = torch.tensor([[-5.0, -5.0, 0.0, 5.0, 5.0]], device=device)

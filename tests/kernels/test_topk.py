@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.filters import Filters
 from slipstream.kernels.sampling.sample import MAX_K, TILE, Sampling, perturbed_topk, sample
-from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, exact_scores, keys_of, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import SLOW, each_device, exact_scores, keys_of, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 
 RUNS = [perturbed_topk.reference, perturbed_topk.triton]
@@ -49,7 +49,7 @@ SHAPES = [
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("shape", "dtype"), rotating(SHAPES, [torch.float32, torch.bfloat16]))
 def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, device: str) -> None:
@@ -66,7 +66,7 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, devic
             check(values, columns, exact_scores(logits, positions, sampling, target_ids), k)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_several_k(run, device: str) -> None:
     logits = torch.randn(2, 40, device=device)
@@ -80,7 +80,7 @@ def test_several_k(run, device: str) -> None:
     assert torch.equal(columns[:, 0], sample.reference(logits, positions, sampling))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("columns", "k"), [(50, 37), pytest.param(TILE + 70, 64, marks=SLOW)])
 def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
@@ -92,7 +92,7 @@ def test_more_than_a_few(columns: int, k: int, run, device: str) -> None:
     check(*top, exact_scores(logits, positions, sampling), k)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_ties_and_infinities(run, device: str) -> None:
     """The lower column first, across tiles, too; columns of -inf come last, in order."""
@@ -111,7 +111,7 @@ def test_ties_and_infinities(run, device: str) -> None:
         assert values[3].tolist() == [0.0] + [-torch.inf] * 3
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_filters(run, device: str) -> None:
     """Cut columns have no probability; a greedy row has no filters."""
@@ -131,7 +131,7 @@ def test_filters(run, device: str) -> None:
         assert columns[row, count:].tolist() == cut.nonzero().flatten()[: 10 - count].tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("run", RUNS)
 def test_parameters_by_entry(run, device: str) -> None:
     logits = torch.randn(6, 300, device=device)
@@ -143,7 +143,7 @@ def test_parameters_by_entry(run, device: str) -> None:
     check(values, columns, exact_scores(logits, positions, sampling.by_row()), 4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     logits = torch.randn(5, TILE + 50, generator=torch.Generator().manual_seed(4)).to(device)
     sampling = sampling_of(5, device)

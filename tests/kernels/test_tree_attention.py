@@ -24,7 +24,7 @@ from slipstream.kernels.attention.tree import (
 )
 from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
-from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
+from slipstream.tests.kernels.triton_runs import NO_INTERPRETER, SLOW, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:overflow")  # the interpreter, in rows that pad
@@ -85,7 +85,7 @@ def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
 
 
 @grouped("dtype")
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     "dtype",
     # The interpreter is slow in fp32, whose tiles are small, and multiplies the bits of bf16 as integers.
@@ -104,7 +104,7 @@ def test_fp32_under_the_interpreter(name: str) -> None:
     check(scene.run(tree_attention.triton), scene.expected())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(("nodes", "window"), [(32, 20), (64, 33), (64, 90)])
 def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str) -> None:
     """Every bit of a mask is set."""
@@ -118,7 +118,7 @@ def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize(
     ("blocks", "splits"), rotating([Blocks(16, 64, 4, 3), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 2)], [1, 2, 7, 32])
 )
@@ -292,7 +292,7 @@ def test_last_nodes_of_the_reference(name: str) -> None:
 
 
 @grouped()
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only", "window, a tree"))
 def test_last_nodes_of_the_kernel(name: str, device: str) -> None:
     for first_node in LAST[name]:

@@ -11,7 +11,9 @@ from torch import Tensor
 from slipstream.kernels.sampling.sample import Sampling, gumbel, noise_key
 
 NO_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-DEVICES = [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 SLOW = pytest.mark.slow
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings
 

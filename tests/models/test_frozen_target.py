@@ -139,7 +139,6 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_documents_attend_at_once_as_one_by_one(window: int | None, sinks: bool) -> None:

@@ -88,7 +88,6 @@ def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], na
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @grouped("option")
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("option", ["flashinfer", "flashinfer:fa2", "flashinfer:fa3"])
@@ -102,7 +101,6 @@ def test_the_package_gives_what_sdpa_gives_in_fp32(option: str, name: str, head_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.inference_mode()
 def test_passes_may_follow_each_other_without_waiting() -> None:
     """Plans reach the device through one buffer, which the next plan must not change too early."""

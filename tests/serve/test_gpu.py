@@ -37,7 +37,7 @@ from slipstream.tests.serve.played_graphs import build_played
 from slipstream.tests.serve.test_lossless import AnyPolicy
 from slipstream.tests.serve.test_step_graphs import check_replay, record
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 EVEN = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 1024}  # as exact products need
 OURS = "prefill=sdpa,verify=triton,draft=triton"
