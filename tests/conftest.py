@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
 from slipstream.tests import interpreter
-from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target
 
 if not torch.cuda.is_available():
     interpreter.prepare()
@@ -51,7 +51,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     @cache
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp("targets") / family
-        save_random_target((FAMILIES | CAPPED)[family], folder)
+        save_random_target((FAMILIES | CAPPED | RELATIVES)[family], folder)
         return folder
 
     return make

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GptOssConfig,
+    InternLM3Config,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,6 +29,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 SHAPE = {
@@ -98,6 +105,28 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3-moe-windows": Qwen3MoeConfig(**SHAPE, **EXPERTS, use_sliding_window=True, sliding_window=9),
     "qwen2-moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=19),
+}
+
+# Families whose layers have no part that one of the others lacks.
+BY_LAYER = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
+RELATIVES: dict[str, PretrainedConfig] = {
+    "cwm": CwmConfig(**SHAPE, **BY_LAYER, head_dim=16, rope_parameters=dict(LLAMA3_ROPE)),
+    "cwm-bias": CwmConfig(**SHAPE, **BY_LAYER, head_dim=16, mlp_bias=True, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**SHAPE, head_dim=16),
+    "gemma-bias": GemmaConfig(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    "internlm3": InternLM3Config(**SHAPE, head_dim=16),
+    "internlm3-bias": InternLM3Config(**SHAPE, head_dim=None, attention_bias=True, mlp_bias=True),
+    "ministral": MinistralConfig(**SHAPE, **BY_LAYER, head_dim=16),
+    "ministral-alike": MinistralConfig(**SHAPE, sliding_window=9, head_dim=16),
+    "olmo3": Olmo3Config(**SHAPE, **BY_LAYER),
+    "olmo3-yarn": Olmo3Config(**SHAPE, **BY_LAYER, attention_bias=True, rope_parameters=dict(YARN_ROPE)),
+    "olmoe": OlmoeConfig(**SHAPE, **OLMOE),
+    "olmoe-norm": OlmoeConfig(**SHAPE, **OLMOE, norm_topk_prob=True, attention_bias=True),
+    "seed-oss": SeedOssConfig(**SHAPE, head_dim=16),
+    "seed-oss-output": SeedOssConfig(
+        **SHAPE, head_dim=None, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
 }
 
 # With soft caps of scores or sinks, which attention backends may lack.

@@ -396,6 +396,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
     if architecture not in families.MIXTURES:
         return [None] * count
     is_qwen = architecture.startswith("Qwen")
+    is_olmoe = architecture == "OlmoeForCausalLM"
     is_gpt_oss = architecture == "GptOssForCausalLM"
     if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
         raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
@@ -408,7 +409,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
         num_experts=families.count_of(values, "num_experts" if has_hf_name else "num_local_experts"),
         top_k=families.count_of(values, "num_experts_per_tok"),
         intermediate_size=families.count_of(values, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        normalise=not is_qwen or bool(values.get("norm_topk_prob", False)),
+        normalise=bool(values.get("norm_topk_prob", False)) if is_qwen or is_olmoe else True,
         shared_size=families.count_of(values, "shared_expert_intermediate_size") if has_shared else 0,
         activation=clamped_swiglu(values) if is_gpt_oss else None,
         bias=is_gpt_oss,

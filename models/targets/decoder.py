@@ -1,5 +1,6 @@
 """The serving target: a decoder with fused projections and experts, of any family in config.py."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -150,16 +153,25 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors by their names in `Target`; of a multimodal checkpoint only the text part's, which
-    `language_model` or `model.language_model` precedes."""
+    `language_model` or `model.language_model` precedes, or that is all but `visual` (Qwen2.5-VL's files)."""
     prefix = "language_model."
     head = HEAD.removesuffix("weight")
     is_multimodal = any(key.removeprefix("model.").startswith(prefix) for key in tensors)
     renamed = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("model.")
-        if not is_multimodal or name.startswith((prefix, head)):
+        if name.startswith((prefix, head)) if is_multimodal else not name.startswith("visual."):
             renamed[target_name(name.removeprefix(prefix))] = tensor
     return renamed
+
+
+def orient_experts(tensors: dict[str, Tensor], hidden_size: int) -> None:
+    """Turns fused experts that files have as (E, H, 2 I) and (E, I, H), as those of Qwen3-VL-MoE do, to (E, 2 I, H) and
+    (E, H, I); like transformers, by their shapes."""
+    for key, tensor in tensors.items():
+        axis = {"gate_up_proj": 2, "down_proj": 1}.get(key.rpartition(".")[2])
+        if axis and ".experts." in key and tensor.dim() == 3 and tensor.shape[axis] != hidden_size:
+            tensors[key] = tensor.transpose(1, 2)
 
 
 def target_name(key: str) -> str:
@@ -206,9 +218,14 @@ def load_target(
 ) -> Target:
     """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
     formats = read_quantization(path, quantization)
+    wrapper = (read_json(path / "config.json").get("architectures") or [""])[0]
+    if wrapper in families.TEXT_PARTS:
+        logger.info("%s: the text part runs, as %s; it reads no images", wrapper, config.architecture)
     with torch.device("meta"):
         target = Target(config)
     tensors = decoder_tensors(read_tensors(path))
+    if config.architecture == "Qwen3MoeForCausalLM":
+        orient_experts(tensors, config.hidden_size)
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
     if scales and has_fp8_cache(path):
         target.cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)

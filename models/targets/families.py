@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
-TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+}
+# Fields that their code fixes, whatever the config says: Gemma's caps no logits, Qwen's normalises what it routes.
+FIXED: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {"final_logit_softcapping": None},
+    "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
+}
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # `refusal` appends this to its reason; README's table and docs/serving.md list the same.
 NOT_SERVED = (
@@ -83,6 +94,10 @@ def qwen3_moe(values: Mapping[str, Any]) -> Traits:
     return replace(qwen3(values), windows="alike")
 
 
+def gemma(values: Mapping[str, Any]) -> Traits:
+    return Traits(windows="none", norm_offset=True, embedding_scale=values["hidden_size"] ** 0.5)
+
+
 def gemma2(values: Mapping[str, Any]) -> Traits:
     scale = number_of(values, "query_pre_attn_scalar") ** -0.5
     return Traits(
@@ -110,27 +125,63 @@ def olmo2(_values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"projection_norm": True}, norms="post", windows="none")
 
 
+def olmo3(values: Mapping[str, Any]) -> Traits:
+    return replace(olmo2(values), windows="by_layer")
+
+
+def olmoe(values: Mapping[str, Any]) -> Traits:
+    """Raises ValueError for a config that clips queries, keys and values."""
+    if values.get("clip_qkv") is not None:
+        raise ValueError(
+            f"config.json: clip_qkv is {values['clip_qkv']!r}, and clipped queries, keys and values are not supported"
+        )
+    return replace(olmo2(values), norms="pre")
+
+
+def ministral(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention_bias=False)
+
+
+def cwm(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention_bias=False, mlp_bias=True)
+
+
+def seed_oss(values: Mapping[str, Any]) -> Traits:
+    """The output projection has a field of its own for its bias."""
+    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": bool(values["attention_out_bias"])}
+    return Traits(attention=biases, windows="none", mlp_bias=True)
+
+
 def phi3(_values: Mapping[str, Any]) -> Traits:
     """Fused projections and longrope, files and fields say."""
     return Traits(windows="alike", attention_bias=False, partial_rotary=True)
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
+    "CwmForCausalLM": cwm,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "GemmaForCausalLM": gemma,
     "GptOssForCausalLM": gpt_oss,
+    "InternLM3ForCausalLM": llama,
     "LlamaForCausalLM": llama,
+    "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
     "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SeedOssForCausalLM": seed_oss,
 }
 # The families that have experts.
-MIXTURES = frozenset({"GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+MIXTURES = frozenset(
+    {"GptOssForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
+)
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
@@ -147,7 +198,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     tied = values.get("tie_word_embeddings", True)
     same = {"architectures": [TEXT_PARTS[name]], "tie_word_embeddings": tied}
-    return {**(values.get("text_config") or {}), **same, "final_logit_softcapping": None}  # its code caps no logits
+    return {**(values.get("text_config") or {}), **same, **FIXED.get(name, {})}
 
 
 def traits_of(values: Mapping[str, Any]) -> Traits:
@@ -213,6 +264,9 @@ def _reason(values: Mapping[str, Any]) -> str:
         return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
     if name.lower().startswith("rwkv"):  # its configs have no field that tells
         return "its layers are recurrent (RWKV)"
+    text_type = inside.get("model_type") if isinstance(inside, Mapping) else None
+    if name == "Mistral3ForConditionalGeneration" and text_type not in (None, "mistral"):
+        return f"its text part is a {text_type}, which scales queries by their position"
     reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
     if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"

@@ -20,15 +20,28 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     JambaConfig,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
     Phi3Config,
+    PixtralVisionConfig,
     PretrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
     Qwen2VLConfig,
     Qwen3NextConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeTextConfig,
+    Qwen3VLMoeVisionConfig,
+    Qwen3VLTextConfig,
+    Qwen3VLVisionConfig,
     SiglipVisionConfig,
     T5Config,
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import (
@@ -40,17 +53,17 @@ from slipstream.models.targets.config import (
     default_aux_layers,
 )
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.models.targets.families import NOT_SERVED
+from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
-from slipstream.tests.random_targets import CAPPED, FAMILIES, LONGROPE, SHAPE, change_json, roughen
+from slipstream.tests.random_targets import CAPPED, EXPERTS, FAMILIES, LONGROPE, RELATIVES, SHAPE, change_json, roughen
 
 ROOT = Path(__file__).parents[2]
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
 
-@pytest.mark.parametrize("family", FAMILIES | CAPPED)
+@pytest.mark.parametrize("family", FAMILIES | CAPPED | RELATIVES)
 def test_logits_and_features_equal_transformers(family: str, make_target: Callable[[str], Path]) -> None:
     path = make_target(family)
     config = load_config(path)
@@ -92,6 +105,92 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
         save_file(tensors, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
+    target = load_target(tmp_path, config, torch.float32, CPU)
+    attention = PackedAttention()
+    tokens = torch.arange(3, 40)
+    attention.plan(torch.arange(len(tokens))[None])
+    with torch.no_grad():
+        output = target.logits(target(tokens, attention)[0])
+        expected = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+
+
+VISION = {"hidden_size": 8, "intermediate_size": 8}
+TOWER = {**VISION, "depth": 1, "num_heads": 1, "patch_size": 2, "out_hidden_size": SHAPE["hidden_size"]}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedConfig]] = {
+    "qwen2.5-vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLTextConfig(**SHAPE, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]}),
+        Qwen2_5_VLVisionConfig(**TOWER, fullatt_block_indexes=[0]),
+    ),
+    "qwen3-vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLTextConfig(**SHAPE, head_dim=16, rope_parameters=dict(MROPE)),
+        Qwen3VLVisionConfig(**TOWER, deepstack_visual_indexes=[0]),
+    ),
+    "qwen3-vl-moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeTextConfig(**SHAPE, **EXPERTS, head_dim=16, rope_parameters=dict(MROPE), mlp_only_layers=[3]),
+        Qwen3VLMoeVisionConfig(**TOWER, deepstack_visual_indexes=[0]),
+    ),
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        MistralConfig(**SHAPE, sliding_window=None),
+        PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14),
+    ),
+}
+
+
+def test_clipped_projections_are_refused(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    values = json.loads((make_target("olmoe") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"clip_qkv": 8.0}))
+    with pytest.raises(ValueError, match=r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
+        load_config(tmp_path)
+
+
+def test_internlm3_is_read_without_its_code(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its published files name code of their own, which nothing needs."""
+    values = json.loads((make_target("internlm3-bias") / "config.json").read_text())
+    values |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+    for name in ("attention_bias", "mlp_bias"):
+        values.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected = load_config(make_target("internlm3-bias"))
+    assert load_config(tmp_path) == replace(expected, architecture="InternLM3ForCausalLM")
+    assert all(layer.attention.qkv_bias and layer.attention.output_bias for layer in expected.layers)
+
+
+def hub_name(name: str, wrapper: str) -> str:
+    """The name of a tensor in the published files of a wrapper."""
+    if wrapper == "qwen2.5-vl":
+        return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    if wrapper == "mistral3":
+        inner = name.replace("model.language_model.", "language_model.model.").replace(
+            "lm_head", "language_model.lm_head"
+        )
+        return inner.removeprefix("model.")
+    return name
+
+
+@grouped("name")
+@pytest.mark.parametrize("layout", ["transformers", "modules", "hub"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, layout: str, tmp_path: Path) -> None:
+    kind, text, vision = copy.deepcopy(WRAPPERS[name])
+    text.initializer_range = 0.1
+    torch.manual_seed(0)
+    model = kind(kind.config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied)).eval()
+    roughen(model)
+    model.save_pretrained(tmp_path)
+    if layout != "transformers":
+        tensors = {key: x for key, x in model.state_dict().items() if not (tied and key == "lm_head.weight")}
+        if layout == "hub":
+            tensors = {hub_name(key, name): x.mT if ".experts." in key else x for key, x in tensors.items()}
+        save_file({key: x.contiguous() for key, x in tensors.items()}, tmp_path / "model.safetensors")
+    config = load_config(tmp_path)
+    assert config.tie_word_embeddings == tied
     target = load_target(tmp_path, config, torch.float32, CPU)
     attention = PackedAttention()
     tokens = torch.arange(3, 40)
@@ -160,7 +259,7 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
     architectures = str(error.value).partition("supported: ")[2].split(", ")
     assert architectures == sorted(architectures)
-    assert set(architectures) == {*ARCHITECTURES, "Gemma3ForConditionalGeneration"}
+    assert set(architectures) == {*ARCHITECTURES, *TEXT_PARTS}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +295,11 @@ HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"
     ("values", "reason"),
     [
         ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
-        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: Gemma2ForCausal"),
+        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: CwmForCausal"),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+            ": its text part is a ministral3, which scales queries",
+        ),
         ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, r": its layers are recurrent \(RWKV\)"),
         ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", **CODE}, ": its layers are recurrent"),
         (

@@ -29,7 +29,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import CAPPED, FAMILIES
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Answer,
@@ -254,7 +254,9 @@ def test_captured_steps_of_other_layers_change_no_token(
     assert tokens_of(run(engine, requests)) == reference(family, requests)
 
 
-@pytest.mark.parametrize("family", some_of(FAMILIES | CAPPED, [*FEW, "gpt-oss", "gemma2", "gemma3", "qwen3-moe"]))
+@pytest.mark.parametrize(
+    "family", some_of(FAMILIES | CAPPED | RELATIVES, [*FEW, "gpt-oss", "gemma2", "gemma3", "qwen3-moe", "olmo3"])
+)
 def test_the_reference_is_transformers_generate(
     family: str, make_target: Callable[[str], Path], reference: Reference
 ) -> None:
@@ -273,9 +275,9 @@ def test_the_reference_is_transformers_generate(
 @pytest.mark.parametrize(
     ("drafter", "family"),
     gate_of(
-        product(("eagle3", "dflash", "eagle", *BLOCKS), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
+        product(("eagle3", "dflash", "eagle", *BLOCKS), sorted((FAMILIES | RELATIVES).keys() - {"qwen3", "llama"})),
         [
-            *(("dflash", "qwen3-tied"), ("eagle3", "gemma3"), ("eagle", "phi4-longrope")),
+            *(("dflash", "qwen3-tied"), ("eagle3", "gemma3"), ("eagle", "phi4-longrope"), ("dflash2", "olmoe")),
         ],
     ),
 )
