@@ -1,12 +1,14 @@
 """OpenAI's client, the requests that a call becomes, and the documentation of its fields."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
@@ -16,7 +18,57 @@ from slipstream.serve.http.schemas import NEUTRAL, ChatBody, CompletionBody, Det
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.check_server import FOLDER, cases_of
 from slipstream.tests.serve.fake_engine import info
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, RESPONSES, write_target
+from slipstream.tests.serve.fake_server import (
+    CHAT,
+    COMPLETIONS,
+    ECHO,
+    HELLO,
+    MARKERS,
+    MODEL,
+    RESPONSES,
+    engine_held,
+    gauge,
+    send_post,
+    serving,
+    wait_until,
+    write_target,
+)
+from slipstream.tests.serve.test_tools import FLAT, TOOLS
+
+REASONED = "<think>\nhm\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CALLS = f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {{"days": 3}}}}\n</tool_call>\n{CALL}'
+ANSWERS = {"text": "I look.", "reasoning": REASONED + "I look.", "calls": REASONED + CALLS, "nothing": ""} | {
+    "text after a call": CALLS + " Done.\n" + CALL + "So."
+}
+
+
+@pytest.fixture(scope="module")
+def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose answer is the last message."""
+    target = write_target(tmp_path_factory.mktemp("echo") / "target", template=ECHO, markers=MARKERS)
+    with serving(ServeConfig(target=str(target), port=0, served_model_name=MODEL, max_model_len=1024)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def api(echoing: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{echoing.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def asked(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": text + "<|end|>", "tools": FLAT, **fields}
+
+
+def told(output: list[Any]) -> list[Any]:
+    """Items without their ids."""
+    return [
+        (item.type, item.status, item.name, item.arguments)
+        if item.type == "function_call"
+        else (item.type, item.status, [(part.type, part.text) for part in item.content or []])
+        for item in output
+    ]
 
 
 def test_openai_client_works_unchanged(server: Server) -> None:
@@ -46,6 +98,65 @@ def test_openai_client_works_unchanged(server: Server) -> None:
         api.completions.create(model=MODEL, prompt="x" * 300)
     with pytest.raises(openai.NotFoundError):
         api.completions.create(model="other", prompt="x")
+
+
+def test_the_client_gathers_a_chats_stream_as_the_whole_answer(api: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": CALLS + "<|end|>"}]
+    with api.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS) as stream:
+        final = stream.get_final_completion().choices[0].message
+    answer = api.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
+    for message in (final, answer):
+        assert message.content == "I look."
+        calls = [call.function for call in message.tool_calls or [] if call.type == "function"]
+        assert [(call.name, call.arguments) for call in calls] == [("weather", '{"days": 3}'), ("now", "{}")]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_client_gathers_a_stream_and_can_send_the_answer_back(api: openai.OpenAI, name: str) -> None:
+    with api.responses.stream(**asked(ANSWERS[name])) as stream:
+        final = stream.get_final_response()
+    assert told(final.output) == told(api.responses.create(**asked(ANSWERS[name])).output)
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "7"}
+        for item in final.output
+        if item.type == "function_call"
+    ]
+    more: Any = [{"role": "user", "content": "x"}, *final.output, *outputs, {"role": "user", "content": "so?<|end|>"}]
+    assert api.responses.create(model=MODEL, input=more, tools=FLAT).output_text == "so?"
+
+
+class Weather(BaseModel):
+    days: int
+
+
+def test_parse(api: openai.OpenAI) -> None:
+    text = '{"days": 3}'
+    answer = api.responses.parse(model=MODEL, input=text + "<|end|>", text_format=Weather)
+    assert answer.output_parsed == Weather(days=3)
+    with api.responses.stream(model=MODEL, input=text + "<|end|>", text_format=Weather) as stream:
+        assert stream.get_final_response().output_parsed == Weather(days=3)
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    calling = '<tool_call>\n{"name": "Weather", "arguments": {"days": 3}}\n</tool_call><|end|>'
+    [call] = api.responses.parse(model=MODEL, input=calling, tools=tools).output
+    assert call.type == "function_call"
+    assert call.parsed_arguments == Weather(days=3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_response(echoing: Server, stream: bool) -> None:
+    body = {"input": "x" * 100, "cache_salt": "slow", "ignore_eos": True, "stream": stream}
+    with (
+        httpx.Client(base_url=echoing.url, timeout=120) as client,
+        httpx.Client(base_url=echoing.url, timeout=120) as leaving,
+    ):
+        aborted = gauge(client, "engine_aborted")
+        if stream:
+            with leaving.stream("POST", RESPONSES, json=body) as response:
+                assert next(response.iter_lines())
+        else:
+            with engine_held(echoing), send_post(echoing, RESPONSES, body):
+                wait_until(lambda: echoing.api.engine.num_open == 1, "the request is open")
+        wait_until(lambda: gauge(client, "engine_aborted") == aborted + 1, "the request was aborted")
 
 
 def test_prompts_of_a_call_have_seeds_of_their_own(server: Server) -> None:

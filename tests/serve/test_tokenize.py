@@ -10,30 +10,7 @@ import pytest
 from slipstream.serve.chat.forms import TOOL_FORMS
 from slipstream.serve.http.frontend import read_tokenizer
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import CONTEXT
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL, serving
-
-
-def test_tokens_are_those_of_a_prompt(client: httpx.Client) -> None:
-    answer = client.post("/tokenize", json={"prompt": "Zoë 👍!", "return_token_strs": True}).json()
-    length = len("Zoë 👍!".encode())
-    assert (answer["count"], answer["max_model_len"]) == (length, CONTEXT)
-    assert len(answer["tokens"]) == len(answer["token_strs"]) == length
-    usage = client.post(COMPLETIONS, json={"prompt": "Zoë 👍!", "max_tokens": 1}).json()["usage"]
-    assert usage["prompt_tokens"] == length
-    back = client.post("/detokenize", json={"tokens": answer["tokens"], "model": MODEL}).json()
-    assert back == {"prompt": "Zoë 👍!"}
-
-
-def test_messages_go_through_the_template(client: httpx.Client) -> None:
-    answer = client.post("/tokenize", json={"messages": HELLO}).json()
-    usage = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).json()["usage"]
-    assert answer["count"] == usage["prompt_tokens"]
-    assert answer["token_strs"] is None
-    text = client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
-    assert text == f"{SPECIAL[2]}hello{SPECIAL[3]}", "special tokens are shown"
-    without = client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
-    assert without["tokens"] == answer["tokens"][:-1]
+from slipstream.tests.serve.fake_server import CHAT, HELLO, SPECIAL, serving
 
 
 def test_tokenizer_info_tells_what_clients_need_to_render_prompts(client: httpx.Client) -> None:
