@@ -5,6 +5,7 @@ import slipstream.runtime  # before torch, for which it sets the thread policy
 import gc
 import logging
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -94,8 +95,9 @@ def equal_machines() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def descriptions_read_once() -> Iterator[None]:
-    """Descriptions of options stand in the sources; reading them takes half of the time to make a parser."""
+def slow_files_read_once() -> Iterator[None]:
+    """Reading descriptions of options, which stand in the sources, takes half of the time to make a parser; reading
+    certificates, of which no test needs any, most of the time to make an HTTP client."""
     read = AttributeDocstrings.get_attr_docs
 
     @cache
@@ -104,4 +106,5 @@ def descriptions_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AttributeDocstrings, "get_attr_docs", lambda _, component: descriptions(component))
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
