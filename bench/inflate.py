@@ -51,6 +51,9 @@ from slipstream.config import run
 from slipstream.models.drafts.base import DraftNetwork, ids_of, load_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
+from slipstream.models.drafts.heads.config import HeadConfig, LiLiCorrConfig
+from slipstream.models.drafts.heads.markov import MarkovConfig
+from slipstream.models.drafts.heads.selector import SelectorConfig
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
     INDEX,
@@ -198,6 +201,9 @@ class Eagle3Draft(Draft):
                 raise ValueError(f"draft sets {name}; only EAGLE3 drafts without it can be inflated")
 
 
+RANKED = (SelectorConfig, MarkovConfig)  # heads whose rank grows
+
+
 class DFlashDraft(Draft):
     """The usual five layers over five target states. Its residual stream starts from the target's embedding and
     ends at the target's head, so that the constant channel needs nothing but the lift of the last norm. Added
@@ -211,8 +217,10 @@ class DFlashDraft(Draft):
         super().check(model, shape)
         check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
-        check_room("rank", max(self.config.selector_rank, self.config.markov_rank), RANK)
-        if self.config.lilicorr is not None:
+        for head in self.config.heads:
+            if isinstance(head, RANKED):
+                check_room("rank", getattr(head, head.option), RANK)
+        if self.config.head(LiLiCorrConfig) is not None:
             raise ValueError("draft has a LiLiCorr scorer; only block drafts without one can be inflated")
 
     def states(self, shape: Shape) -> dict[int, int | None]:
@@ -228,8 +236,13 @@ class DFlashDraft(Draft):
         layer_at = places(self.config.num_layers, NUM_LAYERS)
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
         windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
-        heads: dict[str, Any] = {name: RANK for name in ("selector_rank", "markov_rank") if getattr(self.config, name)}
-        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **heads, **fields)
+        heads = tuple(map(big_head, self.config.heads))
+        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, heads=heads, **fields)
+
+
+def big_head(head: HeadConfig) -> HeadConfig:
+    fields: dict[str, Any] = {head.option: RANK} if isinstance(head, RANKED) else {}
+    return replace(head, **fields)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}

@@ -16,9 +16,9 @@ import torch
 
 from slipstream.kernels.gemm.fp8 import E4M3
 from slipstream.models.drafts.base import DraftNetwork, write_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.files.quantization import read_quantization
 from slipstream.models.files.weights import allocate
 from slipstream.models.layers.quantized_experts import quantize_by_config

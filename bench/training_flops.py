@@ -7,8 +7,12 @@ Of elementwise arithmetic the convolutions' taps alone are counted, a multiplica
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.block_heads import BlockConvolution
+from slipstream.models.drafts.convolution import BlockConvolution
 from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.heads.confidence import ConfidenceHead
+from slipstream.models.drafts.heads.lilicorr import LiLiCorr
+from slipstream.models.drafts.heads.markov import MarkovHead
+from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
@@ -76,7 +80,7 @@ def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
     anchors = draw_anchors(batch, training.options.anchors, training.seed)[0]
     blocks = find_blocks(batch, anchors, config.block_size, first_slot=config.first_slot)
     labelled = blocks.counts & (training.head_rows[blocks.labels] >= 0)
-    counting = int((labelled if draft.confidence is None else blocks.counts).sum())
+    counting = int((labelled if draft.head(ConfidenceHead) is None else blocks.counts).sum())
     tokens = batch.tokens.numel()
     slots = blocks.positions.numel()
     keys_values = 2 * config.num_kv_heads * config.head_dim * config.hidden_size * config.num_layers
@@ -104,7 +108,7 @@ def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int)
     losses = training.losses
     config = training.draft.config
     row = 2 * config.hidden_size
-    if mix_of(losses).reads_teacher or training.draft.confidence is not None:
+    if mix_of(losses).reads_teacher or training.draft.head(ConfidenceHead) is not None:
         return {"teacher": row * len(training.head.rows) * counting}
     if losses["selector_tv"]:
         return {"teacher": row * config.num_candidates * counting}
@@ -114,22 +118,21 @@ def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int)
 def block_head_flops(draft: DFlash, counting: int) -> dict[str, int]:
     """Heads that read one slot and the token before it, of rank r: the selector's projection of the state and its
     products with k candidates, the Markov head's products with Vd tokens and its gate, the confidence head."""
-    config = draft.config
     flops = {}
-    if (selector := draft.selector) is not None:
-        pairs = config.selector_rank * config.selector_top_k
+    if (selector := draft.head(CandidateSelector)) is not None:
+        pairs = selector.successors.shape[1] * draft.config.num_candidates
         flops["selector"] = 6 * (weights_of(selector.hidden_projection) + pairs) * counting
-    if (markov := draft.markov) is not None:
+    if (markov := draft.head(MarkovHead)) is not None:
         gate = 0 if markov.gate_proj is None else weights_of(markov.gate_proj)
         flops["Markov head"] = 6 * (weights_of(markov.markov_w2) + gate) * counting
-    if (confidence := draft.confidence) is not None:
+    if (confidence := draft.head(ConfidenceHead)) is not None:
         flops["confidence head"] = 6 * weights_of(confidence) * counting
     return flops
 
 
 def scorer_flops(draft: DFlash, num_blocks: int) -> dict[str, int]:
     """LiLiCorr over the K * k nodes of each whole block. Candidates' embeddings are frozen."""
-    scorer = draft.scorer
+    scorer = draft.head(LiLiCorr)
     config = draft.config
     if scorer is None:
         return {}

@@ -12,7 +12,6 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +22,20 @@ from slipstream.config import run
 from slipstream.data_tools.options import show_table
 from slipstream.data_tools.verb_options import ConvertConfig
 from slipstream.models.drafts.base import EMBEDDING, HEAD, Choices, DraftNetwork, drafter_of, load_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.block_layouts import (
     ALIASES,
     ANCHOR_FIELDS,
     CAUSAL_FIELDS,
-    HEAD_FIELDS,
-    HEAD_NAMES,
+    MODELOPT_NAMES,
     OFF,
+    PLAIN_FIELDS,
     UNSUPPORTED,
     convention_of,
 )
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import POST_NORM, Eagle3
+from slipstream.models.drafts.heads.table import CONFIGS
 from slipstream.models.drafts.interchange import SERVERS, broken_rules, draft_values, shown
 from slipstream.models.drafts.speculators_layout import (
     AUX_LAYERS,
@@ -74,18 +73,11 @@ MODELOPT_FIELDS = (  # of EAGLE3 drafts of NVIDIA's ModelOpt, in eagle_config: t
     "parallel_draft_heads_num_layers",
 )
 BLOCK_FIELDS = (
-    *("block_size", "target_layer_ids", "sliding_window_non_causal", "projector_type", *HEAD_FIELDS, *UNSUPPORTED),
+    *("block_size", "target_layer_ids", "sliding_window_non_causal", "projector_type", *PLAIN_FIELDS, *UNSUPPORTED),
     *(*ALIASES, *ANCHOR_FIELDS, *CAUSAL_FIELDS, "use_swa", "swa_window_size", "eagle_aux_hidden_state_layer_ids"),
-    *("lilicorr_enabled", *(f"lilicorr_{field.name}" for field in fields(LiLiCorrConfig))),
+    *(name for kind in CONFIGS for name in (*kind.names(), *kind.foreign)),
     # Of training, or what the tensors show
-    *(
-        "num_anchors",
-        "num_aux_layers",
-        "has_embed_tokens",
-        "has_lm_head",
-        "train_embed_tokens",
-        "confidence_head_alpha",
-    ),
+    *("num_anchors", "num_aux_layers", "has_embed_tokens", "has_lm_head", "train_embed_tokens"),
 )
 
 
@@ -219,10 +211,10 @@ def block_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     check_loads_in_sglang(draft)
     fields = draft.values["dflash_config"]
     heads = heads_of(fields)
-    if "markov" not in heads:
+    if "markov_rank" not in heads:
         return draft
     nested = {**fields, "projector_type": "dspark", "attention_mode": "gqa"}
-    nested.setdefault("confidence_head_with_markov", "confidence" in heads)
+    nested.setdefault("confidence_head_with_markov", "confidence_head" in heads)
     return draft._replace(values={**draft.values, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
 
 
@@ -237,22 +229,16 @@ def check_loads_in_sglang(draft: Draft) -> None:
 
 
 def heads_of(values: Mapping[str, Any]) -> set[str]:
-    """Heads of a block draft, by the fields of its dflash_config."""
-    fields = {
-        "conv": "conv_kernel_size",
-        "selector": "selector_rank",
-        "markov": "markov_rank",
-        "confidence": "enable_confidence_head",
-        "scorer": "lilicorr_candidate_topk",
-    }
-    return {head for head, field in fields.items() if values.get(field)}
+    """The parts of a block draft besides its layers, by the fields of its dflash_config, as options name them."""
+    fields = {"conv": "conv_kernel_size"} | {kind.option: kind.field for kind in CONFIGS}
+    return {part for part, field in fields.items() if values.get(field)}
 
 
 def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
     """DeepSpec's files: all fields at the top, and copies of the target's embedding and head."""
     fields = dict(draft.values["dflash_config"])
     heads = heads_of(fields)
-    if heads - {"markov", "confidence"}:
+    if heads - {"markov_rank", "confidence_head"}:
         raise ValueError(f"DeepSpec has no draft with {', '.join(sorted(heads))}: use another layout")
     if not draft.values["sample_from_anchor"]:
         raise ValueError("this draft does not predict at the anchor (sample_from_anchor); DeepSpec's drafts all do")
@@ -264,7 +250,7 @@ def block_to_deepspec(draft: Draft, target: TargetFiles) -> Draft:
         "markov_rank": 0,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
-        "confidence_head_with_markov": "markov" in heads,
+        "confidence_head_with_markov": "markov_rank" in heads,
         **fields,
     }
     values = {name: value for name, value in draft.values.items() if name != "dflash_config"}
@@ -279,7 +265,7 @@ def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
     fields = draft.values["dflash_config"]
     from_anchor = draft.values["sample_from_anchor"]
     heads = heads_of(fields)
-    if heads - {"markov", "confidence"}:
+    if heads - {"markov_rank", "confidence_head"}:
         raise ValueError(f"ModelOpt's files of {', '.join(sorted(heads))} are those of layout sglang: use it")
     if draft.values.get("draft_vocab_size"):
         raise ValueError(
@@ -290,9 +276,9 @@ def block_to_modelopt(draft: Draft, _target: TargetFiles) -> Draft:
         "projector_type": "dspark" if heads else "dflash",
         "causal": False,
         "shift_label": from_anchor,
-        "use_confidence_head": "confidence" in heads,
+        "use_confidence_head": "confidence_head" in heads,
     }
-    names = {prefix: name for name, prefix in HEAD_NAMES.items() if name != "logit_head."}
+    names = {prefix: name for name, prefix in MODELOPT_NAMES.items()}
     tensors = {_renamed(key, names): tensor for key, tensor in draft.tensors.items()}
     values = {**draft.values, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
     return draft._replace(values=values, tensors=tensors)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.sample import gumbel
 from slipstream.models.drafts.base import DraftNetwork
-from slipstream.models.drafts.block_heads import LiLiCorr, LiLiCorrConfig
+from slipstream.models.drafts.heads.config import BlockSizes, LiLiCorrConfig
+from slipstream.models.drafts.heads.lilicorr import LiLiCorr
 from slipstream.tests.naive_eagle3 import NaiveLayers, attended
 
 Scores = Callable[[int, int, int], Tensor]  # of a slot's candidates (k,), after one of the slot before with this token
@@ -40,8 +41,12 @@ class NaiveDFlash(NaiveLayers):
         usual = heads.get("selector_top_k") or heads.get("lilicorr_candidate_topk")
         self.num_candidates = usual or num_candidates or (64 if heads.get("markov_rank") else 1)
         if (sizes := LiLiCorrConfig.from_json(heads)) is not None:
-            config = self.config
-            self.scorer = LiLiCorr(sizes, config["hidden_size"], config["block_size"], config["rms_norm_eps"]).double()
+            size = self.config["hidden_size"]
+            slots = self.config["block_size"]
+            eps = self.config["rms_norm_eps"]
+            self.scorer = LiLiCorr(
+                sizes, BlockSizes(size, len(head), len(self.head), slots, slots - 1, False, eps), ()
+            ).double()
             parts = {name: x for name, x in self.weights.items() if name.startswith("lilicorr.")}
             self.scorer.load_state_dict({name.removeprefix("lilicorr."): x for name, x in parts.items()})
 

@@ -70,7 +70,8 @@ NOT_LOADED = {
 
 # Who reads the weights of a module. Everyone else asks the module, which knows how it stores them.
 OWNERS = {
-    "models/drafts/block_heads.py",
+    "models/drafts/heads/confidence.py",
+    "models/drafts/heads/markov.py",
     "models/layers/attention.py",
     "models/layers/linear.py",
     "models/layers/moe.py",

@@ -8,12 +8,17 @@ shared noise. So each slot has two numbers, as Platt (1999) has, fitted by the l
 Letters: N blocks, K slots.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.heads.confidence import ConfidenceConfig, ConfidenceHead
+
+FIELDS = ("confidence_temperatures", "confidence_biases")
 NUM_BINS = 15
 STRENGTH = 30.0  # of the prior that the head is right: precision of both numbers around 0
 MOST_STEPS = 60
@@ -90,6 +95,48 @@ def fit_calibration(confidences: Confidences) -> Calibration:
         before = before * _probabilities(logits, numbers)
     log_temperatures, biases = torch.stack(columns, dim=1).float()
     return Calibration(log_temperatures.exp(), biases)
+
+
+class Calibrator:
+    """Calibrates the confidence head of a draft in every evaluation."""
+
+    def __init__(self, draft: DFlash, head: ConfidenceHead) -> None:
+        self.draft = draft
+        self.head = head
+        # Of the evaluation at hand: number of a batch's first row, and what the head said there.
+        self.parts: list[tuple[int, Confidences]] = []
+
+    def add(self, number: int, hidden: Tensor, previous: Tensor, accepted: Tensor, counts: Tensor) -> None:
+        """Asks the head at states (N, K, H), after target ids (N, K), of drafted chains that fared as `accepted` (N,)
+        and `counts` (N, K) say. `number`: of the first row of their batch."""
+        logits = self.head(hidden, previous).float()
+        self.parts.append((number, Confidences(*(x.cpu() for x in (logits, accepted, counts)))))  # sync
+
+    def end(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+        """Gives the draft what fits all chains. The metrics `confidence_error` and `confidence_error_before` are
+        measured on their second half, with what fits the first half. Chains are in the order of their rows, however
+        many processes share them."""
+        parts = gather(self.parts)
+        self.parts = []
+        if not parts:
+            return {}
+        confidences = Confidences.joined([part for _, part in sorted(parts, key=lambda part: part[0])])
+        half = len(confidences.accepted) // 2
+        none = Calibration.none(confidences.logits.shape[1])
+        second_half = confidences.of(slice(half, None))
+        fitted = fit_calibration(confidences).padded(self.draft.config.num_proposals)
+        self.set(dict(zip(FIELDS, (numbers.tolist() for numbers in fitted), strict=True)))
+        error = chain_error(second_half, fit_calibration(confidences.of(slice(0, half))))
+        return {"confidence_error": error, "confidence_error_before": chain_error(second_half, none)}
+
+    def fields(self) -> dict[str, list[float]]:
+        """The fitted fields of config.json; none before the first evaluation."""
+        values = {name: list(getattr(self.head.config, name)) for name in FIELDS}
+        return {name: numbers for name, numbers in values.items() if numbers}
+
+    def set(self, fields: Mapping[str, list[float]]) -> None:
+        self.head.config = ConfidenceConfig(**{name: tuple(numbers) for name, numbers in fields.items()})
+        self.draft.config = self.draft.config.with_head(self.head.config)
 
 
 def _fit_slot(logits: Tensor, before: Tensor, outcomes: Tensor) -> Tensor:

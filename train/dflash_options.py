@@ -1,16 +1,11 @@
 """Options of train/dflash.py. Imports nothing that takes long, so that wrong ones are refused at once."""
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from slipstream.models.drafts.head_options import LiLiCorrConfig, MarkovType
+from slipstream.models.drafts.heads.config import LiLiCorrConfig, MarkovType
 from slipstream.train.draft_options import BaseDraftOptions, DraftRunOptions
 from slipstream.train.options import EvaluationOptions
-
-if TYPE_CHECKING:
-    from slipstream.models.drafts.dflash import DFlashConfig
-
-VOCABULARY = ("ce", "kl", "tv", "l1", "lk", "lk_lambda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,42 +42,6 @@ class LossWeights:
             value = getattr(self, weight.name)
             if value is not None and value < 0:
                 raise ValueError(f"draft.losses.{weight.name} is {value}; give 0 or more")
-
-    def of(self, config: "DFlashConfig") -> dict[str, float]:
-        """The weights of all losses, by name, for a draft with these heads. Raises ValueError for a loss of a head that
-        it lacks, and for a head that no loss trains."""
-        options_by_name = {weight.name: getattr(self, weight.name) for weight in fields(self)}
-        if all(value is None for value in options_by_name.values()):
-            options_by_name |= default_weights(config)
-        weights = {name: value or 0.0 for name, value in options_by_name.items()}
-        heads = {"selector": config.selector_rank, "scorer": config.lilicorr, "confidence": config.confidence_head}
-        options = {"selector": "selector_rank", "scorer": "lilicorr", "confidence": "confidence_head"}
-        for head, has in heads.items():
-            names = [name for name in options_by_name if name.startswith(head)]
-            positive = [name for name in names if weights[name]]
-            if positive and not has:
-                raise ValueError(
-                    f"draft.losses.{positive[0]} is {weights[positive[0]]}, but the draft has no {options[head]}"
-                )
-            if has and not positive:
-                raise ValueError(
-                    f"draft.{options[head]} adds a head that no loss trains; give draft.losses."
-                    f"{' or draft.losses.'.join(names)}"
-                )
-        if not any(weights[name] for name in VOCABULARY):
-            raise ValueError(f"draft.losses has no loss of the draft's logits; give one of {', '.join(VOCABULARY)}")
-        return weights
-
-
-def default_weights(config: "DFlashConfig") -> dict[str, float]:
-    """Weights for a draft with these heads: those that did best (docs/dflash.md, "Losses")."""
-    if config.selector_rank:
-        weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
-    elif config.lilicorr is not None:
-        weights = {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}
-    else:
-        weights = {"ce": 1.0}
-    return weights | ({"confidence": 0.1} if config.confidence_head else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from slipstream.train.text_noise import RowValues, best_with_noise
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
 GATHERED_AT_ONCE = 2**27  # numbers of the head's rows that candidates gather: 256 MiB in bf16
+Bias = tuple[Tensor, Tensor]  # of logits: factors (N, r) and rows (Vd, r), trained, of factors @ rows.T
 Teach = Callable[[slice], Tensor]  # rows -> the target's logits (n, Vd) there
 # Rows, and their states (n, H) in the head's dtype -> losses (n,) fp32, best rows of the head (n,), gradient (n, H).
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -127,13 +128,6 @@ def capped(logits: Tensor, cap: float | None, *, with_slope: bool) -> tuple[Tens
     return (cap * ratio).to(logits.dtype), (1 - ratio.square()).to(logits.dtype) if with_slope else None
 
 
-class LowRankBias(NamedTuple):
-    """A bias of the logits: features @ rows.T."""
-
-    features: Tensor  # (N, r)
-    rows: Tensor  # (Vd, r), trained
-
-
 class MixedLosses(NamedTuple):
     """Losses of rows that are read through a frozen head."""
 
@@ -190,7 +184,7 @@ def mixed_losses(
     mix: Mix,
     teach: Teach | None = None,
     *,
-    bias: LowRankBias | None = None,
+    bias: Bias | None = None,
     cap: float | None = None,
     candidates: Tensor | None = None,
 ) -> MixedLosses:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +35,6 @@ class DraftTraining(nn.Module, ABC):
     drafter: ClassVar[str]  # its kind, as files name it
     rates: ClassVar[Mapping[str, float]]  # peak learning rates by optimizer, for `default_lr`
     tokens_power = 0.25  # by which the rate falls with the tokens of a step
-    fitted: ClassVar[tuple[str, ...]] = ()  # fields of the draft's config that evaluations fit: lists of numbers
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
     temperature = 0.0  # of the server that an evaluation simulates
@@ -112,13 +110,11 @@ class DraftTraining(nn.Module, ABC):
         return self.step_times.metrics(lengths)
 
     def fitted_fields(self) -> dict[str, list[float]]:
-        """Fields that evaluations have fitted so far."""
-        values = {name: getattr(self.draft.config, name) for name in self.fitted}
-        return {name: list(value) for name, value in values.items() if value}
+        """Fields of the draft's config that evaluations have fitted so far."""
+        return {}
 
     def restore(self, fields: Mapping[str, list[float]]) -> None:
         """Sets what `fitted_fields` said when the run was saved."""
-        self.draft.config = replace(self.draft.config, **{name: tuple(value) for name, value in fields.items()})
 
     def walk(self, batch: Batch, asking: Tensor, accepted: Tensor) -> Metrics:
         """Metrics of the draft's leading agreements with the text (acceptance.walk_answers)."""

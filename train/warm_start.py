@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from slipstream.models.drafts.base import HEAD, OWN_FIELDS, DraftConfig, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.heads.table import HEADS
 from slipstream.models.files.checkpoint import read_json, resolve
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import TargetSpec
 
 FC = "fc.weight"  # whose columns are target states, one after another
-BY_TOKEN = (HEAD, "markov_head.markov_w2.weight", "candidate_selector.successor_codebook")  # rows: the draft's tokens
+# Tensors with a row for each of the draft's tokens.
+BY_TOKEN = (HEAD, *(f"{kind.name}.{parameter}" for kind in HEADS for parameter in kind.by_token))
 MAPS = ("d2t", "t2d")
 INHERITED = ("mask_token_id", "aux_layers")  # options that are those of the other draft unless they are given
-IDENTITIES = ("attention_conv.", "mlp_conv.", "candidate_selector.", "markov_head.", "confidence_head.")
+IDENTITIES = ("attention_conv.", "mlp_conv.", *(f"{kind.name}." for kind in HEADS if kind.is_identity))
 # Fields that say which heads a draft has, or nothing about its tokens: compared by their tensors, or not at all.
 NOT_COMPARED = (
-    *(*OWN_FIELDS, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
-    *("markov_head_type", "confidence_head", "confidence_temperatures", "confidence_biases", "lilicorr"),
+    *(*OWN_FIELDS, "conv_kernel_size", "conv_group_size", "heads"),
     *("max_position_embeddings", "draft_vocab_size", "target_hidden_size", "target_num_layers"),
 )
 

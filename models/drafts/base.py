@@ -121,8 +121,7 @@ class DraftConfig(DecoderShape, ABC):
     @classmethod
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
-        target_fields = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
-        return cls(**model.shape() | {"rope": model.rope.of_draft} | target_fields | fields)
+        return cls(**target_fields(model) | fields)
 
     @property
     @abstractmethod
@@ -152,6 +151,12 @@ class DraftConfig(DecoderShape, ABC):
 
         Raises ValueError, with the option that decides, for what may be meant one way or another.
         """
+
+
+def target_fields(model: TargetSpec) -> dict[str, Any]:
+    """Fields of a draft as wide as the target `model`."""
+    sizes = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
+    return model.shape() | {"rope": model.rope.of_draft} | sizes
 
 
 class DraftNetwork(nn.Module):

@@ -9,13 +9,11 @@ heads that the network here lacks.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from slipstream.models.drafts.heads.table import CONFIGS, HEADS
+
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other trainers' files -> our fields of the same meaning.
-ALIASES = {
-    "pard_token": "mask_token_id",
-    "dspark_markov_rank": "markov_rank",
-    "use_confidence_head": "enable_confidence_head",
-}
+ALIASES = {"pard_token": "mask_token_id"} | {name: ours for kind in CONFIGS for name, ours in kind.aliases.items()}
 # Fields that say whether slot 0 predicts -> whether true means that it does.
 ANCHOR_FIELDS = {
     "sample_from_anchor": True,
@@ -30,18 +28,13 @@ ANCHOR_FIRST = {  # of files without any of these, by architecture
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
-HEAD_NAMES = {  # how others' tensors begin -> the beginning of DeepSpec's, which are ours
-    "logit_head.": "markov_head.",  # SpecForge's at first
-    **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj")},  # ModelOpt's
-    "confidence_proj.": "confidence_head.proj.",
-}
+# How others' tensors begin -> the beginning of DeepSpec's, which are ours; ModelOpt's, and SpecForge's at first.
+MODELOPT_NAMES = {name: ours for head in HEADS for name, ours in head.modelopt_names.items()}
+HEAD_NAMES = {"logit_head.": "markov_head."} | MODELOPT_NAMES
+HEAD_FIELDS = tuple(name for kind in CONFIGS for name in kind.names())  # of dflash_config
 CAUSAL_FIELDS = ("causal", "is_causal", "dflash_query_causal")
-UNSUPPORTED_HEADS = {  # of `projector_type`, `speculators_model_type` and `markov_head_type`
-    "xpress": "XPress's refiner",
-    "domino": "Domino's GRU",
-    "rnn": "DSpark's recurrent Markov head (markov_head_type 'rnn')",
-}
-PROJECTORS = ("", "dflash", "dflash2", "dspark", "lilicorr")
+UNSUPPORTED_PROJECTORS = {"xpress": "XPress's refiner", "domino": "Domino's GRU"}
+PROJECTORS = sorted({"dflash", *(kind.projector for kind in CONFIGS)})
 # Settings of other trainers and servers that change the network or the use of its output -> values that do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_sink_bias", "mlp_bias", "quantization_config"), OFF),
@@ -129,12 +122,8 @@ def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, An
     config = merged(values)
     _refuse(values, config)
     from_anchor = convention_of(values, choice).from_anchor
-    if config.get("lilicorr_candidate_topk") and from_anchor:
-        raise ValueError(
-            "draft config: a LiLiCorr draft that predicts at its anchor is not supported; none is trained so"
-        )
     nested = dict(values.get("dflash_config") or {})
-    nested |= {name: config[name] for name in HEAD_FIELDS if config.get(name) is not None}
+    nested |= {name: config[name] for name in (*PLAIN_FIELDS, *HEAD_FIELDS) if config.get(name) is not None}
     if layers := _layers(config):
         nested["target_layer_ids"] = layers
     settled = {**values, **_window(values, config), "dflash_config": nested, "sample_from_anchor": from_anchor}
@@ -144,22 +133,20 @@ def settle_block(values: Mapping[str, Any], choice: bool | None) -> dict[str, An
     return {name: value for name, value in settled.items() if name == "sample_from_anchor" or name not in dropped}
 
 
-HEAD_FIELDS = (
-    *("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank"),
-    *("markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_temperatures"),
-    *("confidence_biases", "output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
+PLAIN_FIELDS = (  # of dflash_config, besides those of heads
+    *("mask_token_id", "conv_kernel_size", "conv_group_size", "output_multiplier", "final_logit_softcapping"),
+    "input_embedding_scale",
 )
 
 
 def _refuse(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    for name in ("projector_type", "markov_head_type"):
-        kind = str(config.get(name) or "").lower()
-        if kind in UNSUPPORTED_HEADS and (name != "markov_head_type" or config.get("markov_rank")):
-            raise ValueError(f"draft config: {UNSUPPORTED_HEADS[kind]} is not supported")
-    if (kind := str(config.get("projector_type") or "")) not in PROJECTORS:
-        raise ValueError(f"draft config: projector_type is {kind!r}; supported: {', '.join(PROJECTORS[1:])}")
-    if config.get("lilicorr_enabled") is False and config.get("lilicorr_candidate_topk"):
-        raise ValueError("draft config: lilicorr_enabled is false, but lilicorr_candidate_topk is set; delete either")
+    projector = str(config.get("projector_type") or "dflash")
+    if projector.lower() in UNSUPPORTED_PROJECTORS:
+        raise ValueError(f"draft config: {UNSUPPORTED_PROJECTORS[projector.lower()]} is not supported")
+    if projector not in PROJECTORS:
+        raise ValueError(f"draft config: projector_type is {projector!r}; supported: {', '.join(PROJECTORS)}")
+    for head in CONFIGS:
+        head.refuse(config)
     if config.get("dspark_block_size") or config.get("dspark_noise_token_id"):
         raise ValueError("this is DeepSeek-V4's draft, which is part of the target's checkpoint; it is not supported")
     for name, neutral in UNSUPPORTED.items():
@@ -167,16 +154,6 @@ def _refuse(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
             raise ValueError(f"draft config sets {name} to {config[name]!r}, which is not supported")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
-    is_joined = config.get("confidence_head_with_markov")
-    if (
-        config.get("enable_confidence_head")
-        and is_joined is not None
-        and bool(is_joined) != bool(config.get("markov_rank"))
-    ):
-        raise ValueError(
-            f"draft config: confidence_head_with_markov is {is_joined} and markov_rank {config.get('markov_rank', 0)}; "
-            "a confidence head here reads the Markov embedding wherever there is one"
-        )
 
 
 def _layers(config: Mapping[str, Any]) -> list[int]:

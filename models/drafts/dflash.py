@@ -4,16 +4,16 @@ Every layer attends to [target's states ; block]: keys and values of committed t
 that passes through no layer, those of the block from its own states. Embedding and head are the target's: callers pass
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
-A draft may have more: convolutions inside the block, a head that joins its slots (candidate selector, Markov head or
-LiLiCorr) and a confidence head (block_heads.py). Heads that join slots are read as a lattice (lattice.py).
+A draft may have more: convolutions inside the block (convolution.py) and heads (heads/), of which one at most joins
+its slots. That one is read as a lattice (lattice.py).
 
 On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these and what
 other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,13 @@ from slipstream.models.drafts.base import (
     check_target,
     decoder_from_json,
     decoder_to_json,
+    target_fields,
 )
-from slipstream.models.drafts.block_heads import (
-    CandidateSelector,
-    ConfidenceHead,
-    ConvolvedLayer,
-    LiLiCorr,
-    LiLiCorrConfig,
-    MarkovHead,
-    MarkovType,
-)
-from slipstream.models.drafts.block_layouts import HEAD_NAMES, settle_block
+from slipstream.models.drafts.block_layouts import HEAD_FIELDS, HEAD_NAMES, settle_block
+from slipstream.models.drafts.convolution import ConvolvedLayer
+from slipstream.models.drafts.heads.base import Block, Candidates, Head, JoiningHead
+from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
+from slipstream.models.drafts.heads.table import CONFIGS, head_of, heads_from_json, heads_of
 from slipstream.models.drafts.lattice import Lattice
 from slipstream.models.drafts.speculators_layout import without_last_layer
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
@@ -50,7 +46,11 @@ if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
 
 CONVOLUTION_TAPS = (0, 2)
-MARKOV_CANDIDATES = 64  # of a slot, where a Markov head is read through a lattice
+PLAIN_FIELDS = ("conv_kernel_size", "conv_group_size", "output_multiplier", "input_embedding_scale")
+HEAD_OPTIONS = frozenset(kind.option for kind in CONFIGS)
+ARCHITECTURES = ("LiLiCorrDraftModel", "DSparkDraftModel", "DFlash2DraftModel", "DFlashDraftModel")
+KindOfHead = TypeVar("KindOfHead", bound=Head)
+KindOfConfig = TypeVar("KindOfConfig", bound=HeadConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,7 @@ class DFlashConfig(DraftConfig):
     attention_bias: bool = False
     conv_kernel_size: int = 0  # taps of the convolutions inside the block; 0: none
     conv_group_size: int = 16  # channels that share a kernel
-    selector_rank: int = 0  # 0: no candidate selector
-    selector_top_k: int = 16  # candidates of a slot
-    markov_rank: int = 0  # 0: no Markov head
-    markov_head_type: MarkovType = "vanilla"
-    lilicorr: LiLiCorrConfig | None = None
-    confidence_head: bool = False  # it reads the Markov head's embedding, too, where there is one
-    confidence_temperatures: tuple[float, ...] = ()  # its logit at slot k is divided by that; none: by 1
-    confidence_biases: tuple[float, ...] = ()  # and then this is added; none: 0
+    heads: tuple[HeadConfig, ...] = ()  # in the order of heads/table.py
     output_multiplier: float = 1.0  # of the head's logits
     final_logit_softcapping: float | None = None  # c, where the multiplied logits x become c * tanh(x / c)
     input_embedding_scale: float = 1.0  # of the embeddings that the block begins with
@@ -94,6 +87,8 @@ class DFlashConfig(DraftConfig):
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1")
         if self.sliding_window_non_causal and not self.windowed_layers:
             raise ValueError("sliding_window_non_causal is true, but no layer has a window; leave it out")
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -103,30 +98,33 @@ class DFlashConfig(DraftConfig):
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size}; it must divide the hidden size {self.hidden_size}"
             )
-        if min(self.selector_rank, self.markov_rank) < 0:
-            raise ValueError(
-                f"selector_rank is {self.selector_rank} and markov_rank {self.markov_rank}; give 0 (none) or more"
-            )
-        if self.markov_head_type not in get_args(MarkovType):
-            raise ValueError(f"markov_head_type is {self.markov_head_type!r}; supported: vanilla and gated")
-        joining = {"selector_rank": self.selector_rank, "markov_rank": self.markov_rank, "lilicorr": self.lilicorr}
-        if len([name for name, value in joining.items() if value]) > 1:
-            raise ValueError(f"{joining}: a draft has one way to join its slots; leave out the others")
-        count = self.lilicorr.candidate_topk if self.lilicorr else self.selector_top_k if self.selector_rank else 1
-        if not 1 <= count <= (self.draft_vocab_size or self.vocab_size):
-            raise ValueError(f"{count} candidates of a slot; give 1 to {self.draft_vocab_size or self.vocab_size}")
-        if self.lilicorr is not None and self.sample_from_anchor:
-            raise ValueError("sample_from_anchor is true, which LiLiCorr drafts are not trained with; set it to false")
-        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
-            raise ValueError(f"final_logit_softcapping is {self.final_logit_softcapping}; give a positive number")
-        temperatures = self.confidence_temperatures
-        biases = self.confidence_biases
-        if temperatures and (len(temperatures) != self.num_proposals or min(temperatures) <= 0):
-            raise ValueError(
-                f"confidence_temperatures is {list(temperatures)}; give {self.num_proposals} positive numbers, or none"
-            )
-        if biases and len(biases) != self.num_proposals:
-            raise ValueError(f"confidence_biases is {list(biases)}; give {self.num_proposals} numbers, or none")
+        joining = [head.option for head in self.heads if head.joins]
+        if len(joining) > 1:
+            raise ValueError(f"{' and '.join(joining)}: a draft has one way to join its slots; leave out the others")
+        for head in self.heads:
+            head.check(self.sizes)
+
+    @classmethod
+    def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
+        """`fields` may also be options of heads, as training has them."""
+        plain = {name: value for name, value in fields.items() if name not in HEAD_FIELDS and name not in HEAD_OPTIONS}
+        return cls(**target_fields(model) | {"heads": heads_of(fields)} | plain)
+
+    @property
+    def sizes(self) -> BlockSizes:
+        return BlockSizes(*(getattr(self, name) for name in BlockSizes._fields))
+
+    @property
+    def num_tokens(self) -> int:
+        """Vd, the tokens that it can propose."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def head(self, kind: type[KindOfConfig]) -> KindOfConfig | None:
+        return next((head for head in self.heads if isinstance(head, kind)), None)
+
+    def with_head(self, head: HeadConfig) -> Self:
+        """The config with another one of a head that it has."""
+        return replace(self, heads=tuple(head if type(other) is type(head) else other for other in self.heads))
 
     @property
     def first_slot(self) -> int:
@@ -141,11 +139,8 @@ class DFlashConfig(DraftConfig):
     @property
     def num_candidates(self) -> int:
         """k, the candidates of a slot in the lattice."""
-        if self.lilicorr is not None:
-            return self.lilicorr.candidate_topk
-        if self.selector_rank:
-            return self.selector_top_k
-        return min(MARKOV_CANDIDATES if self.markov_rank else 1, self.draft_vocab_size or self.vocab_size)
+        count = max([head.num_candidates for head in self.heads if head.joins], default=1)
+        return min(count, self.num_tokens)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -161,13 +156,14 @@ class DFlashConfig(DraftConfig):
         if self.windowed_layers:  # the fields of speculators and z-lab; DFlash 2 without them is not causal here
             window = {"sliding_window_non_causal": non_causal} | ({"is_causal": False} if non_causal else {})
         fields = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)}
+        nested = self._heads_to_json()
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target_num_layers,
-            "dflash_config": fields | self._heads_to_json(),
-            **self._markov_to_json(),
+            "dflash_config": fields | nested,
+            **{name: nested.get(name, False) for head in self.heads for name in head.top_fields},
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
@@ -182,48 +178,28 @@ class DFlashConfig(DraftConfig):
     @property
     def architecture(self) -> str:
         """The public name of drafts with these heads."""
-        if self.lilicorr is not None:
-            return "LiLiCorrDraftModel"
-        if self.markov_rank or self.confidence_head or self.sample_from_anchor:
-            return "DSparkDraftModel"
-        return "DFlash2DraftModel" if self.conv_kernel_size or self.selector_rank else "DFlashDraftModel"
-
-    def _markov_to_json(self) -> dict[str, Any]:
-        """Fields of a Markov head at the top level, the only place where SGLang's DSPARK and vLLM's read them."""
-        if not self.markov_rank:
-            return {}
-        return {
-            "markov_rank": self.markov_rank,
-            "markov_head_type": self.markov_head_type,
-            "enable_confidence_head": self.confidence_head,
-            "confidence_head_with_markov": self.confidence_head,
-        }
+        names = {head.architecture for head in self.heads}
+        if self.sample_from_anchor:
+            names.add("DSparkDraftModel")
+        if self.conv_kernel_size:
+            names.add("DFlash2DraftModel")
+        return next((name for name in ARCHITECTURES if name in names), "DFlashDraftModel")
 
     def _heads_to_json(self) -> dict[str, Any]:
         """Fields of `dflash_config` that differ from a plain draft's."""
-        heads: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.conv_kernel_size:
-            heads |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
-        if self.selector_rank:
-            heads |= {"selector_rank": self.selector_rank, "selector_top_k": self.selector_top_k}
-        if self.markov_rank:
-            heads |= {"markov_rank": self.markov_rank, "markov_head_type": self.markov_head_type}
-        if self.confidence_head:
-            heads |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(self.markov_rank)}
-        if self.confidence_temperatures:
-            heads["confidence_temperatures"] = list(self.confidence_temperatures)
-        if self.confidence_biases:
-            heads["confidence_biases"] = list(self.confidence_biases)
-        if self.lilicorr is not None:
-            heads |= self.lilicorr.to_json()
+            fields |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
+        for head in self.heads:
+            fields |= head.to_json(fields)
         if self.architecture == "DSparkDraftModel":
-            heads["projector_type"] = "dspark"
+            fields["projector_type"] = "dspark"
         for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0)):
             if getattr(self, name) != neutral:
-                heads[name] = getattr(self, name)
+                fields[name] = getattr(self, name)
         if self.final_logit_softcapping is not None:
-            heads["final_logit_softcapping"] = self.final_logit_softcapping
-        return heads
+            fields["final_logit_softcapping"] = self.final_logit_softcapping
+        return fields
 
     @classmethod
     def settle(
@@ -254,23 +230,10 @@ class DFlashConfig(DraftConfig):
             sample_from_anchor=bool(values.get("sample_from_anchor")),
             attention_bias=bool(values.get("attention_bias", False)),
             **_windows(values),
-            **_heads(draft_fields),
+            **{name: draft_fields[name] for name in PLAIN_FIELDS if draft_fields.get(name) is not None},
+            final_logit_softcapping=draft_fields.get("final_logit_softcapping") or None,
+            heads=heads_from_json(draft_fields),
         )
-
-
-def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the config that say which heads and convolutions a draft has; `values` name those it has."""
-    names: tuple[str, ...] = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
-    names += ("markov_head_type", "output_multiplier", "input_embedding_scale")
-    heads: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
-    return {
-        **heads,
-        "final_logit_softcapping": values.get("final_logit_softcapping") or None,
-        "confidence_head": bool(values.get("enable_confidence_head", False)),
-        "confidence_temperatures": tuple(values.get("confidence_temperatures") or ()),
-        "confidence_biases": tuple(values.get("confidence_biases") or ()),
-        "lilicorr": LiLiCorrConfig.from_json(values),
-    }
 
 
 def _mask_token(values: Mapping[str, Any]) -> int:
@@ -387,40 +350,20 @@ class DFlash(DraftNetwork):
             for index, spec in enumerate(specs)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self._add_heads(config)
+        self.heads: list[Head] = []  # registered by their names in files
+        for head_config in config.heads:
+            kind = head_of(head_config)
+            head = kind(head_config, config.sizes, self.heads)
+            self.add_module(kind.name, head)
+            self.heads.append(head)
 
-    def _add_heads(self, config: DFlashConfig) -> None:
-        size = config.hidden_size
-        vocab_size = config.vocab_size
-        draft_vocab_size = config.draft_vocab_size or vocab_size
-        rank = config.markov_rank
-        self.candidate_selector = (
-            CandidateSelector(size, config.selector_rank, vocab_size, draft_vocab_size)
-            if config.selector_rank
-            else None
-        )
-        self.markov_head = (
-            MarkovHead(size, rank, vocab_size, draft_vocab_size, config.markov_head_type) if rank else None
-        )
-        scorer = config.lilicorr
-        self.lilicorr = LiLiCorr(scorer, size, config.block_size, config.rms_norm_eps) if scorer is not None else None
-        self.confidence_head = ConfidenceHead(size, rank) if config.confidence_head else None
+    def head(self, kind: type[KindOfHead]) -> KindOfHead | None:
+        return next((head for head in self.heads if isinstance(head, kind)), None)
 
     @property
-    def selector(self) -> CandidateSelector | None:
-        return self.candidate_selector
-
-    @property
-    def markov(self) -> MarkovHead | None:
-        return self.markov_head
-
-    @property
-    def scorer(self) -> LiLiCorr | None:
-        return self.lilicorr
-
-    @property
-    def confidence(self) -> ConfidenceHead | None:
-        return self.confidence_head
+    def joining(self) -> JoiningHead | None:
+        """The head that joins the slots."""
+        return self.head(JoiningHead)  # type: ignore[type-abstract]
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""
@@ -490,44 +433,20 @@ class DFlash(DraftNetwork):
 
         hidden (B, K, H) final states of these slots, anchors (B,) target ids, logits (B, K, Vd) of the head there.
         `num_candidates`: k, by default the config's. `noise` (B, K, Vd) fp32: what the requests add to each logit,
-        T * gumbel; default: none, T = 0. LiLiCorr also needs `context` (B, H), what `fuse` makes of the row before the
+        T * gumbel; default: none, T = 0. Some heads also need `context` (B, H), what `fuse` makes of the row before the
         anchor (zeros where there is none), and `embed`, the target's embedding of ids (...) -> (..., H).
         """
+        join = self.joining
+        is_noisy = join is None or join.is_noisy
         unary = self.unary(logits)
-        perturbed = unary if noise is None or self.scorer is not None else unary.float() + noise
-        scores, rows = perturbed.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
-        candidates = rows if self.target_ids is None else self.target_ids[rows]
-        if self.scorer is not None:
-            assert context is not None
-            assert embed is not None
-            log_probs = scores.float() - unary.float().logsumexp(dim=-1, keepdim=True)
-            start, edges = self.scorer(embed(candidates), log_probs, hidden, context)
-            if noise is not None:
-                slot_noise = noise.gather(2, rows)
-                start = start + slot_noise[:, 0]
-                edges = edges + slot_noise[:, 1:, None]
-            return Lattice(candidates, start, edges)
-        joins = self.selector or self.markov
-        if joins is None:
-            edges = scores[:, 1:].unsqueeze(2).expand(-1, -1, scores.shape[-1], -1)
-            return Lattice(candidates, scores[:, 0], edges)
-        start = joins(hidden[:, 0], scores[:, 0], anchors.unsqueeze(1), rows[:, 0]).squeeze(1)
-        return Lattice(candidates, start, joins(hidden[:, 1:], scores[:, 1:], candidates[:, :-1], rows[:, 1:]))
-
-    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Calibrated logits (B, K) of the probability that slot k's token is accepted if those before it are.
-
-        hidden (B, K, H) final states of the slots that draft, previous (B, K) the target ids before them.
-        """
-        assert self.confidence is not None
-        embedded = None if self.markov is None else self.markov.embed(previous)
-        logits = self.confidence(hidden, embedded)
-        temperatures, biases = (x[: logits.shape[1]] for x in self.calibration)
-        return logits / logits.new_tensor(temperatures) + logits.new_tensor(biases)
-
-    @property
-    def calibration(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Temperatures and biases of the confidence head, for each of the K slots."""
-        config = self.config
-        count = self.config.num_proposals
-        return config.confidence_temperatures or (1.0,) * count, config.confidence_biases or (0.0,) * count
+        perturbed = unary.float() + noise if noise is not None and is_noisy else unary
+        values, rows = perturbed.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        tokens = rows if self.target_ids is None else self.target_ids[rows]
+        if join is None:
+            edges = values[:, 1:].unsqueeze(2).expand(-1, -1, values.shape[-1], -1)
+            return Lattice(tokens, values[:, 0], edges)
+        if not is_noisy:
+            values = values.float() - unary.float().logsumexp(dim=-1, keepdim=True)
+        late_noise = None if noise is None or is_noisy else noise.gather(2, rows)
+        block = Block(anchors, hidden, context, embed, None if late_noise is None else lambda _: late_noise)
+        return join.lattice(block, Candidates(values, rows, tokens))

@@ -181,6 +181,8 @@ def check_options(server: str, drafter: str, values: Values) -> None:
 def draft_values(config: Any) -> dict[str, Any]:
     """A draft's config under the names of the options that made it."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
+    for head in values.pop("heads", ()):
+        values |= head.to_options()
     size = values["draft_vocab_size"]
     values["vocabulary"] = None if size == values["vocab_size"] else size
     values["conv"] = bool(values.get("conv_kernel_size"))

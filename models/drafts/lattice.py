@@ -1,5 +1,5 @@
 """The lattice of a block draft: the likeliest candidates of every slot, and how well each follows each of the slot
-before. Whatever joins the slots of a block (block_heads.py) is read through it, by chains and by trees.
+before. Whatever joins the slots of a block (heads/) is read through it, by chains and by trees.
 
 At T > 0 scores contain the request's noise (kernels/sampling/sample.py): the best of score + T * gumbel is a sample
 from softmax(score / T). Candidates are the best tokens of a slot *with* the noise, so the chain is what sampling from

@@ -15,7 +15,6 @@ OWN = (
     *("drafter", "num_target_layers", "target_num_layers"),
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
 )
-ODD_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # it has no place for them
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 # Public fields of a draft's decoder, which stand in transformer_layer_config there.
@@ -42,6 +41,10 @@ BLOCK_HEADS: dict[
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     },
+}
+BLOCK_FIELDS = {  # of dflash_config, that it has places for or does not need
+    *("mask_token_id", "target_layer_ids", "projector_type", *CALIBRATION),
+    *(name for fields in BLOCK_HEADS.values() for name in fields),
 }
 OTHER_KINDS = {"xpress": "XPress's refiner", "mtp": "the target's own MTP layer", "peagle": "P-EAGLE's parallel draft"}
 EAGLE3_TOKENS = 3  # per round by default, also ours
@@ -92,9 +95,7 @@ def _block_kind(values: Mapping[str, Any]) -> str:
     config = values["dflash_config"]
     has_markov = bool(config.get("markov_rank") or config.get("enable_confidence_head"))
     has_second = bool(config.get("conv_kernel_size")), bool(config.get("selector_rank"))
-    odd = [name for name in ODD_FIELDS if config.get(name) not in (None, False, 0, 1)]
-    if config.get("lilicorr_candidate_topk"):
-        odd.append("lilicorr")
+    odd = [name for name, value in config.items() if name not in BLOCK_FIELDS and value not in (None, False, 0, 1)]
     if any(has_second) and (has_markov or not all(has_second)):
         odd += [name for name in ("conv_kernel_size", "selector_rank", "markov_rank") if config.get(name)]
     if all(has_second) and values.get("draft_vocab_size"):

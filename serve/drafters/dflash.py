@@ -1,14 +1,15 @@
 """DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a chain or a tree.
 
-The pass gives each slot's best tokens. What joins the slots (block_joins.py) scores each after those of the slot
-before; a chain is a walk over these scores, a tree grows by them.
+The pass gives each slot's best tokens. The head that joins the slots (models/drafts/heads/) scores each after those of
+the slot before; a chain is a walk over these scores, a tree grows by them.
 Its KV of a committed token depends on the target's states of that token alone, hence lookahead 0. The block's KV
 follows the committed tokens until the next step overwrites it.
-Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of a slot, H hidden size.
+Letters: B requests, N nodes of a proposal, K slots that draft, k candidates of a slot, H hidden size, R request slots.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from torch import Tensor
 from slipstream.kernels.gemm.gathered_head import head_topk
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import store_context
-from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED
-from slipstream.kernels.speculation.lattice import Confidence, grow_lattice, walk_lattice
+from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED, Sampling
+from slipstream.kernels.speculation.lattice import add_noise, grow_lattice, walk_lattice
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.heads.base import Block, Candidates
+from slipstream.models.drafts.heads.confidence import ConfidenceHead
+from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.block_joins import Block, Candidates, Correlated, Factored, Independent, Join
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
 from slipstream.serve.options import check_draft_cache
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
@@ -104,6 +107,16 @@ class DFlashOptions(TokenMapOptions):
         return config.first_slot + (depth if self.full_block else min(width - 1, depth))
 
 
+class Slots(NamedTuple):
+    """The slots of a batch that draft."""
+
+    requests: Tensor  # (B,) int64 request slots
+    roots: Tensor  # (B,) int64
+    hidden: Tensor  # (B, K, H) final states
+    positions: Tensor  # (B * K,) int64 of the tokens that they draft
+    sampling: Sampling  # with a row for each of them
+
+
 class Drafter(base.NetworkDrafter):
     Options = DFlashOptions
     Network = DFlash
@@ -111,11 +124,14 @@ class Drafter(base.NetworkDrafter):
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
         self.module = module
+        self.join = module.joining
+        self.confidence = module.head(ConfidenceHead)
         self.vocabulary = vocabulary
         self.options = options
         self.topk = options.topk
         self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
         self.layers: dict[int, list[int]] = {}  # by KV group
+        self.last_context: Tensor | None = None  # (R, H) of each request's last committed token, for heads that read it
         self.first_slot = config.first_slot
         self.depth = options.depth(config)
         self.branches = options.topk > 1
@@ -125,13 +141,8 @@ class Drafter(base.NetworkDrafter):
                 f"drafter.topk is {options.topk}; the draft has {self.candidates} candidates a slot to choose from"
             )
         self.admit_by = self._admission(options)
-        self._cut_heads(options)
         self.aux_layers = config.aux_layers
-        self.joins: Join = Independent()
-        device = next(module.parameters()).device
-        self.temperatures, biases = (torch.tensor(x, device=device) for x in module.calibration)
-        self.trust_bias = biases * self.temperatures  # of the logits before they are divided
-        self.trust_by_token = None if module.confidence is None else module.confidence.by_token(module.markov)
+        self._prepare_heads(options)
 
     @classmethod
     def plan_network(cls, options: DFlashOptions, config: DFlashConfig) -> base.DraftPlan:
@@ -144,31 +155,30 @@ class Drafter(base.NetworkDrafter):
 
     def _num_candidates(self, options: DFlashOptions) -> int:
         """k."""
-        module = self.module
-        if module.markov is not None:
-            return options.markov_candidates
-        return options.topk if (module.selector or module.scorer) is None else module.config.num_candidates
+        if self.join is None:
+            return options.topk
+        return options.markov_candidates if isinstance(self.join, MarkovHead) else self.module.config.num_candidates
 
     def _admission(self, options: DFlashOptions) -> AdmitBy:
-        if options.admit_by == "confidence" and self.module.confidence is None:
+        if options.admit_by == "confidence" and self.confidence is None:
             raise ValueError(
                 "drafter.admit_by is confidence; this draft has no confidence head: leave it out or give candidates "
                 "or position"
             )
-        return options.admit_by or ("candidates" if self.module.confidence is None else "confidence")
+        return options.admit_by or ("candidates" if self.confidence is None else "confidence")
 
-    def _cut_heads(self, options: DFlashOptions) -> None:
+    def _prepare_heads(self, options: DFlashOptions) -> None:
         """Keeps what heads hold of the tokens that a token map names."""
-        head = self.module.selector or self.module.markov
-        if head is None or options.token_map is None:
-            return
-        if self.vocabulary.recent is not None:
-            raise ValueError(
-                f"drafter.token_map_dynamic is {options.token_map_dynamic}; the tokens of a draft with a selector or a "
-                "Markov head are fixed when it is loaded: leave the option out"
-            )
-        assert self.head.ids is not None
-        head.keep_successors(self.head.ids)
+        for head in self.module.heads:
+            if head.by_token and options.token_map is not None:
+                if self.vocabulary.recent is not None:
+                    raise ValueError(
+                        f"drafter.token_map_dynamic is {options.token_map_dynamic}; the tokens of a draft with "
+                        f"{head.Config.option} are fixed when it is loaded: leave the option out"
+                    )
+                assert self.head.ids is not None
+                head.keep(self.head.ids)
+            head.prepare()
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
@@ -181,20 +191,15 @@ class Drafter(base.NetworkDrafter):
         if layers != self.layers:  # else as at the last call
             self.contexts = {group: self.module.stack_context(layers[group]) for group in layers}
             self.layers = layers
-        module = self.module
-        num_slots = len(state.lengths)
-        if module.scorer is not None:
-            sizes = num_slots, module.config.hidden_size
-            self.joins = Correlated(
-                module.scorer, self.embed, torch.zeros(sizes, dtype=target.dtype, device=target.device)
-            )
-        elif (head := module.selector or module.markov) is not None:
-            self.joins = self.joins if isinstance(self.joins, Factored) else Factored(head)
+        if self.join is not None and self.join.reads_context:
+            sizes = len(state.lengths), self.module.config.hidden_size
+            self.last_context = torch.zeros(sizes, dtype=target.dtype, device=target.device)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         context = self.module.fuse(aux_states)
         eps = self.module.config.rms_norm_eps
-        self.joins.extend(rows, context)
+        if self.last_context is not None:
+            self.last_context[rows.requests] = context[rows.last]
         rope = self.attention.ropes[0]
         for group, (weight, bias, k_norm) in self.contexts.items():
             slots = rows.slots.of(group)
@@ -211,19 +216,31 @@ class Drafter(base.NetworkDrafter):
             return proposal
         return replace(proposal, scores=torch.where(proposal.scores > -torch.inf, 0.0, proposal.scores))
 
-    def _join(self, block: Block, width: int) -> Proposal:
+    def _join(self, slots: Slots, width: int) -> Proposal:
         """A chain or a tree of `width` nodes."""
-        candidates = self._find(block)
-        scores = self.joins.scores(block, candidates)
-        confidence = self._confidence(block)
+        candidates = self._find(slots)
+        values = candidates.values
+        tokens = candidates.tokens
+        roots = slots.roots
+        if self.join is None:
+            scores = values[:, :, None].expand(-1, -1, values.shape[2], -1)
+        else:
+            scores = self.join.scores(self._block(slots), candidates)
+        confidence = None
+        if self.confidence is not None and self.admit_by == "confidence":
+            confidence = self.confidence.confidence(slots.hidden)
         if self.branches:
-            return Proposal(
-                *grow_lattice(scores, candidates.tokens, block.roots, candidates.values, self.topk, width, confidence)
-            )
-        tokens, reached = walk_lattice(scores, candidates.tokens, block.roots, candidates.values, confidence)
-        return Proposal(tokens, base.chain_parents(len(tokens), width, tokens.device), reached)
+            return Proposal(*grow_lattice(scores, tokens, roots, values, self.topk, width, confidence))
+        chain, reached = walk_lattice(scores, tokens, roots, values, confidence)
+        return Proposal(chain, base.chain_parents(len(chain), width, chain.device), reached)
 
-    def _draft(self, batch: DraftBatch, width: int) -> Block:
+    def _block(self, slots: Slots) -> Block:
+        """Returns what heads read of the slots."""
+        context = None if self.last_context is None else self.last_context[slots.requests]
+        noise = None if slots.sampling.temperature is None else partial(noise_of, slots)
+        return Block(slots.roots, slots.hidden, context, self.embed, noise)
+
+    def _draft(self, batch: DraftBatch, width: int) -> Slots:
         """The network's pass over the slots that `width` nodes need."""
         roots = batch.roots
         B = len(batch.roots)
@@ -236,20 +253,22 @@ class Drafter(base.NetworkDrafter):
         drafting = slice(self.first_slot, self.first_slot + K)
         hidden, positions = (x.unflatten(0, (B, slots))[:, drafting].contiguous() for x in (hidden, metadata.positions))
         positions = positions if self.first_slot else positions + 1  # of the drafted tokens
-        return Block(batch.requests, roots, hidden, positions.flatten(), batch.sampling.repeat(K))
+        return Slots(batch.requests, roots, hidden, positions.flatten(), batch.sampling.repeat(K))
 
-    def _find(self, block: Block) -> Candidates:
-        hidden = block.hidden.flatten(0, 1)
+    def _find(self, slots: Slots) -> Candidates:
+        hidden = slots.hidden.flatten(0, 1)
         factor = self.module.config.output_multiplier
         hidden = hidden if factor == 1 else hidden * factor
-        sampling = self.joins.sampling(block.sampling)
-        best = head_topk(self.head, hidden, self.candidates, block.positions, sampling)
-        values, columns = (x.unflatten(0, block.hidden.shape[:2]) for x in best)
+        sampling = slots.sampling
+        if self.join is not None and not self.join.is_noisy:
+            sampling = replace(sampling, temperature=None, filters=None)
+        best = head_topk(self.head, hidden, self.candidates, slots.positions, sampling)
+        values, columns = (x.unflatten(0, slots.hidden.shape[:2]) for x in best)
         return Candidates(values, columns, self.vocabulary.target_ids(columns))
 
-    def _confidence(self, block: Block) -> Confidence | None:
-        head = self.module.confidence
-        if head is None or self.admit_by != "confidence":
-            return None
-        slots = head.slots(block.hidden).float() + self.trust_bias[: block.hidden.shape[1]]
-        return Confidence(slots, self.temperatures, self.trust_by_token)
+
+def noise_of(slots: Slots, candidates: Candidates) -> Tensor:
+    """(B, K, k) fp32 that the requests add to the candidates' scores."""
+    noise = torch.zeros_like(candidates.values).flatten(0, 1)
+    noise = add_noise(noise, candidates.tokens.flatten(0, 1), slots.positions, slots.sampling)
+    return noise.view_as(candidates.values)

@@ -13,9 +13,9 @@ import torch
 from slipstream.bench import inflate as program
 from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, main, write_shards
 from slipstream.bench.inflate_weights import SHAPES, places, target_json
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlashConfig
 from slipstream.models.drafts.eagle3 import Eagle3Config
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.files.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.bench.training import HEADS, StepConfig, build, main, make_batch
 from slipstream.bench.training_flops import step_flops
+from slipstream.models.drafts.heads.selector import SelectorConfig
 from slipstream.train.batches import Batch
 from slipstream.train.dflash import DFlashTraining
 
@@ -40,13 +41,14 @@ def repeated(training: DFlashTraining, batch: Batch) -> int:
     """Work that the step does and does not need: logits of candidates (LiLiCorr's with the label) beside those of all
     tokens, forward and backward."""
     config = training.draft.config
-    if config.selector_rank:
+    if config.head(SelectorConfig) is not None:
         slots = len(training.backbone(batch).states)
-        columns = config.selector_top_k
+        columns = config.num_candidates
     else:
         slots = len(training.backbone(batch).whole_blocks) * config.num_proposals
         columns = config.num_candidates + 1
-    return 4 * config.hidden_size * slots * columns if config.selector_rank or config.lilicorr else 0
+    join = training.draft.joining
+    return 4 * config.hidden_size * slots * columns if join is not None and join.trains_candidates else 0
 
 
 def test_taps_count_a_multiplication_and_an_addition() -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.models.drafts.base import load_draft, write_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests import peer_drafts
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints

@@ -10,7 +10,7 @@ import torch
 from slipstream.doctor.replay import Replay, Score, Subject
 from slipstream.doctor.texts import Answered, Conversation, batches_of
 from slipstream.models.drafts.base import DraftFiles, DraftNetwork
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.sampling.sample import gumbel
-from slipstream.models.drafts.block_heads import BlockConvolution, LiLiCorr, LiLiCorrConfig
+from slipstream.models.drafts.convolution import BlockConvolution
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.heads.confidence import ConfidenceHead
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
+from slipstream.models.drafts.heads.lilicorr import LiLiCorr
+from slipstream.models.drafts.heads.markov import MarkovHead
+from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.drafts.lattice import Lattice, walk
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft
@@ -100,7 +105,7 @@ def test_files_hold_the_public_names(make_draft: Callable[..., DFlash]) -> None:
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size is 5; it must divide the hidden size 32"),
         ({"selector_rank": 4, "markov_rank": 4}, "a draft has one way to join its slots"),
         ({"selector_rank": 4, "selector_top_k": 200}, "200 candidates of a slot; give 1 to 120"),
-        ({"markov_rank": -1}, "markov_rank -1; give 0"),
+        ({"markov_rank": -1}, "markov_rank is -1; give 1 or more, or 0 for none"),
         ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; supported: vanilla and gated"),
         ({"lilicorr": SCORER, "sample_from_anchor": True}, "which LiLiCorr drafts are not trained with"),
         ({"confidence_head": True, "confidence_temperatures": (1.0,)}, "give 7 positive numbers, or none"),
@@ -136,15 +141,14 @@ def naive_scores(draft: DFlash, h: Tensor, before: int, rows: list[int], logits:
     scores = []
     for row in rows:
         score = logits[row]
-        if draft.selector is not None:
-            query = draft.selector.predecessor_codebook[before] * (draft.selector.hidden_projection.weight @ h)
-            score = score + query @ draft.selector.successor_codebook[row]
-        if draft.markov is not None:
-            embedded = draft.markov.markov_w1.weight[before]
-            if draft.markov.gate_proj is not None:
-                gate = draft.markov.gate_proj
+        if (selector := draft.head(CandidateSelector)) is not None:
+            query = selector.predecessor_codebook[before] * (selector.hidden_projection.weight @ h)
+            score = score + query @ selector.successor_codebook[row]
+        if (markov := draft.head(MarkovHead)) is not None:
+            embedded = markov.markov_w1.weight[before]
+            if (gate := markov.gate_proj) is not None:
                 embedded = embedded * torch.sigmoid(gate.weight @ torch.cat((h, embedded)) + gate.bias)
-            score = score + draft.markov.markov_w2.weight[row] @ embedded
+            score = score + markov.markov_w2.weight[row] @ embedded
         scores.append(float(score))
     return scores
 
@@ -194,8 +198,8 @@ def test_a_walk_is_greedy_from_left_to_right() -> None:
 
 
 def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -> None:
-    scorer = make_draft(**HEADS["scorer"]).scorer
-    assert isinstance(scorer, LiLiCorr)
+    scorer = make_draft(**HEADS["scorer"]).head(LiLiCorr)
+    assert scorer is not None
     B = 2
     K = 3
     k = 4
@@ -255,6 +259,12 @@ def test_the_scorer_equals_torchs_attention(make_draft: Callable[..., DFlash]) -
                 torch.testing.assert_close(edges[b, s - 1, :, j], expected, rtol=1e-4, atol=1e-4)
 
 
+def calibrated_logits(draft: DFlash, hidden: Tensor, before: Tensor) -> Tensor:
+    head = draft.head(ConfidenceHead)
+    assert head is not None
+    return head.calibrated(hidden, before)
+
+
 def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..., DFlash]) -> None:
     draft = make_draft(**HEADS["vanilla"])
     hidden = torch.randn(2, 3, 32)
@@ -263,8 +273,8 @@ def test_confidence_reads_the_state_and_the_token_before(make_draft: Callable[..
     bias = draft.get_parameter("confidence_head.proj.bias")
     rows = draft.get_parameter("markov_head.markov_w1.weight")[before]
     expected = hidden @ weight[:32] + rows @ weight[32:] + bias
-    torch.testing.assert_close(draft.confidences(hidden, before), expected)
+    torch.testing.assert_close(calibrated_logits(draft, hidden, before), expected)
     calibrated = make_draft(**HEADS["confidence"] | {"confidence_temperatures": tuple(range(1, 8))})
     raw = make_draft(**HEADS["confidence"] | {"confidence_temperatures": (), "confidence_biases": ()})
-    expected = raw.confidences(hidden, before) / torch.tensor([1.0, 2.0, 3.0]) + torch.tensor([0.5, -0.25, 0.0])
-    torch.testing.assert_close(calibrated.confidences(hidden, before), expected)
+    expected = calibrated_logits(raw, hidden, before) / torch.tensor([1.0, 2.0, 3.0]) + torch.tensor([0.5, -0.25, 0.0])
+    torch.testing.assert_close(calibrated_logits(calibrated, hidden, before), expected)

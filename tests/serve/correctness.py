@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Grammar, Logprobs, Request, read_speculation
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.serve.request import Request
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.serve.engine_runs import SAMPLINGS, make_request, random_prompt, texts_of

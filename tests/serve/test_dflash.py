@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
 from slipstream.models.drafts.base import load_draft, write_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
+from slipstream.models.drafts.heads.table import heads_of
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
@@ -285,7 +286,8 @@ def test_heads_that_start_as_the_identity_change_no_proposal(
     draft = make_draft("qwen3", "plain")
     config = load_config(target)
     plain = load_draft(DFlash, draft, config, None, torch.device("cpu"))
-    module = DFlash(replace(plain.config, **heads))
+    fields = {name: heads[name] for name in CONVOLVED if name in heads}
+    module = DFlash(replace(plain.config, heads=heads_of(heads), **fields))
     assert not module.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
     (tmp_path / "draft").mkdir()
     write_draft(module, module.state_dict(), tmp_path / "draft", {})

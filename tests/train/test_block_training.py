@@ -14,8 +14,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from slipstream.models.drafts.base import load_draft, write_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.heads.confidence import ConfidenceConfig, ConfidenceHead
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
+from slipstream.models.drafts.heads.lilicorr import LiLiCorr
+from slipstream.models.drafts.heads.markov import MarkovHead
+from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -69,8 +73,8 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
     unary = draft.unary(slots.states @ head.T)
     teacher = slots.read.final[slots.taught_by] @ head.T
     logits = unary
-    if draft.markov is not None:
-        logits = unary + draft.markov.markov_w2(draft.markov.features(slots.states, slots.previous))
+    if (markov := draft.head(MarkovHead)) is not None:
+        logits = unary + markov.markov_w2(markov.features(slots.states, slots.previous))
     log_q = logits.log_softmax(-1)
     p = teacher.softmax(-1)
     distance = (log_q.exp() - p).abs().sum(-1)
@@ -85,31 +89,32 @@ def plain_losses(training: DFlashTraining, slots: Slots) -> dict[str, Tensor]:
         "lk_lambda": share * divergence + (1 - share) * distance / 2,
     }
     overlaps = 1 - distance / 2
-    if draft.selector is not None:
+    if (selector := draft.head(CandidateSelector)) is not None:
         rows = logits.topk(4).indices
         for m, label in enumerate(slots.labels.tolist()):
             if label not in rows[m].tolist():
                 rows[m, -1] = label
-        query = draft.selector.predecessor_codebook[slots.previous] * draft.selector.hidden_projection(slots.states)
-        scores = unary.gather(1, rows) + (draft.selector.successor_codebook[rows] @ query.unsqueeze(2)).squeeze(2)
+        query = selector.predecessor_codebook[slots.previous] * selector.hidden_projection(slots.states)
+        scores = unary.gather(1, rows) + (selector.successor_codebook[rows] @ query.unsqueeze(2)).squeeze(2)
         place = (rows == slots.labels.unsqueeze(1)).long().argmax(1)
         probs = scores.softmax(-1)
         teacher_probs = teacher.gather(1, rows).softmax(-1)
         losses["selector_ce"] = -probs.gather(1, place.unsqueeze(1)).squeeze(1).log()
         losses["selector_tv"] = (probs - teacher_probs).abs().sum(-1) / 2
         overlaps = torch.minimum(probs, p.gather(1, rows)).sum(-1)
-    if draft.confidence is not None:
-        embedded = None if draft.markov is None else draft.markov.embed(slots.previous)
-        c = torch.sigmoid(draft.confidence(slots.states, embedded))
+    if (confidence := draft.head(ConfidenceHead)) is not None:
+        x = slots.states if markov is None else torch.cat((slots.states, markov.markov_w1(slots.previous)), dim=1)
+        c = torch.sigmoid(confidence.proj(x)).squeeze(1)
         truth = overlaps.detach() * slots.gather(slots.is_known)
         losses["confidence"] = -(truth * c.log() + (1 - truth) * (1 - c).log())
-    if draft.scorer is not None:
+    if draft.head(LiLiCorr) is not None:
         losses |= plain_scorer_losses(training, slots, unary, teacher)
     return losses
 
 
 def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, teacher: Tensor) -> dict[str, Tensor]:
-    draft = training.draft
+    scorer = training.draft.head(LiLiCorr)
+    assert scorer is not None
     K = slots.is_known.shape[1]
     names = ("scorer_ce", "scorer_hinge", "scorer_regret")
     losses: dict[str, Tensor] = {name: torch.zeros(len(slots.whole_blocks), K) for name in names}
@@ -119,8 +124,8 @@ def plain_scorer_losses(training: DFlashTraining, slots: Slots, unary: Tensor, t
         rows = unary[slot_rows].topk(16).indices
         log_probs = unary[slot_rows].log_softmax(-1).gather(1, rows)
         embedded = training.target.embed(training.head.ids[rows])
-        context = slots.read.context[slots.contexts[block]]
-        start, edges = draft.scorer(embedded[None], log_probs[None], slots.hidden[block][None], context[None])
+        context = slots.read.context[slots.anchors[block] - 1]
+        start, edges = scorer(embedded[None], log_probs[None], slots.hidden[block][None], context[None])
         before = 0
         for k in range(K):
             label = int(slots.labels[slot_rows[k]])
@@ -211,10 +216,12 @@ def test_identity_heads_give_the_drafts_own_tokens(target_model: PreTrainedModel
 
 def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, token_map: TokenMap) -> None:
     source = make_training(target_model, token_map.ids, markov_rank=6).draft
+    source_rows = source.get_parameter("markov_head.markov_w2.weight")
     fields = {"mask_token_id": 9, "aux_layers": (0, 1, 2), "sample_from_anchor": True, "num_layers": 1}
     draft = make_training(target_model, markov_rank=6, lilicorr=None, **fields).draft
-    before = draft.markov.markov_w2.weight.clone()
-    source.markov.markov_w2.weight.data.normal_()
+    rows = draft.get_parameter("markov_head.markov_w2.weight")
+    before = rows.clone()
+    source_rows.data.normal_()
     report = warm_start(draft, source)
     assert not report.is_exact
     assert {"fc.weight", "markov_head.markov_w2.weight"} == set(report.partial)
@@ -224,8 +231,7 @@ def test_what_a_warm_start_changes_is_reported(target_model: PreTrainedModel, to
         assert words in text
     assert "token map has" in text
     assert "a warm start: its first tokens are not" in text
-    rows = draft.markov.markov_w2.weight
-    assert torch.equal(rows[token_map.ids], source.markov.markov_w2.weight)
+    assert torch.equal(rows[token_map.ids], source_rows)
     missing = torch.ones(len(rows), dtype=torch.bool).index_fill(0, token_map.ids, False)
     assert torch.equal(rows[missing], before[missing])
     size = draft.config.hidden_size
@@ -313,8 +319,9 @@ def test_a_run_continues_a_draft(
     assert output.count("exact: its first tokens are those of that draft") == 1
     config = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.mask_token_id, config.aux_layers) == (source.config.mask_token_id, source.config.aux_layers)
-    assert len(config.confidence_temperatures) == len(config.confidence_biases) == BLOCK_SIZE
-    assert config.confidence_head
+    head = config.head(ConfidenceConfig)
+    assert head is not None
+    assert len(head.confidence_temperatures) == len(head.confidence_biases) == BLOCK_SIZE
     last = records(tmp_path / "run")[-1]
     assert 0 <= last["eval_confidence_error"] <= 1
     assert {"eval_candidate_recall", "eval_path_accept_rate", "eval_block_accept_length"} < last.keys()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from slipstream import cli
 from slipstream.models.drafts.eagle import Eagle
-from slipstream.models.drafts.head_options import LiLiCorrConfig
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.conftest import make_eagle3, random_parts

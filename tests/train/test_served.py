@@ -10,10 +10,10 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.sample import gumbel, noise_key
 from slipstream.models.drafts.base import load_draft
-from slipstream.models.drafts.block_heads import LiLiCorrConfig
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.heads.config import LiLiCorrConfig
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
