@@ -18,7 +18,7 @@ from slipstream.kernels.gemm.fp8 import (
     quantized_silu_mul,
 )
 from slipstream.kernels.gemm.tiling import choose_tiling
-from slipstream.tests.kernels.triton_runs import each_device, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import check_chain, each_device, poisoned
 from slipstream.tests.pairwise import grouped, rotating
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
@@ -190,22 +190,15 @@ def test_inputs_are_quantised_as_on_the_cpu() -> None:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_graph_replays_a_chain() -> None:
-    """Each kernel starts while the one before it runs, and reads what that one writes."""
     down = layer(4096, 14336, False, "cuda")
     gate_up = layer(28672, 4096, False, "cuda")
-    x = torch.randn(4, 4096, device="cuda").bfloat16()
-
-    def chain(x: Tensor, pause: bool = False) -> Tensor:
-        for _ in range(8):
-            for (weight, scales), gated in ((gate_up, True), (down, False)):
-                x = fp8_linear(quantize_rows(x), weight, scales, None, gated)
-                if pause:
-                    torch.cuda.synchronize()
-        return x
-
-    expected = chain(x, pause=True)
-    assert expected.isfinite().all()
-    assert torch.equal(replayed(lambda: chain(x)), expected)
+    check_chain(
+        [
+            lambda x: fp8_linear(quantize_rows(x), *gate_up, None, True),
+            lambda x: fp8_linear(quantize_rows(x), *down, None, False),
+        ],
+        torch.randn(4, 4096, device="cuda").bfloat16(),
+    )
 
 
 def test_gated_products_round_as_the_two_kernels() -> None:

@@ -1,6 +1,6 @@
 """How the kernels' tests run them: interpreted on the CPU or compiled on a GPU, into poisoned memory, in a graph."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -54,3 +54,21 @@ def replayed(run: Callable[[], Result]) -> Result:
         graph.replay()
     torch.cuda.synchronize()
     return result
+
+
+def check_chain(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
+    """Each kernel starts while the one before it runs, and reads what that one writes: eight rounds of `layers` in a
+    graph give what they give where each has ended before the next."""
+
+    def chain(pause: bool = False) -> Tensor:
+        hidden = x
+        for _ in range(8):
+            for layer in layers:
+                hidden = layer(hidden)
+                if pause:
+                    torch.cuda.synchronize()
+        return hidden
+
+    expected = chain(pause=True)
+    assert expected.isfinite().all()
+    assert torch.equal(replayed(chain), expected)
