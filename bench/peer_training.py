@@ -1,7 +1,7 @@
 """Trains drafts with the trainer of speculators and with ours, on the same rows, and serves all of them alike.
 
     python bench/peer_training.py --config bench/peers/tiny.yaml --target assets/tiny-target --data runs/demo/dataset \
-        --output runs/peer --peer-python peer/bin/python
+        --output runs/peer --peer-python peer/bin/python --jobs 2        # after make demo, on a CPU
 
 PEER_PYTHON is the Python of an environment of its own: python3.11 -m venv peer && peer/bin/pip install
 speculators==0.9.0. The YAML file has for each kind of draft the target states (`layers`), the depth at which it is
