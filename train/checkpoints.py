@@ -36,6 +36,7 @@ from slipstream.models.files.atomic import (
 )
 from slipstream.models.files.checkpoint import disk_errors
 from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
+from slipstream.train.blocks import default_gamma
 from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
@@ -44,7 +45,7 @@ FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size", "data.long_documents"),
     "draft.interchange",  # the options that it chooses are compared
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
-    "evaluation.patience",
+    *("evaluation.patience", "draft.init_from_target"),
 )
 # Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
@@ -53,6 +54,7 @@ BY_CONTENT |= {"evaluation.costs": "costs_hash"}
 DROPPED = {"optim.betas": [0.9, 0.95], "optim.clip": 0.5, "optim.decay_ratio": 0.2, "optim.warmup_ratio": 0.03}
 DROPPED |= {"optim.weight_decay": 0.0, "draft.state_weight": 1.0}
 DROPPED |= {"draft.feature_weight": 1.0, "draft.token_weight": 0.1, "draft.noise": 0.2, "draft.loss": "soft_ce"}
+DROPPED |= {"draft.selector_top_k": 16, "draft.markov_head_type": "vanilla"}
 LENGTHS = ("optim.epochs", "optim.steps")  # options that may grow when a run continues
 # Remedies for hashes and lengths. For every other option: pass the saved value.
 REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
@@ -255,7 +257,14 @@ def _as_read(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_todays_terms(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run without dropped ones that are as today. Norms once were options, one for each."""
-    dropped = DROPPED | {"evaluation.best": "speed" if saved.get("evaluation.costs") else "accept_length"}
+    best = "speed" if saved.get("evaluation.costs") else "accept_length"
+    is_windowed = saved.get("draft.sliding_window") is not None
+    gamma = default_gamma(saved.get("draft.block_size", 1) + saved.get("draft.sample_from_anchor", False))
+    dropped = DROPPED | {
+        "evaluation.best": best,
+        "draft.sliding_window_non_causal": is_windowed,
+        "draft.gamma": gamma,
+    }
     options = {name: value for name, value in saved.items() if name not in dropped or value != dropped[name]}
     flags = {norm: options.pop(f"draft.{norm}") for norm in NORMS if f"draft.{norm}" in options}
     if flags:

@@ -26,7 +26,7 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
-from slipstream.train.block_losses import loss_weights, mix_of, reads_teacher
+from slipstream.train.block_losses import NO_LOSSES, loss_weights, mix_of, reads_teacher
 from slipstream.train.block_slots import Networks, Read, Slots
 from slipstream.train.blocks import (
     Blocks,
@@ -70,11 +70,15 @@ class DFlashTraining(DraftTraining):
                 f"draft.confidence_head is true together with draft.{join.Config.option}; train one of them"
             )
         self.calibrator = None if confidence is None else Calibrator(self.draft, confidence)
-        self.losses = loss_weights(self.options.losses, self.draft.heads)
-        self.reads_final_state = reads_teacher(self.losses, self.draft.heads)
+        self.weigh(loss_weights(self.draft.heads))
         self.head = TargetHead(self.target, self.target_ids)
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
+
+    def weigh(self, losses: Mapping[str, float]) -> None:
+        """Takes the weights of the losses by name; others have none."""
+        self.losses = {**NO_LOSSES, **losses}
+        self.reads_final_state = reads_teacher(self.losses, self.draft.heads)
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
@@ -83,7 +87,7 @@ class DFlashTraining(DraftTraining):
         if mask_token is None:
             mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
         files.accelerator.print(f"mask token {mask_token}, {source}")
-        windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
+        has_window = options.sliding_window is not None
         layers = options.aux_layers or default_block_aux_layers(files.config.num_layers, options.num_layers)
         return files.new_draft(
             DFlash,
@@ -92,17 +96,16 @@ class DFlashTraining(DraftTraining):
             block_size=options.block_size,
             aux_layers=layers,
             sliding_window=options.sliding_window,
-            windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
+            windowed_layers=tuple(range(options.num_layers)) if has_window else (),
+            sliding_window_non_causal=has_window,
             mask_token_id=mask_token,
             conv_kernel_size=2 if options.conv else 0,
             sample_from_anchor=options.sample_from_anchor,
-            sliding_window_non_causal=options.sliding_window_non_causal,
             heads=heads_of(vars(options)),
         )
 
-    def start(self, *, continues: bool = False) -> None:
-        if self.options.init_from_target and not continues:
-            start_from_target(self.draft, self.target)
+    def start(self, *, continues: bool = False) -> str:
+        return "" if continues else start_from_target(self.draft, self.target)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Weighted losses of every counting slot, as if every possible anchor had its block.
@@ -221,7 +224,7 @@ class DFlashTraining(DraftTraining):
     def decay(self) -> Tensor:
         """(K,) fp32 that fall with the distance, together 1."""
         count = self.draft.config.num_proposals
-        weights = decay_weights(count, self.options.gamma or default_gamma(count + 1)).to(self.device)
+        weights = decay_weights(count, default_gamma(count + 1)).to(self.device)
         return weights / weights.sum()
 
     def evaluate(self, batch: Batch) -> Metrics:
@@ -318,27 +321,25 @@ class DFlashTraining(DraftTraining):
 
 
 @torch.no_grad()
-def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
+def start_from_target(draft: DFlash, target: FrozenTarget) -> str:
     """The draft's layers and norm become the target's last ones, and fc passes the last aux hidden state on.
-    Convolutions stay the identity.
-
-    Raises ValueError if the target's layers do not have the draft's shapes.
-    """
+    Convolutions stay the identity. Does nothing if the target's layers do not have the draft's shapes, and returns a
+    sentence that says so."""
     parameters = public_tensors(draft)
     weights = target.initial_weights(len(draft.layers))
     of_layers = {name: x for name, x in parameters.items() if name.startswith("layers.")}
     matrices = [name for name, x in of_layers.items() if x.ndim == 2 and "_conv." not in name]
     strange = [name for name in matrices if name not in weights or weights[name].shape != parameters[name].shape]
     if strange:
-        raise ValueError(
-            "draft.init_from_target needs a target with at least as many layers as the draft, of the same kind and "
-            f"shapes; it has {len(target.layers)} and differs at {', '.join(strange[:3])}; set draft.init_from_target "
-            "to false"
+        return (
+            f"the layers start at random: the target's last {len(draft.layers)}, of {len(target.layers)}, are not of "
+            f"the draft's kind and shapes at {', '.join(strange[:3])}"
         )
     for name in parameters.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
         parameters[name].copy_(weights[name])
     parameters["fc.weight"].zero_()[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
     parameters["hidden_norm.weight"].copy_(parameters[f"layers.{len(draft.layers) - 1}.input_layernorm.weight"])
+    return ""
 
 
 program = partial(train, kind=DFlashTraining)

@@ -118,7 +118,9 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
     training.configure(options.evaluation)
-    training.start(continues=files.start is not None)
+    difference = training.start(continues=files.start is not None)
+    if difference and options.newest_step is None:
+        files.accelerator.print(difference)
     if files.start is not None and options.newest_step is None and not options.dry_run:
         for line in warm_start(draft, files.start).lines(options.init_from):
             files.accelerator.print(line)

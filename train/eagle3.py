@@ -41,10 +41,11 @@ class Eagle3Training(ChainTraining):
         norms = {norm: norm in options.norms for norm in NORMS}
         return files.new_draft(Eagle3, options, aux_layers=layers, num_layers=options.num_layers, **norms)
 
-    def start(self, *, continues: bool = False) -> None:
-        if self.options.init_from_target:
-            self.draft.init_from_target(self.target.initial_weights(0))
+    def start(self, *, continues: bool = False) -> str:
+        weights = self.target.initial_weights(0)
+        self.draft.init_from_target(weights)
         self.draft.lm_head.requires_grad_(self.options.head == "trained")
+        return "" if "norm.weight" in weights else "the final norm starts at ones: the target has no RMS norm"
 
     def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.target.logits(states, self.target_ids)

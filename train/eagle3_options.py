@@ -14,10 +14,8 @@ class DraftOptions(ChainDraftOptions):
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     num_layers: int = 1
     """decoder layers of the draft; the first reads embedding and target states, further ones the states below"""
-    init_from_target: bool = True
-    """start with the target's head and final norm, and pass the last aux hidden state through"""
     head: Literal["frozen", "trained"] = "frozen"
-    """frozen: the head stays the target's rows, as in speculators"""
+    """frozen: the head stays the target's rows, as in speculators; trained: it starts with them"""
     loss: Kind = "soft_ce"
     """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv, lk or lk_lambda (docs/eagle3.md)"""
     norms: tuple[Norm, ...] = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm")
@@ -25,11 +23,6 @@ class DraftOptions(ChainDraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head == "frozen" and not self.init_from_target:
-            raise ValueError(
-                "draft.head is frozen and draft.init_from_target false, so the head stays random; "
-                "set draft.head to trained"
-            )
         if self.num_layers < 1:
             raise ValueError(f"draft.num_layers is {self.num_layers}; give at least 1")
 

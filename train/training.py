@@ -69,9 +69,10 @@ class DraftTraining(nn.Module, ABC):
         self.temperature = evaluation.temperature
         self.reads_final_state = self.reads_final_state or self.temperature > 0
 
-    def start(self, *, continues: bool = False) -> None:
-        """Called once before a run's first step: may take weights over from the target. `continues`: those of another
-        draft replace what they can."""
+    def start(self, *, continues: bool = False) -> str:
+        """Called once before a run's first step: may take weights over from the target; returns a sentence about those
+        that it does not have. `continues`: those of another draft replace what they can."""
+        return ""
 
     def peak_lr(self, optim: OptimOptions, tokens: float) -> float:
         """The learning rate of `optim`, or else the default for steps of `tokens` tokens."""

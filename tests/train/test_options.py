@@ -1,8 +1,8 @@
-"""The options of training programs are frozen here: adding one is an edit of this list, and is meant to hurt."""
+"""The options of training programs are frozen here, at most 44 of EAGLE3, 50 of DFLASH and 40 of EAGLE: adding one is
+an edit of this list, and is meant to hurt."""
 
 import importlib.util
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from slipstream.config import build_parser, option_names, parse
 from slipstream.train.dflash import DFlashOptions
-from slipstream.train.dflash_options import LossWeights
 from slipstream.train.eagle import EagleOptions
 from slipstream.train.eagle3 import Eagle3Options
 from slipstream.train.options import RunOptions
@@ -32,16 +31,13 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     ),
     "eagle3": (
         Eagle3Options,
-        "draft.aux_layers draft.head draft.init_from_target draft.loss draft.norms draft.num_layers draft.ttt_decay "
-        "draft.ttt_steps",
+        "draft.aux_layers draft.head draft.loss draft.norms draft.num_layers draft.ttt_decay draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
-        "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
-        "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers "
-        "draft.sample_from_anchor draft.sliding_window_non_causal draft.conv draft.selector_rank draft.selector_top_k "
-        "draft.markov_rank draft.markov_head_type draft.lilicorr draft.confidence_head "
-        + " ".join(f"draft.losses.{field.name}" for field in fields(LossWeights)),
+        "draft.anchors draft.aux_layers draft.block_size draft.confidence_head draft.conv draft.lilicorr draft.loss "
+        "draft.markov_rank draft.mask_token_id draft.num_layers draft.sample_from_anchor draft.selector_rank "
+        "draft.sliding_window",
     ),
 }
 RECIPES = [
@@ -53,7 +49,7 @@ RECIPES = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_options_are_these(program: str) -> None:
-    groups = {"checkpoint", "data", "draft", "draft.losses", "evaluation", "optim", "tracker"}
+    groups = {"checkpoint", "data", "draft", "evaluation", "optim", "tracker"}
     options, program_options = PROGRAMS[program]
     names = set(option_names(build_parser(options, prog="", description=""))) - groups
     assert sorted(names) == sorted(SHARED_OPTIONS.split() + program_options.split())
@@ -62,7 +58,7 @@ def test_the_options_are_these(program: str) -> None:
 @pytest.mark.parametrize("page", ["training", "eagle", "eagle3", "dflash", "data", "offline_states", "convert"])
 def test_pages_name_options_that_exist(page: str) -> None:
     """In backticks, in whole: `draft.loss`, `--data.path FOLDER`."""
-    names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split(), "draft.losses"}
+    names = {*SHARED_OPTIONS.split(), *" ".join(options for _, options in PROGRAMS.values()).split()}
     groups = "|".join(sorted({name.partition(".")[0] for name in names if "." in name}))
     text = (ROOT / "docs" / f"{page}.md").read_text()
     options = {name.rstrip(".") for name in re.findall(rf"`(?:--)?((?:{groups})\.[a-z_.0-9]+)", text)}
@@ -95,7 +91,6 @@ BAD_VALUES = [  # program, flags, what the message names
     ),
     ("eagle3", ["--optim.momentum=1"], "optim.momentum is 1.0; give a share from 0 to below 1"),
     ("eagle3", ["--optim.schedule=step"], "optim.schedule"),
-    ("eagle3", ["--draft.head=frozen", "--draft.init_from_target=false"], "draft.head is frozen and draft.init_from"),
     ("eagle3", ["--draft.norms=[fc_norm, layer_norm]"], "draft.norms"),
     ("eagle3", ["--draft.qk_norm=false"], "unrecognized arguments: --draft.qk_norm=false; did you mean --draft.norms?"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
@@ -133,8 +128,8 @@ BAD_VALUES = [  # program, flags, what the message names
     ),
     ("eagle", ["--draft.noise=1"], "unrecognized arguments: --draft.noise=1; the options are --draft.bias, --draft."),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
-    ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
-    ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),
+    ("dflash", ["--draft.gamma=7"], "unrecognized arguments: --draft.gamma=7; the options are --draft.anchors, --"),
+    ("dflash", ["--draft.losses.ce=1"], "unrecognized arguments: --draft.losses.ce=1; did you mean --draft.loss?"),
     ("dflash", ["--draft.loss=other"], "draft.loss"),
     ("eagle3", ["--evaluation.temperature=-1"], "evaluation.temperature is -1.0; give 0 (greedy) or more"),
 ]

@@ -34,7 +34,7 @@ def test_no_weights_are_read_and_nothing_is_written(
 ) -> None:
     flags = arguments(tmp_path / "output", target=empty_target)
     flags = [flag for flag in flags if not flag.startswith(tuple(f"--{name}" for name in NOT_OF[program]))]
-    flags += ["--draft.mask_token_id=7", "--draft.init_from_target=false"] if program == "dflash" else []
+    flags += ["--draft.mask_token_id=7"] if program == "dflash" else []
     PROGRAMS[program]([*flags, "--dry-run"])
     assert not (tmp_path / "output").exists()
     printed = capsys.readouterr().out

@@ -42,7 +42,7 @@ BLOCKS = {"draft__num_layers": 2, "draft__block_size": 5, "draft__anchors": 6, "
 EVERY_HEAD: dict[str, tuple[Program, dict[str, Any]]] = {
     "eagle3": (eagle3.main, {"draft__ttt_steps": 2}),
     "eagle": (eagle.main, {"draft__ttt_steps": 2}),
-    "dflash2": (dflash.main, BLOCKS | {"draft__conv": "true", "draft__selector_rank": 4, "draft__selector_top_k": 4}),
+    "dflash2": (dflash.main, BLOCKS | {"draft__conv": "true", "draft__selector_rank": 4}),
     "dspark": (
         dflash.main,
         BLOCKS | {"draft__sample_from_anchor": "true", "draft__markov_rank": 4, "draft__confidence_head": "true"},

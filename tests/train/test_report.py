@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from slipstream.tests.train.block_cases import make_training, packed
 from slipstream.tests.train.conftest import make_eagle3, random_parts
 from slipstream.tests.train.runs import refusal
 from slipstream.train import eagle3
-from slipstream.train.dflash_options import DraftOptions, LossWeights
 from slipstream.train.eagle import EagleTraining
 from slipstream.train.eagle_options import DraftOptions as EagleOptions
 from slipstream.train.report import (
@@ -138,15 +137,12 @@ def test_every_metric_of_training_has_a_title(
 ) -> None:
     chain = make_eagle3(target_model, token_map.ids)
     chain.state_weight = 0.5
-    every = LossWeights(**{weight.name: 0.1 for weight in fields(LossWeights) if "_" not in weight.name})
-    selector = replace(every, selector_ce=0.1, selector_tv=0.1)
-    scorer = replace(every, scorer_ce=0.1, scorer_hinge=0.1, scorer_regret=0.1, confidence=None)
     heads = {"selector_rank": 6, "selector_top_k": 4, "confidence_head": True}
     trainings: list[DraftTraining] = [
         chain,
         EagleTraining(*random_parts(Eagle, target_model, None), EagleOptions(), depth=3),
-        make_training(target_model, options=DraftOptions(losses=selector), **heads),
-        make_training(target_model, options=DraftOptions(losses=scorer), lilicorr=LiLiCorrConfig()),
+        make_training(target_model, **heads),
+        make_training(target_model, lilicorr=LiLiCorrConfig()),
     ]
     chain.categories = ["math"]
     batch, _ = packed(seed=1)

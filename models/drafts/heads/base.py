@@ -107,7 +107,7 @@ class Head(nn.Module, ABC):
     taught_losses: ClassVar[tuple[str, ...]] = ()
     """Names of the losses that read the target's distribution."""
     loss_weights: ClassVar[Mapping[str, float]] = {}
-    """Weights of all losses in drafts with the head, unless options say otherwise (docs/dflash.md)."""
+    """Weights of all losses in drafts with the head (docs/dflash.md)."""
 
     def __init__(self, config: Any, sizes: BlockSizes, heads: Sequence["Head"]) -> None:
         """`heads`: those before it in the table, which it may read."""
