@@ -311,8 +311,8 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
         steps.complete(plan)
 
     def draft() -> None:
-        if drafts is not None:
-            drafts.run(plan.slots, plan.mode, plan.width)
+        if drafts is not None and plan.draft_graph is not None:
+            drafts.run(plan)
 
     def one_round() -> None:
         target()

@@ -30,7 +30,7 @@ from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, Space, read_plan
-from slipstream.serve.engine.graph_keys import GraphKeys
+from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
@@ -92,6 +92,7 @@ def build(
     with runtime.stage("timing passes"):
         costs = (find_costs or measured_costs)(plan, networks, runner)
         networks.drafter.forget()
+    plan = replace(plan, graphs=runner.graphs)
     load = partial(load_tokenizer, plan.path, config.trust_remote_code)
     end_ids = networks.target.end_ids
     vocab_size = plan.spec.vocab_size
@@ -117,7 +118,7 @@ def build(
         draft_fingerprint=draft_fingerprint(config.draft),
         num_spec_tokens=plan.usual_nodes - 1,
     )
-    planner = make_planner(plan, scheduler, costs, networks.drafter)
+    planner = make_planner(plan, scheduler, costs, networks.drafter, runner)
     return Engine(plan, info, planner, runner, stages, networks.drafter.check, grammars)
 
 
@@ -182,7 +183,7 @@ def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[T
     tokens = tokens_of(text, plan.path, plan.max_model_len, config.trust_remote_code)
     num_pages = -(-(len(tokens) + plan.reserve) // config.page_size)
     passes = make_passes(plan, networks, [1 + num_pages] * len(plan.windows), num_pages)
-    prefill(ModelRunner(passes), tokens, max(plan.widths))
+    prefill(ModelRunner(passes), tokens, max(plan.widths), plan.prompts_by)
     source = f"{len(tokens)} tokens of {config.calibration_file or 'bundled text'}"
     return [scales_of(kv) for kv in passes.kv], source
 
@@ -311,7 +312,9 @@ def cost_key(plan: EnginePlan, networks: Networks) -> CostKey:
     )
 
 
-def make_planner(plan: EnginePlan, scheduler: Scheduler, costs: Costs, drafter: Drafter) -> Planner:
+def make_planner(
+    plan: EnginePlan, scheduler: Scheduler, costs: Costs, drafter: Drafter, runner: ModelRunner
+) -> Planner:
     config = plan.config
     policy = BudgetPolicy(
         costs,
@@ -323,11 +326,16 @@ def make_planner(plan: EnginePlan, scheduler: Scheduler, costs: Costs, drafter: 
         max_chunk_ms=config.max_chunk_ms,
     )
     prompts = config.captured_tokens if plan.captures and config.captured_tokens else config.prompt_tokens
-    limits = Limits(plan.most_nodes, plan.network_nodes, plan.reserve, prompts, plan.enough_prompt_tokens)
+    limits = Limits(
+        plan.most_nodes, plan.network_nodes, plan.reserve, prompts, plan.enough_prompt_tokens, plan.prompts_by
+    )
+    prefill_backend = runner.passes.attention["prefill"]
+    graphs = GraphTable(plan.graphs, lambda: plan.prompts_by == "prefill" and prefill_backend.is_ready)
     return Planner(
         scheduler,
         policy,
         limits,
+        graphs,
         plan.draft.name,
         host_drafts=plan.forced_nodes > 1 or plan.draft.host_widths[-1] > 1,
         fixed_tokens=drafter.fixed_tokens,

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.kv.fp8 import LARGEST
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.engine.plan import Admission, PromptChunk, StepPlan
+from slipstream.serve.engine.plan import Admission, PromptChunk, PromptPhase, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.kv import NetworkKV
@@ -74,7 +75,7 @@ def tokens_of(text: str, folder: Path, longest: int, trust_remote_code: bool) ->
     return tokens
 
 
-def prefill(runner: ModelRunner, tokens: Sequence[int], width: int) -> None:
+def prefill(runner: ModelRunner, tokens: Sequence[int], width: int, prompts_by: PromptPhase) -> None:
     """Computes the tokens as the prompt of slot 0, on pages 1, 2, ... of every group, and drafts `width` nodes after
     them. Raises ValueError where the target's logits are not finite."""
     state = runner.state
@@ -85,9 +86,9 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int) -> None:
         end = min(start + CHUNK, len(tokens))
         is_last = end == len(tokens)
         part = PromptChunk(0, start, list(tokens[start:end]), None if is_last else tokens[end], is_last)
-        plan = StepPlan(number, chunks=(part,), width=width if is_last else 1)
+        plan = StepPlan(number, chunks=(part,), width=width if is_last else 1, prompts_by=prompts_by)
         if number == 1:
-            plan = StepPlan(number, (Admission(0, request, tuple(tokens)),), pages, (part,), width=plan.width)
+            plan = replace(plan, admissions=(Admission(0, request, tuple(tokens)),), pages=pages)
         output = runner.execute(plan).read()
         if output.errors:
             raise ValueError(f"kv_cache_dtype fp8 cannot be calibrated: {next(iter(output.errors.values()))}")

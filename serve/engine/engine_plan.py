@@ -22,7 +22,7 @@ from slipstream.serve.drafters.base import DraftPlan
 from slipstream.serve.drafters.registry import plan_draft
 from slipstream.serve.engine.calibration import read_user_text
 from slipstream.serve.engine.graph_keys import GraphKeys, most_node_rows
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, PromptPhase
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
 
@@ -110,6 +110,12 @@ class EnginePlan:
     def most_nodes(self) -> int:
         """Nodes that a request slot stores."""
         return max(self.usual_nodes, self.forced_nodes)
+
+    @property
+    def prompts_by(self) -> PromptPhase:
+        """The phase whose backend computes prompts in passes that are not captured: others add in orders of their
+        own."""
+        return "prefill" if self.inexact else "verify"
 
     @property
     def reserve(self) -> int:

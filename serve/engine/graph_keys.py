@@ -1,17 +1,24 @@
-"""Keys of the passes that are captured as CUDA graphs, by the sizes of an engine. Imports no torch.
+"""Keys of the passes that are captured as CUDA graphs, and which of them a step replays. Imports no torch.
 
 A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
 number of nodes and prompt tokens that fits replays the same graph.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from slipstream.serve.engine.plan import DraftKey, SamplingMode, StepKey
+from slipstream.serve.engine.plan import DraftKey, PromptChunk, SamplingMode, StepKey, StepPlan, drafting_slots
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
 MOST_CHUNKS = 16  # chunks of a pass
+# Pairs of a query and a key that it sees, above which kernels made for prompts are faster: 1,024 tokens after 16,384.
+# They are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
+MOST_PAIRS = 2**24
+MOST_PAIRS_OF_MANY = 2**22
+MANY_TOKENS = 2048
 HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
 MANY_ROWS = 1280  # rows of passes with prompts that take so long that few requests decode beside them
 MOST_NODE_ROWS = 1024  # rows of a pass without prompts, if there are no more requests than that
@@ -46,6 +53,48 @@ class GraphKeys:
     def num_graphs(self) -> int:
         """CUDA graphs of these passes: a target's pass that may be sampled under masks is two."""
         return sum(1 + (key.mode == "all") for key in self.steps) + len(self.drafts)
+
+
+class GraphTable:
+    """Finds the smallest captured passes that hold a step. `takes_long_prompts`: whether the backend for prompts is
+    there for those that it computes faster."""
+
+    def __init__(self, keys: GraphKeys, takes_long_prompts: Callable[[], bool]) -> None:
+        self.num_chunks = keys.num_chunks
+        self._takes_long_prompts = takes_long_prompts
+        self._steps: dict[tuple[bool, SamplingMode], list[StepKey]] = {}
+        self._drafts: dict[tuple[int, SamplingMode], list[DraftKey]] = {}
+        for step in sorted(keys.steps):
+            self._steps.setdefault((step.has_prompts, step.mode), []).append(step)
+        for draft in sorted(keys.drafts):
+            self._drafts.setdefault((draft.width, draft.mode), []).append(draft)
+
+    def step(self, plan: StepPlan) -> StepKey | None:
+        """Returns the target's pass. None where none takes it: a prompt alone whose context is so long that kernels
+        made for prompts are faster, one whose own log-probabilities are asked for, or memory held no graph."""
+        chunks = plan.chunks
+        if len(chunks) > self.num_chunks or any(chunk.num_scored for chunk in chunks):
+            return None
+        if chunks and not plan.slots and is_long(chunks) and self._takes_long_prompts():
+            return None
+        keys = self._steps.get((bool(chunks), plan.variant), [])
+        start = bisect_left(keys, plan.nodes + sum(len(chunk.tokens) for chunk in chunks), key=lambda key: key.rows)
+        heads = plan.nodes + len(chunks)
+        return next((key for key in islice(keys, start, None) if key.heads >= heads), None)
+
+    def draft(self, plan: StepPlan) -> DraftKey | None:
+        """Returns the draft's pass; None without one, or if memory held no graph."""
+        count = len(drafting_slots(plan))
+        keys = self._drafts.get((plan.width, "all" if plan.mode == "all" else "plain"), []) if count else []
+        start = bisect_left(keys, count, key=lambda key: key.requests)
+        return next(islice(keys, start, None), None)
+
+
+def is_long(chunks: Iterable[PromptChunk]) -> bool:
+    """Whether kernels made for prompts take chunks faster than captured passes."""
+    pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in chunks)
+    is_of_many = sum(len(chunk.tokens) for chunk in chunks) >= MANY_TOKENS
+    return pairs > (MOST_PAIRS_OF_MANY if is_of_many else MOST_PAIRS)
 
 
 def buckets(max_rows: int) -> list[int]:

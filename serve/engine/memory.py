@@ -11,7 +11,7 @@ from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.engine_plan import EnginePlan, Space
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
-from slipstream.serve.engine.plan import StepKey
+from slipstream.serve.engine.plan import PromptPhase, StepKey
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import make_graphs
 from slipstream.serve.runner.step import HostShape, Runner, StepInputs
@@ -121,7 +121,7 @@ def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
 
     torch.cuda.synchronize()
     if not plan.captures:
-        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens))
+        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.prompts_by))
     steps, drafts = make_graphs(runner, plan.graphs)
     with dry_run():
         captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
@@ -129,7 +129,7 @@ def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))
     largest = captured
     if not plan.config.captured_tokens:
-        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens))
+        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.prompts_by))
     return largest + captured + GRAPH_BYTES * plan.graphs.num_graphs
 
 
@@ -138,10 +138,10 @@ def _largest(keys: Sequence[StepKey]) -> StepKey:
     return max(keys, key=lambda key: (key.heads, key.rows))
 
 
-def _prefill_padding(runner: Runner, num_tokens: int) -> None:
+def _prefill_padding(runner: Runner, num_tokens: int, prompts_by: PromptPhase) -> None:
     state = runner.state
     chunks = padding_prompts(runner.state, [0] * num_tokens)
     packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
     inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
-    runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks)))
+    runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks), prompts_by))
     state.lengths.zero_()

@@ -19,6 +19,7 @@ from slipstream.serve.request import Logprobs, Request
 MAX_STEPS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 FORCED = 15  # the kind of a HostProposal that a grammar leaves no choice about
 SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
+PromptPhase = Literal["verify", "prefill"]  # whose attention backend computes prompts
 
 
 class StepKey(NamedTuple):
@@ -168,6 +169,9 @@ class StepPlan:
     undrafted: frozenset[int] = frozenset()  # slots of this step that the draft does not propose for
     returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
     logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
+    graph: StepKey | None = None  # the target's captured pass; None: it is launched kernel by kernel
+    draft_graph: DraftKey | None = None  # likewise, the draft's
+    prompts_by: PromptPhase = "prefill"  # in a pass that is not captured
     edits: Edits = field(default_factory=Edits)
 
     @property

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from slipstream.serve.engine.acceptance import is_forced
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.counts import EngineCounts
+from slipstream.serve.engine.graph_keys import GraphTable
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
     Edits,
     HostProposal,
     PromptChunk,
+    PromptPhase,
     SamplingMode,
     StepOutput,
     StepPlan,
@@ -42,6 +44,7 @@ class Limits:
     reserve: int  # KV tokens that a step may write beyond the committed ones of a request
     prompt_rows: int  # prompt tokens of a step, at most
     enough_prompt_rows: int  # prompt tokens of a step from which on no other prompt follows
+    prompts_by: PromptPhase  # see StepPlan
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Planner:
         scheduler: Scheduler,
         policy: BudgetPolicy,
         limits: Limits,
+        graphs: GraphTable,
         drafter: str,
         *,
         host_drafts: bool = False,
@@ -75,6 +79,7 @@ class Planner:
         self.scheduler = scheduler
         self.policy = policy
         self.limits = limits
+        self.graphs = graphs
         self.host_drafts = host_drafts
         self.counts = EngineCounts()
         self._tracer = Tracer(drafter, fixed_tokens)
@@ -88,7 +93,8 @@ class Planner:
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the scheduler gave the sequence a slot."""
-        self._admissions.append(Admission(sequence.slot, sequence.request, tuple(sequence.tokens)))
+        request = replace(sequence.request, compiled_grammar=None)  # which no other process can have
+        self._admissions.append(Admission(sequence.slot, request, tuple(sequence.tokens)))
         self._num_sent[sequence.slot] = [0] * (1 + len(sequence.table.windows))
 
     def plan(self) -> StepPlan | None:
@@ -115,6 +121,7 @@ class Planner:
             ),
             returns_proposals=bool(launched.traced),
             logprobs=most_logprobs([*sequences, *(chunk.sequence for chunk in chunks if chunk.is_last)]),
+            prompts_by=self.limits.prompts_by,
         )
         self._admissions.clear()
         self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
@@ -128,7 +135,7 @@ class Planner:
             self._offers.update((slot, (count, kind)) for slot, count, kind in rows if count)
 
     def choose(self, plan: StepPlan, mode: SamplingMode) -> StepPlan:
-        """Completes the plan with the numbers of nodes that it verifies and then proposes."""
+        """Completes the plan with the numbers of nodes that it verifies and then proposes, and the captured passes."""
         offers = None
         if self.host_drafts:
             offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
@@ -140,7 +147,8 @@ class Planner:
         if self._sent_version != acceptance.version:
             self._sent_version = acceptance.version
             survivals = acceptance.table.copy()
-        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        plan = replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        return replace(plan, graph=self.graphs.step(plan), draft_graph=self.graphs.draft(plan))
 
     @property
     def waiting_pays(self) -> bool:

@@ -11,7 +11,6 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +30,6 @@ from slipstream.serve.engine.plan import (
     MAX_STEPS_IN_FLIGHT,
     DraftKey,
     PromptChunk,
-    SamplingMode,
     StepKey,
     StepPlan,
     drafting_slots,
@@ -41,11 +39,6 @@ from slipstream.serve.runner.step import Results, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Pairs of a query and a key that it sees, above which kernels made for prompts are faster: 1,024 tokens after 16,384.
-# They are launched one by one, which the kernels of longer steps hide sooner: 2,048 after 1,024.
-MOST_PAIRS = 2**24
-MOST_PAIRS_OF_MANY = 2**22
-MANY_TOKENS = 2048
 TIMED_PASSES = 2  # passes of each key at start-up: the faster one counts
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Part = Callable[[Any], Any]  # part of a pass: gets the value of the part before it
@@ -53,13 +46,6 @@ ALL_PARTS = slice(None)
 FIRST_PART = slice(1)
 OTHER_PARTS = slice(1, None)
 REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
-
-
-def _is_long(chunks: Sequence[PromptChunk]) -> bool:
-    """Whether kernels made for prompts take chunks faster than captured passes."""
-    pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in chunks)
-    is_of_many = sum(len(chunk.tokens) for chunk in chunks) >= MANY_TOKENS
-    return pairs > (MOST_PAIRS_OF_MANY if is_of_many else MOST_PAIRS)
 
 
 @contextmanager
@@ -144,6 +130,11 @@ class Graphs(ABC, Generic[Key]):
         self.capturer = capturer
         self._graphs: dict[Key, list[torch.cuda.CUDAGraph]] = {}  # of a pass's parts
 
+    @property
+    def captured(self) -> tuple[Key, ...]:
+        """The keys of the passes that memory held."""
+        return tuple(self._graphs)
+
     @abstractmethod
     def parts_of(self, key: Key) -> Sequence[Part]:
         """The pass on what the buffers hold, in parts that are captured apart."""
@@ -206,7 +197,6 @@ class StepGraphs(Graphs[StepKey]):
         num_segments = self.max_running + self.num_chunks
         self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
         self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # passes that have begun
-        self._begun: StepKey | None = None
         self._num_begun: int | None = None  # `passes`, once nothing but `begin` adds to it
 
     def run_all(self) -> None:
@@ -252,54 +242,26 @@ class StepGraphs(Graphs[StepKey]):
         self.keys = [key for key in self.keys if key.rows not in sizes]
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key.rows not in sizes}
 
-    def begin(self, plan: StepPlan) -> bool:
-        """Launches the plan's target pass, in mode "all" up to where it samples. False where no graph takes it: a
-        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), one whose
-        own log-probabilities are asked for, or memory held no graph."""
-        key = self._begun = self.find(plan)
-        if key is None:
-            return False
+    def begin(self, plan: StepPlan) -> None:
+        """Launches the plan's target pass, in mode "all" up to where it samples."""
+        assert plan.graph is not None
         self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         if self._num_begun is None:
             self._num_begun = int(self.passes)  # sync
         self._num_begun += 1
-        self._replay(key, FIRST_PART)
-        return True
+        self._replay(plan.graph, FIRST_PART)
 
     def complete(self, plan: StepPlan) -> tuple[Results, int]:
         """Launches the rest. The results, and the index of the first chunk's."""
-        key = self._begun
-        assert key is not None
+        assert plan.graph is not None
         assert self._num_begun is not None
-        self._replay(key, OTHER_PARTS)
-        first = min(key.rows, self.max_running)
+        self._replay(plan.graph, OTHER_PARTS)
+        first = min(plan.graph.rows, self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
         tokens = self.results.tokens[self._num_begun % len(self.results.tokens)]
         return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
-
-    def find(self, plan: StepPlan) -> StepKey | None:
-        mode: SamplingMode = plan.variant
-        if not plan.chunks:
-            start = bisect_left(self.sizes, plan.nodes)
-            keys = (StepKey(rows, rows, False, mode) for rows in self.sizes[start:])
-            return next((key for key in keys if key in self._graphs), None)
-        is_long = _is_long(plan.chunks) and self.runner.order is None and self.runner.attention["prefill"].is_ready
-        is_scored = any(chunk.num_scored for chunk in plan.chunks)
-        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots) or is_scored:
-            return None
-        needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
-        heads = plan.nodes + len(plan.chunks)
-        start = bisect_left(self.prompt_sizes, needed)
-        sizes = (
-            (rows, num_heads)
-            for rows in self.prompt_sizes[start:]
-            for num_heads in self._heads(rows)
-            if num_heads >= heads
-        )
-        keys = (StepKey(*size, True, mode) for size in sizes)
-        return next((key for key in keys if key in self._graphs), None)
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
         """Returns one part or, in mode "all", two: masks need not be there before the second."""
@@ -378,17 +340,11 @@ class DraftGraphs(Graphs[DraftKey]):
         """Requests and widths that `time_all` has times of."""
         return list(dict.fromkeys((key.requests, key.width) for key in self.keys))
 
-    def run(self, slots: tuple[int, ...], mode: SamplingMode, width: int) -> bool:
-        """Whether there is a graph for it."""
-        mode = "all" if mode == "all" else "plain"
-        start = bisect_left(self.sizes, len(slots))
-        keys = (DraftKey(size, width, mode) for size in self.sizes[start:])
-        key = next((key for key in keys if key in self._graphs), None)
-        if key is None:
-            return False
-        self.runner.state.send_drafting(slots)
-        self._replay(key)
-        return True
+    def run(self, plan: StepPlan) -> None:
+        """Launches the plan's draft pass."""
+        assert plan.draft_graph is not None
+        self.runner.state.send_drafting(drafting_slots(plan))
+        self._replay(plan.draft_graph)
 
     def parts_of(self, key: DraftKey) -> Sequence[Part]:
         size, width, mode = key

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.serve.engine.graph_keys import GraphKeys
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
@@ -101,6 +102,14 @@ class ModelRunner:
         self._clock = CpuClock()
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
 
+    @property
+    def graphs(self) -> GraphKeys:
+        """The captured passes."""
+        if self.steps is None:
+            return GraphKeys()
+        drafts = self.drafts.captured if self.drafts is not None else ()
+        return GraphKeys(self.steps.captured, drafts, self.steps.num_chunks)
+
     def prepare(self, plan: StepPlan) -> None:
         """Packs what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
         if plan.number <= self._prepared:
@@ -114,10 +123,10 @@ class ModelRunner:
         """Launches what a plan's pass computes before it samples, where that is captured. `execute` launches the rest
         of it, with masks that the plan has got since."""
         self._set(plan)
-        if self.steps is not None:
+        if self.steps is not None and plan.graph is not None:
             self._start_clock()
-            if self.steps.begin(plan):
-                self._begun = plan.number
+            self.steps.begin(plan)
+            self._begun = plan.number
 
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.
@@ -192,21 +201,25 @@ class ModelRunner:
 
     def _step(self, plan: StepPlan) -> tuple[Results, int]:
         """The results, and the index of the first chunk's."""
-        if self.steps is not None and (self._begun == plan.number or self.steps.begin(plan)):
+        if self.steps is not None and plan.graph is not None:
+            if self._begun != plan.number:
+                self.steps.begin(plan)
             return self.steps.complete(plan)
         state = self.state
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
         chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
-        shape = HostShape(plan.bounds, plan.chunks, plan.logprobs is not None)
+        shape = HostShape(plan.bounds, plan.chunks, plan.prompts_by, plan.logprobs is not None)
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)
         if plan.width == 1 or not slots:
             return
-        if self.drafts is None or not self.drafts.run(slots, plan.mode, plan.width):
+        if self.drafts is not None and plan.draft_graph is not None:
+            self.drafts.run(plan)
+        else:
             max_nodes = self.state.proposals.shape[2]
             bounds = [bound + max_nodes for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))

@@ -35,7 +35,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode
+from slipstream.serve.engine.plan import PromptChunk, PromptPhase, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
@@ -58,6 +58,7 @@ class HostShape(NamedTuple):
 
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
+    prompts_by: PromptPhase  # verify: its backend computes all rows in one ragged pass
     has_logprobs: bool = False  # some request wants those of its tokens
 
 
@@ -247,7 +248,7 @@ class Runner:
         verify = self.attention["verify"]
         prefill = self.attention["prefill"]
         mask = "tree" if self.branches and num_requests else "causal"
-        if host is None or self.order is not None:  # the other kernels add in orders of their own
+        if host is None or host.prompts_by == "verify":
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
         nodes = Nodes.of(counts, self.state.device)

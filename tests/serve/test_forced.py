@@ -1,6 +1,7 @@
 """Drafts of what a grammar forces: spelled as the tokenizer spells them, and the same tokens with them and without."""
 
 import json
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -196,6 +197,7 @@ def test_captured_passes_have_room_for_them(
         nonlocal widest
         if event == "launched":
             widest = max(widest, plan.nodes - len(plan.slots))
+            pickle.dumps(plan)  # without the compiled grammar, which belongs to this process
 
     engine.trace = watch
     answers = run(engine, requests(tokenizer, NAMES, temperature))

@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise as neighbours
 from itertools import product
@@ -20,15 +21,13 @@ from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
 from slipstream.models.files.cost_tables import MODES, CostTables
-from slipstream.serve.engine import cost_files
+from slipstream.serve.engine import cost_files, graph_keys
 from slipstream.serve.engine.build import find_tables
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.graph_keys import MOST_CHUNKS, buckets, draft_sizes, head_sizes, prompt_sizes
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan
+from slipstream.serve.engine.graph_keys import MOST_CHUNKS, GraphTable, buckets, draft_sizes, head_sizes, prompt_sizes
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepKey, StepOutput, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.runner import cuda_graphs
-from slipstream.serve.runner.cuda_graphs import StepGraphs
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import gate_of, rotating, some_of
@@ -112,6 +111,8 @@ def record(engine: Engine) -> Recorded:
 def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
     """Launched as they are, the plans yield the same, and leave the same."""
     for plan, expected in recorded:
+        if eager.runner.steps is None:
+            plan = replace(plan, graph=None, draft_graph=None)
         replayed = eager.runner.execute(plan).read()
         if expected is not None:
             for name in StepOutput._fields:
@@ -232,18 +233,18 @@ def test_mixed_traffic_with_aborts_and_preemption(
     rng = random.Random(1)
     kinds, expected = traffic
     engine = play(configure("qwen3", drafter, max_running=24, kv_cache_tokens=900, page_size=1))
-    captured = engine.runner.steps._graphs  # type: ignore[union-attr]
+    captured = engine.engine_plan.graphs.steps
     recorded = record(engine)
-    for key in [key for key in captured if key[0] in (24, 32) or key[0] == 2 and key[3] == "all"]:
-        del captured[key]
-    captured_keys = set(captured)
+    remaining = {key for key in captured if key.rows not in (24, 32) and (key.rows, key.mode) != (2, "all")}
+    engine.planner.graphs = without_graphs(engine, set(captured) - remaining)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run(engine, [greedy])) == plain_answers(target, [greedy])
     replayed = replays_of(engine)
     plans = [plan for plan, _ in recorded]
     assert {mode for *_, mode in replayed} == {"plain", "all"}
-    assert set(replayed) < set(captured) == captured_keys, "nothing is captured while serving"
+    assert set(replayed) < remaining
+    assert engine.runner.graphs.steps == captured, "nothing is captured while serving"
     assert {1, 2} <= {len(plan.chunks) for plan in plans}
     assert any(plan.slots and plan.chunks for plan in plans)
     if drafter != "none":
@@ -329,19 +330,26 @@ def step_of(*chunks: PromptChunk, mode: SamplingMode = "plain", slots: Iterable[
     return StepPlan(1, chunks=chunks, slots=tuple(slots), nodes=nodes, mode=mode)
 
 
+def without_graphs(engine: Engine, keys: Collection[StepKey]) -> GraphTable:
+    """Finds passes as if memory had not held these."""
+    graphs = engine.engine_plan.graphs
+    steps = tuple(key for key in graphs.steps if key not in keys)
+    return GraphTable(replace(graphs, steps=steps), lambda: True)
+
+
 @pytest.fixture
-def steps(configure: Configure) -> StepGraphs:
+def engine(configure: Configure) -> Engine:
     options = {"prefill_graph_tokens": 1024, "prefill_budget": 1024, "max_running": MOST_CHUNKS + 4}
-    steps = play(configure("qwen3", "eagle3", kv_cache_tokens=4096, **options)).runner.steps
-    assert steps is not None
-    return steps
+    return play(configure("qwen3", "eagle3", kv_cache_tokens=4096, **options))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "plain", "all"])
-def test_which_captured_pass_takes_what(mode: SamplingMode, steps: StepGraphs) -> None:
+def test_which_captured_pass_takes_what(mode: SamplingMode, engine: Engine) -> None:
+    graphs = engine.planner.graphs
+
     def rows(*chunks: PromptChunk, num_decoding: int = 0, nodes: int = 0) -> tuple[int, int] | None:
         """Rows of the captured pass, and those with logits."""
-        key = steps.find(step_of(*chunks, mode=mode, slots=range(num_decoding), nodes=nodes))
+        key = graphs.step(step_of(*chunks, mode=mode, slots=range(num_decoding), nodes=nodes))
         if key is None:
             return None
         assert key[2:] == (bool(chunks), "all" if mode == "all" else "plain")
@@ -360,26 +368,26 @@ def test_which_captured_pass_takes_what(mode: SamplingMode, steps: StepGraphs) -
     assert rows(*chunks) is None
     assert rows(chunk_of(30_000, 31_000)) is None, "most of the work is attention"
     assert rows(chunk_of(30_000, 31_000), num_decoding=1, nodes=4), "what decodes does not wait for other kernels"
-    for key in [key for key in steps._graphs if key[0] in (16, 64)]:
-        del steps._graphs[key]  # as if memory had not held it
+    captured = engine.engine_plan.graphs.steps
+    graphs = without_graphs(engine, {key for key in captured if key.rows in (16, 64)})
     assert rows(chunk_of(0, 33)) == (96, 32), "the next larger one takes it"
     assert rows(num_decoding=3, nodes=9) == (24, 24)
-    steps._graphs.clear()
+    graphs = without_graphs(engine, captured)
     assert rows(chunk_of(0, 33)) is rows(num_decoding=1, nodes=1) is None
 
 
 def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
-    steps: StepGraphs, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.serve.runner.cuda_graphs.MOST_PAIRS", 0)
+    monkeypatch.setattr(graph_keys, "MOST_PAIRS", 0)
     for is_ready in (False, True):
-        monkeypatch.setattr(type(steps.runner.attention["prefill"]), "is_ready", is_ready)
-        assert (steps.find(step_of(chunk_of(0, 33))) is None) == is_ready
+        monkeypatch.setattr(type(engine.runner.passes.attention["prefill"]), "is_ready", is_ready)
+        assert (engine.planner.graphs.step(step_of(chunk_of(0, 33))) is None) == is_ready
 
 
 def test_kernels_for_prompts_take_many_tokens_earlier() -> None:
     chunks = (chunk_of(4096, 5120), chunk_of(16_384, 17_408), chunk_of(0, 2048), chunk_of(2048, 4096))
-    assert [cuda_graphs._is_long([chunk]) for chunk in chunks] == [False, True, False, True]
+    assert [graph_keys.is_long([chunk]) for chunk in chunks] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("drafter", "captured"), [("none", 96), ("eagle3", 96), ("eagle3", 40)])
@@ -540,18 +548,18 @@ def test_a_dropped_size_is_taken_by_a_larger_one(configure: Configure) -> None:
     engine = build_played(configure("qwen3", "eagle3 tree"))
     steps = engine.runner.steps
     assert steps is not None
-    plan = step_of(slots=[0], nodes=4)
-    key = steps.find(plan)
-    assert key is not None
-    assert key[0] == 4
+
+    def rows() -> int:
+        """Rows of the pass that takes 4 nodes."""
+        key = GraphTable(engine.runner.graphs, lambda: True).step(step_of(slots=[0], nodes=4))
+        assert key is not None
+        return key.rows
+
+    assert rows() == 4
     steps.drop({4})
-    key = steps.find(plan)
-    assert key is not None
-    assert key[0] == 8
+    assert rows() == 8
     assert 4 not in steps.sizes
     largest = steps.sizes[-1]
     steps.drop({*steps.sizes, *steps.prompt_sizes[:-1]})
     assert steps.sizes == [largest], "a pass with prompts takes no nodes alone"
-    key = steps.find(plan)
-    assert key is not None
-    assert key[0] == largest
+    assert rows() == largest
