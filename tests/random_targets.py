@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
     InternLM3Config,
     LlamaConfig,
     MinistralConfig,
@@ -109,12 +114,22 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 # Families whose layers have no part that one of the others lacks.
 BY_LAYER = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GLM = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+GRANITE = {"attention_multiplier": 0.11, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 RELATIVES: dict[str, PretrainedConfig] = {
     "cwm": CwmConfig(**SHAPE, **BY_LAYER, head_dim=16, rope_parameters=dict(LLAMA3_ROPE)),
     "cwm-bias": CwmConfig(**SHAPE, **BY_LAYER, head_dim=16, mlp_bias=True, tie_word_embeddings=True),
+    "ernie": Ernie4_5Config(**SHAPE, head_dim=16),
+    "ernie-bias": Ernie4_5Config(**SHAPE, head_dim=8, use_bias=True, tie_word_embeddings=False),
+    "exaone4": Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 4),
     "gemma": GemmaConfig(**SHAPE, head_dim=16),
     "gemma-bias": GemmaConfig(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    "glm": GlmConfig(**SHAPE, **GLM),
+    "glm4": Glm4Config(**SHAPE, **GLM),
+    "glm4-tied": Glm4Config(**SHAPE, **GLM, attention_bias=False, tie_word_embeddings=True),
+    "granite": GraniteConfig(**SHAPE, **GRANITE, tie_word_embeddings=True, logits_scaling=0.25),
+    "granite-bias": GraniteConfig(**SHAPE, **GRANITE, attention_bias=True, mlp_bias=True, logits_scaling=0.7),
     "internlm3": InternLM3Config(**SHAPE, head_dim=16),
     "internlm3-bias": InternLM3Config(**SHAPE, head_dim=None, attention_bias=True, mlp_bias=True),
     "ministral": MinistralConfig(**SHAPE, **BY_LAYER, head_dim=16),

@@ -308,6 +308,10 @@ class TargetSpec(DecoderShape):
     """Factor of the target's embeddings, rounded to their dtype. Drafts read embeddings as they are in the table."""
     logit_softcap: float | None = None
     """The target's logits x become c * tanh(x / c). A draft's own logits stay raw."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual; folded into their weights when these are loaded."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits; folded into the final norm's weight when that is loaded."""
 
     @property
     def num_layers(self) -> int:
@@ -332,7 +336,7 @@ class TargetSpec(DecoderShape):
         attention = {"qkv_bias": bias, "output_bias": bias, **traits.attention}
         shape = DecoderShape(**DecoderShape.read(values))
         activation = families.activation_of(values, traits)
-        mlp = {"bias": traits.mlp_bias and bool(values.get("mlp_bias", False)), "activation": activation}
+        mlp = {"bias": bool(values.get(traits.mlp_bias, False)), "activation": activation}
         layer = partial(shape.layer, mlp=mlp, norms=traits.norms, norm_offset=traits.norm_offset, **attention)
         ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
         for rope in ropes.values():
@@ -354,6 +358,8 @@ class TargetSpec(DecoderShape):
             norm_offset=traits.norm_offset,
             embedding_scale=traits.embedding_scale,
             logit_softcap=traits.logit_softcap,
+            residual_scale=traits.residual_scale,
+            logit_divisor=traits.logit_divisor,
         )
 
 

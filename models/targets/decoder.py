@@ -22,6 +22,7 @@ from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
 from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
+from slipstream.models.targets.adapt import adapt
 from slipstream.models.targets.cache_scales import read_cache_scales
 from slipstream.models.targets.config import TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
@@ -165,15 +166,6 @@ def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def orient_experts(tensors: dict[str, Tensor], hidden_size: int) -> None:
-    """Turns fused experts that files have as (E, H, 2 I) and (E, I, H), as those of Qwen3-VL-MoE do, to (E, 2 I, H) and
-    (E, H, I); like transformers, by their shapes."""
-    for key, tensor in tensors.items():
-        axis = {"gate_up_proj": 2, "down_proj": 1}.get(key.rpartition(".")[2])
-        if axis and ".experts." in key and tensor.dim() == 3 and tensor.shape[axis] != hidden_size:
-            tensors[key] = tensor.transpose(1, 2)
-
-
 def target_name(key: str) -> str:
     """A file's name of a tensor -> ours, which are those of Qwen's files."""
     key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
@@ -223,9 +215,7 @@ def load_target(
         logger.info("%s: the text part runs, as %s; it reads no images", wrapper, config.architecture)
     with torch.device("meta"):
         target = Target(config)
-    tensors = decoder_tensors(read_tensors(path))
-    if config.architecture == "Qwen3MoeForCausalLM":
-        orient_experts(tensors, config.hidden_size)
+    tensors = adapt(decoder_tensors(read_tensors(path)), config)
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
     if scales and has_fp8_cache(path):
         target.cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)

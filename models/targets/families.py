@@ -56,18 +56,20 @@ class Traits:
     """`use_sliding_window` decides whether there are windows."""
     attention_bias: bool = True
     """`attention_bias` decides whether all four projections of attention have biases."""
-    mlp_bias: bool = False
-    """`mlp_bias` decides whether MLPs have biases."""
+    mlp_bias: str = ""
+    """The config's field that decides whether MLPs have biases; empty: they have none."""
     partial_rotary: bool = False
     """`partial_rotary_factor` decides how much of a head is rotated."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
 
 
 def llama(_values: Mapping[str, Any]) -> Traits:
-    return Traits(windows="none", mlp_bias=True)
+    return Traits(windows="none", mlp_bias="mlp_bias")
 
 
 def mistral(values: Mapping[str, Any]) -> Traits:
@@ -143,13 +145,50 @@ def ministral(_values: Mapping[str, Any]) -> Traits:
 
 
 def cwm(_values: Mapping[str, Any]) -> Traits:
-    return Traits(attention_bias=False, mlp_bias=True)
+    return Traits(attention_bias=False, mlp_bias="mlp_bias")
 
 
 def seed_oss(values: Mapping[str, Any]) -> Traits:
     """The output projection has a field of its own for its bias."""
     biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": bool(values["attention_out_bias"])}
-    return Traits(attention=biases, windows="none", mlp_bias=True)
+    return Traits(attention=biases, windows="none", mlp_bias="mlp_bias")
+
+
+def glm(values: Mapping[str, Any]) -> Traits:
+    """Its pairs of rotated dims stand side by side (INTERLEAVED)."""
+    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
+    return Traits(attention=biases, windows="none", partial_rotary=True)
+
+
+def glm4(values: Mapping[str, Any]) -> Traits:
+    return replace(glm(values), norms="sandwich")
+
+
+def ernie(values: Mapping[str, Any]) -> Traits:
+    """ERNIE 4.5; its pairs of rotated dims stand side by side (INTERLEAVED)."""
+    has_bias = bool(values["use_bias"])
+    return Traits(attention={"qkv_bias": has_bias, "output_bias": has_bias}, windows="none", mlp_bias="use_bias")
+
+
+def exaone4(values: Mapping[str, Any]) -> Traits:
+    """Raises ValueError for a hybrid, whose full layers rotate nothing."""
+    if "sliding_attention" in (values.get("layer_types") or ()):
+        raise ValueError(
+            "config.json: layer_types names sliding_attention; then full layers do not rotate, which is not supported"
+        )
+    return Traits(attention={"qk_norm": True}, norms="post", windows="none", attention_bias=False)
+
+
+def granite(values: Mapping[str, Any]) -> Traits:
+    """What multiplies residuals and divides logits is folded into weights (adapt.py)."""
+    return Traits(
+        attention={"scale": number_of(values, "attention_multiplier")},
+        windows="none",
+        mlp_bias="mlp_bias",
+        embedding_scale=number_of(values, "embedding_multiplier"),
+        residual_scale=number_of(values, "residual_multiplier"),
+        logit_divisor=number_of(values, "logits_scaling"),
+    )
 
 
 def phi3(_values: Mapping[str, Any]) -> Traits:
@@ -159,10 +198,15 @@ def phi3(_values: Mapping[str, Any]) -> Traits:
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "CwmForCausalLM": cwm,
+    "Ernie4_5ForCausalLM": ernie,
+    "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "GemmaForCausalLM": gemma,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
     "InternLM3ForCausalLM": llama,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": ministral,
@@ -178,6 +222,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SeedOssForCausalLM": seed_oss,
 }
+# Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
+INTERLEAVED = frozenset({"Ernie4_5ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM"})
 # The families that have experts.
 MIXTURES = frozenset(
     {"GptOssForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}

@@ -270,7 +270,9 @@ class TransformersTarget(FrozenTarget):
         last = [layer.state_dict() for layer in list(self.layers)[len(self.layers) - num_layers :]]
         is_sandwich = any("post_feedforward_layernorm.weight" in layer for layer in last)
         is_silu = getattr(self.model.config.get_text_config(), "hidden_act", "silu") in ("silu", "swish")
-        are_alike = is_silu and not is_sandwich and norm is not None and norm is self.decoder.norm.weight
+        is_interleaved = type(self.model).__name__ in families.INTERLEAVED  # drafts rotate in halves
+        has_norm = norm is not None and norm is self.decoder.norm.weight
+        are_alike = is_silu and has_norm and not is_sandwich and not is_interleaved
         layers = enumerate(last if are_alike else [])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.items()}
         return weights | ({} if norm is None else {"norm.weight": norm}) | {HEAD: self.head}

@@ -1,5 +1,6 @@
 """Quantised checkpoints: each layout against transformers on dequantised weights, and refusals."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Ernie4_5Config, GraniteConfig
 
 from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
 from slipstream.models.layers.linear import Linear
@@ -16,6 +18,7 @@ from slipstream.models.layers.quantized import FP8Linear, Int4Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
+from slipstream.tests.pairwise import grouped
 from slipstream.tests.quantized_targets import (
     BLOCKS,
     CONFIG,
@@ -29,7 +32,7 @@ from slipstream.tests.quantized_targets import (
     w4,
     w8,
 )
-from slipstream.tests.random_targets import change_json, save_random_target
+from slipstream.tests.random_targets import GRANITE, SHAPE, change_json, save_random_target
 
 HEAD = "lm_head"
 
@@ -81,6 +84,38 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
         assert (output - expected).square().mean() < 0.1 * effect
+
+
+WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 2}
+ADAPTED = {
+    "ernie": Ernie4_5Config(**WIDE, head_dim=128),  # rows of queries and keys in another order
+    "ernie, two heads in a block": Ernie4_5Config(**WIDE, head_dim=64),
+    "granite": GraniteConfig(**WIDE, **GRANITE | {"attention_multiplier": 128**-0.5}),  # a factor of outputs
+}
+
+
+@grouped("family")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", ADAPTED)
+@torch.no_grad()
+def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path) -> None:
+    """Where rows are packed across outputs they cannot be reordered, and the error says so. A factor rounds the scales
+    once more."""
+    layout = LAYOUTS[name]
+    plain = tmp_path / "plain"
+    save_random_target(copy.deepcopy(ADAPTED[family]), plain)
+    values = save_quantized(layout, plain, tmp_path / name)
+    if family != "granite" and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
+        with pytest.raises(ValueError, match="rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
+            load(tmp_path / name, name)
+        return
+    target = load(tmp_path / name, name)
+    model = reference(layout, plain, tmp_path / name, values)
+    tokens = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+    effect = (model(tokens[None]).logits[0] - logits(load(plain), tokens)).square().mean()
+    difference = (model(tokens[None]).logits[0] - logits(target, tokens)).square().mean()
+    assert effect > 1e-8, "quantisation makes a difference"
+    assert difference < (1e-5 if layout.inputs == "exact" else 0.2) * effect
 
 
 @pytest.mark.parametrize(

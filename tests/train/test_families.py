@@ -7,20 +7,20 @@ import pytest
 
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
-from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, save_random_target
 from slipstream.tests.train.runs import Arguments
 from slipstream.train import dflash, eagle3
 from slipstream.train.trackers import read_metrics
 
 
 def make_target(family: str, tokenizer_of: Path, folder: Path) -> Path:
-    save_random_target((FAMILIES | CAPPED)[family], folder)
+    save_random_target((FAMILIES | CAPPED | RELATIVES)[family], folder)
     for file in tokenizer_of.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi4-longrope"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi4-longrope", "granite"])
 def test_eagle3_trains(tmp_path: Path, arguments: Arguments, target_path: Path, family: str) -> None:
     target = make_target(family, target_path, tmp_path / "target")
     run = tmp_path / "run"
