@@ -17,11 +17,11 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import Mix
+from slipstream.kernels.speculation.lattice import walk_lattice
 from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
 from slipstream.models.drafts.heads.base import TokenLosses
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.table import heads_of
-from slipstream.models.drafts.lattice import walk
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
@@ -270,11 +270,12 @@ class DFlashTraining(DraftTraining):
         with torch.autocast(self.device.type, enabled=False):
             logits = hidden.to(self.head.rows.dtype) @ self.head.rows.t()
         context = read.context[blocks.anchors - 1]
-        lattice = self.draft.lattice(
+        candidates, scores = self.draft.lattice(
             hidden, read.tokens[blocks.anchors], logits, noise=noise, context=context, embed=self.target.embed
         )
-        chain = lattice.tokens(walk(lattice))
-        matches = (lattice.candidates == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
+        roots = read.tokens[blocks.anchors]
+        chain = walk_lattice(scores, candidates.tokens, roots, candidates.values)[0][:, 1:].long()
+        matches = (candidates.tokens == blocks.labels.unsqueeze(2)) & blocks.counts.unsqueeze(2)  # (N, K, k)
         accepted = count_accepted(chain.t(), blocks.labels.t(), blocks.counts.t())
         reachable = matches.any(dim=2).long().cumprod(dim=1).sum()
         alone = matches[:, :, 0].long().cumprod(dim=1).sum()

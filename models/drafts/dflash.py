@@ -5,7 +5,7 @@ that passes through no layer, those of the block from its own states. Embedding 
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
 A draft may have more: convolutions inside the block (convolution.py) and heads (heads/), of which one at most joins
-its slots. That one is read as a lattice (lattice.py).
+its slots.
 
 On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these and what
 other trainers write (models/drafts/block_layouts.py, speculators_layout.py).
@@ -31,10 +31,9 @@ from slipstream.models.drafts.base import (
 )
 from slipstream.models.drafts.block_layouts import HEAD_FIELDS, HEAD_NAMES, settle_block
 from slipstream.models.drafts.convolution import ConvolvedLayer
-from slipstream.models.drafts.heads.base import Block, Candidates, Head, JoiningHead
+from slipstream.models.drafts.heads.base import Block, Candidates, Head, JoiningHead, joined_scores
 from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
 from slipstream.models.drafts.heads.table import CONFIGS, head_of, heads_from_json, heads_of
-from slipstream.models.drafts.lattice import Lattice
 from slipstream.models.drafts.speculators_layout import without_last_layer
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
@@ -428,8 +427,8 @@ class DFlash(DraftNetwork):
         noise: Tensor | None = None,
         context: Tensor | None = None,
         embed: Callable[[Tensor], Tensor] | None = None,
-    ) -> Lattice:
-        """The candidates of the K slots that draft, and their scores by whichever head joins them.
+    ) -> tuple[Candidates, Tensor]:
+        """The candidates of the K slots that draft, and their scores by whichever head joins them (heads/base.py).
 
         hidden (B, K, H) final states of these slots, anchors (B,) target ids, logits (B, K, Vd) of the head there.
         `num_candidates`: k, by default the config's. `noise` (B, K, Vd) fp32: what the requests add to each logit,
@@ -440,13 +439,11 @@ class DFlash(DraftNetwork):
         is_noisy = join is None or join.is_noisy
         unary = self.unary(logits)
         perturbed = unary.float() + noise if noise is not None and is_noisy else unary
-        values, rows = perturbed.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
-        tokens = rows if self.target_ids is None else self.target_ids[rows]
-        if join is None:
-            edges = values[:, 1:].unsqueeze(2).expand(-1, -1, values.shape[-1], -1)
-            return Lattice(tokens, values[:, 0], edges)
+        best, rows = perturbed.topk(num_candidates or self.config.num_candidates, dim=-1)  # (B, K, k)
+        values = best.float()
         if not is_noisy:
-            values = values.float() - unary.float().logsumexp(dim=-1, keepdim=True)
-        late_noise = None if noise is None or is_noisy else noise.gather(2, rows)
+            values = values - unary.float().logsumexp(dim=-1, keepdim=True)
+        late_noise = None if noise is None else noise.gather(2, rows)
         block = Block(anchors, hidden, context, embed, None if late_noise is None else lambda _: late_noise)
-        return join.lattice(block, Candidates(values, rows, tokens))
+        candidates = Candidates(values, rows, rows if self.target_ids is None else self.target_ids[rows])
+        return candidates, joined_scores(join, block, candidates)

@@ -21,7 +21,7 @@ from slipstream.kernels.sampling.sample import MAX_K, MOST_SORTED, Sampling
 from slipstream.kernels.speculation.lattice import add_noise, grow_lattice, walk_lattice
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
-from slipstream.models.drafts.heads.base import Block, Candidates
+from slipstream.models.drafts.heads.base import Block, Candidates, joined_scores
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.markov import MarkovHead
 from slipstream.models.targets.decoder import Target
@@ -222,10 +222,7 @@ class Drafter(base.NetworkDrafter):
         values = candidates.values
         tokens = candidates.tokens
         roots = slots.roots
-        if self.join is None:
-            scores = values[:, :, None].expand(-1, -1, values.shape[2], -1)
-        else:
-            scores = self.join.scores(self._block(slots), candidates)
+        scores = joined_scores(self.join, self._block(slots), candidates)
         confidence = None
         if self.confidence is not None and self.admit_by == "confidence":
             confidence = self.confidence.confidence(slots.hidden)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.models.drafts.lattice import Lattice
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.tests.data_tools.conversion import Runs
 from slipstream.tests.data_tools.test_convert_blocks import ALL_WINDOWED, load, save
@@ -72,8 +71,9 @@ def test_states_and_scores_equal_those_of_the_library(
     hidden, logits = (x.view(len(ANCHORS), size, -1)[:, first:] for x in (hidden, logits))
     torch.testing.assert_close(ours[:, first:], hidden, rtol=1e-4, atol=1e-4)
     anchors = tokens[0, ANCHORS]
-    lattice = draft.lattice(ours[:, first:], anchors, target.lm_head(ours[:, first:]), num_candidates=CANDIDATES)
-    assert_equal_scores(lattice, model, hidden, logits, anchors)
+    ours = ours[:, first:]
+    candidates, scores = draft.lattice(ours, anchors, target.lm_head(ours), num_candidates=CANDIDATES)
+    assert_equal_scores(candidates.tokens, scores, model, hidden, logits, anchors)
 
 
 def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -> Tensor:
@@ -89,21 +89,23 @@ def our_states(draft: Any, target: Any, tokens: list[int], aux_states: Tensor) -
     return draft(embeds, attention).view(*inputs.shape, -1)
 
 
-def assert_equal_scores(lattice: Lattice, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor) -> None:
-    """Compares scores with the library's own functions, predecessor by predecessor."""
+def assert_equal_scores(
+    tokens: Tensor, scores: Tensor, model: Any, hidden: Tensor, logits: Tensor, anchors: Tensor
+) -> None:
+    """Compares scores (N, K, k, k) of tokens (N, K, k) with the library's own functions, predecessor by predecessor."""
 
-    def scores(slot: int, previous: Tensor) -> Tensor:
+    def expected(slot: int, previous: Tensor) -> Tensor:
         """previous (N,) target ids -> (N, k) of the slot's candidates."""
-        candidates = lattice.candidates[:, slot]
+        candidates = tokens[:, slot]
         if hasattr(model, "candidate_selector"):
             return model.candidate_selector.score_candidates(logits[:, slot], hidden[:, slot], previous, candidates)
         block = {"prev_token_ids": previous[:, None], "hidden_states": hidden[:, slot : slot + 1]}
         return (logits[:, slot] + model.markov_head.block_bias(**block)[:, 0]).gather(1, candidates)
 
     best = logits.topk(CANDIDATES, dim=-1).indices
-    assert torch.equal(lattice.candidates, best)
-    torch.testing.assert_close(lattice.start, scores(0, anchors), rtol=1e-4, atol=1e-4)
+    assert torch.equal(tokens, best)
+    torch.testing.assert_close(scores[:, 0, 0], expected(0, anchors), rtol=1e-4, atol=1e-4)
     for slot in range(1, best.shape[1]):
         for i in range(CANDIDATES):
-            edges = lattice.edges[:, slot - 1, i]
-            torch.testing.assert_close(edges, scores(slot, best[:, slot - 1, i]), rtol=1e-4, atol=1e-4)
+            after = expected(slot, best[:, slot - 1, i])
+            torch.testing.assert_close(scores[:, slot, i], after, rtol=1e-4, atol=1e-4)

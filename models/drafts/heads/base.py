@@ -4,8 +4,11 @@ A head is a file of this folder, with its config, scores and losses, and a line 
 public files, so that a state dict is the file. Heads that join the slots of a block score each slot's candidates after
 those of the slot before; a chain is a walk over these scores, a tree grows by them.
 
-Candidates are the best tokens of a slot with the request's noise, so that a head which adds nothing changes no draft,
-whatever the temperature (lattice.py).
+At T > 0 scores contain the request's noise (kernels/sampling/sample.py): the best of score + T * gumbel is a sample
+from softmax(score / T). Candidates are the best tokens of a slot *with* the noise, so the chain is what sampling from
+the whole vocabulary gives, unless a head lifts a token that is no candidate. DFlash 2 samples among the best tokens
+without noise; that leaves out what only the noise makes the best, which the target, with the same noise, may well have
+sampled.
 
 Letters: B blocks, K slots that draft, k candidates of a slot, H hidden, r rank, V target and Vd draft vocabulary; M
 slots with a loss, N blocks of a batch; ...: any leading dims.
@@ -21,7 +24,6 @@ from torch.nn import functional as F
 
 from slipstream.kernels.speculation.lattice import Factors, transition_scores
 from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig
-from slipstream.models.drafts.lattice import Lattice
 
 
 class Block(NamedTuple):
@@ -144,21 +146,21 @@ class JoiningHead(Head):
         return None
 
     @abstractmethod
-    def lattice(self, block: Block, candidates: Candidates) -> Lattice:
-        """Scores candidates by plain operations."""
-
     def scores(self, block: Block, candidates: Candidates) -> Tensor:
-        """Scores (B, K, k, k), when served, of candidate j of a slot after candidate i of the slot before, or after the
-        root."""
-        lattice = self.lattice(block, candidates)
-        k = lattice.start.shape[1]
-        return torch.cat((lattice.start[:, None, None].expand(-1, -1, k, -1), lattice.edges), dim=1)
+        """Scores (B, K, k, k), logits, of candidate j of a slot after candidate i of the slot before, or after the
+        root; by kernels once it is prepared."""
+
+
+def joined_scores(head: JoiningHead | None, block: Block, candidates: Candidates) -> Tensor:
+    """Scores as above; without a head those of a slot by itself."""
+    values = candidates.values
+    return values[:, :, None].expand(-1, -1, values.shape[2], -1) if head is None else head.scores(block, candidates)
 
 
 class FactoredHead(JoiningHead):
     """A head whose score of a pair of tokens is a product of low rank."""
 
-    served_factors: Factors
+    served_factors: Factors | None = None  # once it is prepared
 
     @abstractmethod
     def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
@@ -186,13 +188,9 @@ class FactoredHead(JoiningHead):
         rows = F.embedding(successors, self.successors)  # (..., k, r)
         return unary.unsqueeze(-2) + self.features(hidden.unsqueeze(-2), previous).to(rows.dtype) @ rows.mT
 
-    def lattice(self, block: Block, candidates: Candidates) -> Lattice:
-        hidden = block.hidden
-        values = candidates.values
-        columns = candidates.columns
-        tokens = candidates.tokens
-        start = self(hidden[:, 0], values[:, 0], block.roots.unsqueeze(1), columns[:, 0]).squeeze(1)
-        return Lattice(tokens, start, self(hidden[:, 1:], values[:, 1:], tokens[:, :-1], columns[:, 1:]))
-
     def scores(self, block: Block, candidates: Candidates) -> Tensor:
-        return transition_scores(*candidates, block.roots, self.served_factors, self.slots(block.hidden))
+        if self.served_factors is not None:
+            return transition_scores(*candidates, block.roots, self.served_factors, self.slots(block.hidden))
+        roots = block.roots[:, None, None].expand_as(candidates.tokens[:, :1])
+        previous = torch.cat((roots, candidates.tokens[:, :-1]), dim=1)
+        return self(block.hidden, candidates.values, previous, candidates.columns)

@@ -24,7 +24,6 @@ from slipstream.models.drafts.heads.base import (
     TrainedSlots,
 )
 from slipstream.models.drafts.heads.config import BlockSizes, LiLiCorrConfig
-from slipstream.models.drafts.lattice import Lattice
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
 
@@ -154,16 +153,15 @@ class LiLiCorr(JoiningHead):
         start = scale * (incoming[:, 0] @ first.unsqueeze(2)).squeeze(2)
         return start, scale * (outgoing @ incoming[:, 1:].mT)
 
-    def lattice(self, block: Block, candidates: Candidates) -> Lattice:
+    def scores(self, block: Block, candidates: Candidates) -> Tensor:
+        """Adds the requests' noise to the scores: log-probabilities are read as in training, without it."""
         assert block.embed is not None
         assert block.context is not None
         embedded = block.embed(candidates.tokens)
         start, edges = self(embedded, candidates.values, block.hidden, block.context)
-        if block.noise is not None:
-            noise = block.noise(candidates)
-            start = start + noise[:, 0]
-            edges = edges + noise[:, 1:, None]
-        return Lattice(candidates.tokens, start, edges)
+        k = start.shape[1]
+        scores = torch.cat((start[:, None, None].expand(-1, -1, k, -1), edges), dim=1)
+        return scores if block.noise is None else scores + block.noise(candidates)[:, :, None]
 
     def loss(self, slots: TrainedSlots, tokens: TokenLosses, weights: Mapping[str, float]) -> HeadLosses:
         """A candidate's log-probability keeps its gradient: the draft's layers learn from the scorer, too."""
