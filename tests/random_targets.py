@@ -35,6 +35,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 SHAPE = {
@@ -123,6 +124,8 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "ernie": Ernie4_5Config(**SHAPE, head_dim=16),
     "ernie-bias": Ernie4_5Config(**SHAPE, head_dim=8, use_bias=True, tie_word_embeddings=False),
     "exaone4": Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 4),
+    "exaone4-hybrid": Exaone4Config(**SHAPE, **BY_LAYER),
+    "exaone4-unrotated": Exaone4Config(**SHAPE, sliding_window=9, layer_types=["full_attention"] * 4),
     "gemma": GemmaConfig(**SHAPE, head_dim=16),
     "gemma-bias": GemmaConfig(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=False),
     "glm": GlmConfig(**SHAPE, **GLM),
@@ -138,6 +141,10 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "olmo3-yarn": Olmo3Config(**SHAPE, **BY_LAYER, attention_bias=True, rope_parameters=dict(YARN_ROPE)),
     "olmoe": OlmoeConfig(**SHAPE, **OLMOE),
     "olmoe-norm": OlmoeConfig(**SHAPE, **OLMOE, norm_topk_prob=True, attention_bias=True),
+    "smollm3": SmolLM3Config(**SHAPE, rope_parameters=dict(YARN_ROPE)),
+    "smollm3-windows": SmolLM3Config(
+        **SHAPE, use_sliding_window=True, sliding_window=9, no_rope_layers=[0, 1, 1, 0], attention_bias=True
+    ),
     "seed-oss": SeedOssConfig(**SHAPE, head_dim=16),
     "seed-oss-output": SeedOssConfig(
         **SHAPE, head_dim=None, attention_bias=False, attention_out_bias=True, mlp_bias=True

@@ -32,6 +32,8 @@ class RotaryEmbedding:
 
 
 def _inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Tensor, float]:
+    if not rope.rotates:
+        return torch.zeros(rotary_dim // 2), 1.0
     if rope.rope_type == "default":
         return 1.0 / rope.theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
     from transformers import PretrainedConfig  # here: the import takes a second

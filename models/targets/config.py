@@ -55,6 +55,8 @@ class RopeConfig:
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial: float = 1.0
     """The share of a head's dims, the first ones, that are rotated."""
+    rotates: bool = True
+    """False for layers without positions (NoPE): all angles are 0."""
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -115,7 +117,7 @@ class RopeConfig:
         engine can serve. For longrope the base alone: its frequencies depend on the context length that is served,
         which differs in training, and a draft must see the angles that it was trained with."""
         longrope: dict[str, Any] = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
-        return replace(self, partial=1.0, **longrope)
+        return replace(self, partial=1.0, rotates=True, **longrope)
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial)
@@ -346,7 +348,10 @@ class TargetSpec(DecoderShape):
                     "delete it"
                 )
             rope.check(shape.head_dim)
-        layers = [layer(window=window, rope=ropes[window is not None]) for window in windows_of(values, traits)]
+        layers = [
+            layer(window=window, rope=replace(ropes[window is not None], rotates=index not in traits.unrotated))
+            for index, window in enumerate(windows_of(values, traits))
+        ]
         return cls(
             **shape.shape(),
             architecture=architecture,

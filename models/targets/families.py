@@ -6,7 +6,7 @@ gpt-oss (2508.10925).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,6 +60,8 @@ class Traits:
     """The config's field that decides whether MLPs have biases; empty: they have none."""
     partial_rotary: bool = False
     """`partial_rotary_factor` decides how much of a head is rotated."""
+    unrotated: Collection[int] = ()
+    """Layers without positions (NoPE)."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float | None = None
@@ -171,12 +173,16 @@ def ernie(values: Mapping[str, Any]) -> Traits:
 
 
 def exaone4(values: Mapping[str, Any]) -> Traits:
-    """Raises ValueError for a hybrid, whose full layers rotate nothing."""
-    if "sliding_attention" in (values.get("layer_types") or ()):
-        raise ValueError(
-            "config.json: layer_types names sliding_attention; then full layers do not rotate, which is not supported"
-        )
-    return Traits(attention={"qk_norm": True}, norms="post", windows="none", attention_bias=False)
+    """Where there are windows, layers without one do not rotate."""
+    kinds = values.get("layer_types") or ()
+    has_windows = values.get("sliding_window") is not None
+    unrotated = [index for index, kind in enumerate(kinds) if has_windows and kind != "sliding_attention"]
+    return Traits(attention={"qk_norm": True}, norms="post", attention_bias=False, unrotated=unrotated)
+
+
+def smollm3(values: Mapping[str, Any]) -> Traits:
+    unrotated = [index for index, rotates in enumerate(values["no_rope_layers"]) if not rotates]
+    return Traits(window_switch=True, mlp_bias="mlp_bias", unrotated=unrotated)
 
 
 def granite(values: Mapping[str, Any]) -> Traits:
@@ -221,6 +227,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
 }
 # Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
 INTERLEAVED = frozenset({"Ernie4_5ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM"})
