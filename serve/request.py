@@ -99,10 +99,9 @@ class SamplingParams:
                 if not isinstance(value, kind) and not (name in OPTIONAL and value is None):
                     raise ValueError(f"{name} is {quote(value)}; it must be {kind_name}")
         fewest = 1 if self.prompt_logprobs is None else 0
-        max_tokens = quote(self.max_tokens)
         for name, valid, remedy in (
             ("max_tokens", self.max_tokens >= fewest, f"at least {fewest}"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {max_tokens}"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens, {max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -114,7 +113,8 @@ class SamplingParams:
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
         ):
             if not valid:
-                raise ValueError(f"{name} is {quote(getattr(self, name))}; it must be {remedy}")
+                bound = remedy.format(max_tokens=quote(self.max_tokens))
+                raise ValueError(f"{name} is {quote(getattr(self, name))}; it must be {bound}")
         for name in ("ignore_eos", "min_tokens", "bad_words"):
             if self.grammar is not None and getattr(self, name):
                 raise ValueError(

@@ -24,7 +24,8 @@ from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.grammar.trial import Unavailable
 from slipstream.serve.grammar.trials import Busy, Trials
 from slipstream.serve.http import playground
-from slipstream.serve.http.completions import DONE, Call, Completion, Deadline, Delta, RequestFailed, sse
+from slipstream.serve.http.completions import Completion, Deadline, Delta, RequestFailed
+from slipstream.serve.http.connections import UnreadBodies
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
@@ -38,7 +39,7 @@ from slipstream.serve.http.limits import (
 )
 from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.http.request_log import HEADER, RequestLog, note
-from slipstream.serve.http.responses import ResponseCall
+from slipstream.serve.http.responses import ResponseWriter
 from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
     AnyBody,
@@ -48,7 +49,7 @@ from slipstream.serve.http.schemas import (
     TokenizeBody,
     read_body,
 )
-from slipstream.serve.http.unread_bodies import UnreadBodies
+from slipstream.serve.http.writers import ChatWriter, CompletionWriter, Writer, sse
 from slipstream.serve.logs import REQUEST_ID
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request as RequestOfEngine
@@ -59,7 +60,6 @@ LONG_SCORED = 256  # tokens above which a thread writes log-probabilities and tr
 Fields = dict[str, Any]  # of a body
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
-AnyCall = Call | ResponseCall
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Api:
         fields, result = await self.short_pool.run(read_cheap)
         return await self.tools_pool.run(read, fields) if result is None else result
 
-    async def _with_grammar(self, call: AnyCall, disconnect: asyncio.Task[None]) -> Sequence[RequestOfEngine]:
+    async def _with_grammar(self, call: Writer, disconnect: asyncio.Task[None]) -> Sequence[RequestOfEngine]:
         """Returns the requests of a call with their grammar translated. Raises ApiError if it does not compile within
         the limits; ClientDisconnect."""
         if call.answers.grammar is None:
@@ -244,15 +244,15 @@ class Api:
         self.frontend.check_model(body.model)
         return use(body)
 
-    def _read_call(self, kind: Kind, fields: Fields) -> AnyCall:
-        def opened(body: CallBody) -> AnyCall:
+    def _read_call(self, kind: Kind, fields: Fields) -> Writer:
+        def opened(body: CallBody) -> Writer:
             if isinstance(body, ResponsesBody):
-                return ResponseCall.of(body, self.frontend)
-            return Call.of(body, self.frontend)
+                return ResponseWriter.of(body, self.frontend)
+            return (ChatWriter if isinstance(body, ChatBody) else CompletionWriter).of(body, self.frontend)
 
         return self._read(kind, opened, fields)
 
-    async def _whole(self, call: AnyCall, completion: Completion) -> Response:
+    async def _whole(self, call: Writer, completion: Completion) -> Response:
         pieces: list[list[Delta]] = [[] for _ in completion.choices]
         try:
             async for delta in completion.deltas():
@@ -268,7 +268,7 @@ class Api:
             return await asyncio.to_thread(respond)
         return respond()
 
-    async def _events(self, call: AnyCall, completion: Completion) -> AsyncIterator[str]:
+    async def _events(self, call: Writer, completion: Completion) -> AsyncIterator[str]:
         try:
             for event in call.opening():
                 yield sse(event)
@@ -281,8 +281,8 @@ class Api:
                     yield text
             for event in call.closing(completion):
                 yield sse(event)
-            if isinstance(call, Call):
-                yield DONE
+            if call.ending:
+                yield call.ending
         except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)
             self.metrics.count_error(failed.status)

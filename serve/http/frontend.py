@@ -116,6 +116,8 @@ class Frontend:
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
     def tool_choice(self, body: Conversation | TokenizeBody) -> ToolChoice:
+        if not body.tools and (isinstance(body, TokenizeBody) or body.tool_choice is None):
+            return ToolChoice()
         if isinstance(body, TokenizeBody):
             tools = tuple(read_tools(body.tools, ignore_unknown=self._ignore_unknown))
             return ToolChoice(tools, "auto" if tools else "none")

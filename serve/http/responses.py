@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import CallPiece, Piece, TextPiece, joined
@@ -30,9 +30,10 @@ DETAILS = "completion_tokens_details"
 
 
 @dataclass(slots=True)
-class ResponseCall:
-    """The parts of a body that are kept while it is answered, and the answer so far."""
+class ResponseWriter:
+    """The parts of a body that are kept while it is answered, and the answer so far: a Writer (writers.py)."""
 
+    ending: ClassVar[str] = ""
     head: dict[str, Any]  # fields of the Response that do not change
     stream: bool
     stop: Sequence[str]
@@ -41,10 +42,10 @@ class ResponseCall:
     writer: "ItemWriter"
     num_spec_tokens: int  # most tokens that a round drafts
     echoes: Sequence[Echo] = ()
-    prompt_logprobs: None = None
+    prompt_logprobs: int | None = None
 
     @classmethod
-    def of(cls, body: ResponsesBody, frontend: Frontend) -> "ResponseCall":
+    def of(cls, body: ResponsesBody, frontend: Frontend) -> "ResponseWriter":
         response_id = f"resp_{uuid.uuid4().hex}"
         requests, answers = frontend.read(body, response_id)
         head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": frontend.model_name}

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from slipstream.serve.http import engine_client, launch
-from slipstream.serve.http.completions import Call
 from slipstream.serve.http.connections import raise_file_limit
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
+from slipstream.serve.http.writers import CompletionWriter
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, engine_held, gauge, send_post, serving, wait_until
 
@@ -183,7 +183,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
     def break_down(*_: object) -> None:
         raise RuntimeError("secret of /home/someone")
 
-    monkeypatch.setattr(Call, "pieces" if stream else "whole", break_down)
+    monkeypatch.setattr(CompletionWriter, "pieces" if stream else "whole", break_down)
     response = client.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
     error = (json.loads(response.text.removeprefix("data: ")) if stream else response.json())["error"]
     assert response.status_code == (200 if stream else 500)

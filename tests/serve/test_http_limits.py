@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.serve.http import limits, unread_bodies
+from slipstream.serve.http import connections, limits
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError, longest_text
@@ -123,7 +123,7 @@ def test_clients_that_send_all_before_they_read_see_why(
 
 
 def test_a_body_without_end_is_read_to_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_bodies, "MAX_BYTES", BODY_BYTES // 2)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", BODY_BYTES // 2)
     for length in (f"Content-Length: {10**9}", "Transfer-Encoding: chunked"):
         head = f"POST /x HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
         with socket.create_connection(server.listener.getsockname()[:2], timeout=60) as connection:
