@@ -3,7 +3,7 @@
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,66 +19,15 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.http.limits import ApiError, longest_text
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import CONTEXT, info
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES
+from slipstream.tests.serve.fake_engine import info
+from slipstream.tests.serve.fake_server import COMPLETIONS
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level
 from slipstream.tests.test_packaging import ROOT
 
 JSON = {"Content-Type": "application/json"}
 BODY_BYTES = 4 * 2**20
-EMPTY_PART = {"type": "text", "text": ""}
 COMPOSED = "\u1f82"  # of four characters, the most that become one
 PLACES = 64 + 256  # max_running and max_waiting
-
-
-def nested(depth: int) -> list[Any]:
-    return [nested(depth - 1)] if depth > 1 else []
-
-
-def fields_with(**fields: Any) -> dict[str, Any]:
-    return {"prompt": "x", "max_tokens": 1, **fields}
-
-
-# (limit, path, fields of a given size, what is named)
-LIMITS: list[tuple[int, str, Callable[[int], dict[str, Any]], str]] = [
-    (16, COMPLETIONS, lambda size: fields_with(stop=["s"] * size), "stop"),
-    (256, COMPLETIONS, lambda size: fields_with(stop="s" * size), "stop"),
-    (64, COMPLETIONS, lambda size: fields_with(stop_token_ids=[7] * size), "stop_token_ids"),
-    (PLACES // 2, COMPLETIONS, lambda size: fields_with(prompt=["x"] * size), "prompt"),
-    (PLACES // 4, COMPLETIONS, lambda size: fields_with(prompt=["x"] * size, n=2), "n"),
-    (4096, CHAT, lambda size: {"messages": HELLO * size}, "messages"),
-    (4096, CHAT, lambda size: {"messages": [{"role": "user", "content": [EMPTY_PART] * size}]}, "messages"),
-    (4096, RESPONSES, lambda size: {"input": HELLO * size}, "input"),
-    # Body and object are two levels. One string is the key, one its value; the rest are fields of every body here.
-    (62, CHAT, lambda size: {"messages": HELLO, "chat_template_kwargs": {"a": nested(size)}}, "chat_template_kwargs"),
-    (62, COMPLETIONS, lambda size: fields_with(metadata={"a": nested(size)}), "metadata"),
-    (2**16 - 6, COMPLETIONS, lambda size: fields_with(metadata=[""] * size), "metadata"),
-    (2**16 - 6, COMPLETIONS, lambda size: fields_with(metadata=[{}] * size), "metadata"),
-    (2**18 + 2**16 - 1, COMPLETIONS, lambda size: fields_with(metadata=[0] * size), "metadata"),
-]
-
-
-@pytest.mark.parametrize(("limit", "path", "fields", "param"), LIMITS)
-def test_each_limit_is_the_last_that_is_taken(
-    client: httpx.Client, limit: int, path: str, fields: Callable[[int], dict[str, Any]], param: str
-) -> None:
-    at_limit, beyond = (client.post(path, json=fields(size)) for size in (limit, limit + 1))
-    too_long = "context_length_exceeded"  # so many messages are none too many, only longer than this context
-    assert at_limit.status_code == 200 or at_limit.json()["error"]["code"] == too_long, at_limit.text
-    assert beyond.status_code == 400, beyond.text
-    error = beyond.json()["error"]
-    assert (error["param"], error["code"]) == (param, None)
-    assert param in error["message"] or "prompts times n" in error["message"]
-
-
-def test_text_that_can_not_fit_is_not_tokenised(client: httpx.Client) -> None:
-    max_chars = CONTEXT * len("<|assistant|>")  # the longest token of this tokenizer, whose other tokens are bytes
-    messages = [
-        client.post(COMPLETIONS, json={"prompt": "x" * size}).json()["error"] for size in (max_chars, max_chars + 1)
-    ]
-    assert [message["code"] for message in messages] == ["context_length_exceeded"] * 2
-    assert f"{max_chars} tokens" in messages[0]["message"]
-    assert f"{max_chars + 1} characters" in messages[1]["message"]
 
 
 def chunks(size: int) -> Iterator[bytes]:
@@ -134,19 +83,10 @@ def test_a_body_without_end_is_read_to_a_bound(server: Server, monkeypatch: pyte
                 connection.sendall(10**5 * chunk)
 
 
-@pytest.mark.parametrize("text", ['{"a": "', "[" * 10**6, '{"a":' * 10**5, '"\\' * 10**6, '{"a": [' + '"b",' * 10**6])
-def test_broken_json_is_refused_however_deep(client: httpx.Client, text: str) -> None:
-    response = client.post(COMPLETIONS, content=text, headers=JSON)
+def test_a_message_stays_short_whatever_it_quotes(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, json={f"field{index}": 1 for index in range(10**4)})
     assert response.status_code == 400
-    assert "JSON" in response.text or "64 levels" in response.text or "65536 strings" in response.text
-
-
-def test_messages_stay_short_whatever_they_quote(client: httpx.Client) -> None:
-    names = {f"field{index}": 1 for index in range(10**4)}
-    for fields in ({"x" * 10**6: 1}, names, {"prompt": "x", "model": "m" * 10**6}):
-        response = client.post(COMPLETIONS, json=fields)
-        assert response.status_code in (400, 404)
-        assert len(response.content) < 5000
+    assert len(response.content) < 5000
 
 
 def test_limits_follow_the_context() -> None:
