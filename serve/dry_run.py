@@ -58,7 +58,7 @@ class DryRun:
             num_slots=plan.config.max_running,
             num_pages=plan.pages_for(plan.max_model_len),
             page_size=plan.config.page_size,
-            width=plan.most_nodes,
+            width=plan.limits.most_nodes,
             device=torch.device("cpu"),
             vocab_size=plan.spec.vocab_size,
             num_groups=len(plan.windows),

@@ -29,13 +29,13 @@ from slipstream.serve.engine.calibration import fill_scales, prefill, read_text,
 from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.engine_plan import EnginePlan, Space, read_plan
+from slipstream.serve.engine.engine_plan import EnginePlan, Space, kv_formats, read_plan
 from slipstream.serve.engine.graph_keys import GraphKeys, GraphTable
 from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.memory import find_space, log_kv_cache, measure_workspace
-from slipstream.serve.engine.planner import Limits, Planner
+from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Scheduler
 from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.serve.grammar.grammars import Grammars
@@ -130,7 +130,7 @@ def load_networks(plan: EnginePlan) -> Networks:
         drafter, stages = load_drafter(config.draft, config.drafter, target)
     if any(scale is not None for scale in target.cache_scales) and not plan.networks[0].has_codes:
         logger.info("the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 would use")
-    load_backend(plan.backends["prefill"]).prepare(plan.format_of("prefill"))
+    load_backend(plan.backends["prefill"]).prepare(kv_formats(plan.networks, plan.device, plan.dtype)["prefill"])
     order = fix_order(plan, target)
     networks = Networks(target, drafter, stages, order, [None for _ in plan.networks])
     if any(network.has_codes for network in plan.networks):
@@ -181,9 +181,9 @@ def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[T
     config = plan.config
     text = read_user_text(config) or read_text(None)
     tokens = tokens_of(text, plan.path, plan.max_model_len, config.trust_remote_code)
-    num_pages = -(-(len(tokens) + plan.reserve) // config.page_size)
+    num_pages = -(-(len(tokens) + plan.limits.reserve) // config.page_size)
     passes = make_passes(plan, networks, [1 + num_pages] * len(plan.windows), num_pages)
-    prefill(ModelRunner(passes), tokens, max(plan.widths), plan.prompts_by)
+    prefill(ModelRunner(passes), tokens, max(plan.widths), plan.limits.prompts_by)
     source = f"{len(tokens)} tokens of {config.calibration_file or 'bundled text'}"
     return [scales_of(kv) for kv in passes.kv], source
 
@@ -210,7 +210,7 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     size = config.page_size
     num_groups = len(plan.windows)
     state = RequestState(
-        config.max_running, pages_per_slot, size, plan.most_nodes, device, plan.spec.vocab_size, num_groups
+        config.max_running, pages_per_slot, size, plan.limits.most_nodes, device, plan.spec.vocab_size, num_groups
     )
     kv = [
         NetworkKV.allocate(network.layers, plan.windows, num_pages, size, plan.dtype, device, scales)
@@ -259,7 +259,7 @@ def measured_costs(plan: EnginePlan, networks: Networks, runner: ModelRunner) ->
     config = plan.config
     steps = runner.steps
     if steps is None:
-        rows = max(config.prompt_tokens, config.max_running * plan.most_nodes)
+        rows = max(config.prompt_tokens, config.max_running * plan.limits.most_nodes)
         return FittedCosts(rows + config.max_running)
     all_tables = find_tables(steps, runner.drafts, cost_key(plan, networks))
     tables = all_tables.without_slow()
@@ -319,22 +319,18 @@ def make_planner(
     policy = BudgetPolicy(
         costs,
         plan.widths,
-        most_nodes=plan.most_nodes,
+        most_nodes=plan.limits.most_nodes,
         node_rows=plan.node_rows if plan.captures else None,
         fixed=config.width,
         itl_ms=config.itl_ms,
         max_chunk_ms=config.max_chunk_ms,
     )
-    prompts = config.captured_tokens if plan.captures and config.captured_tokens else config.prompt_tokens
-    limits = Limits(
-        plan.most_nodes, plan.network_nodes, plan.reserve, prompts, plan.enough_prompt_tokens, plan.prompts_by
-    )
     prefill_backend = runner.passes.attention["prefill"]
-    graphs = GraphTable(plan.graphs, lambda: plan.prompts_by == "prefill" and prefill_backend.is_ready)
+    graphs = GraphTable(plan.graphs, lambda: plan.limits.prompts_by == "prefill" and prefill_backend.is_ready)
     return Planner(
         scheduler,
         policy,
-        limits,
+        plan.limits,
         graphs,
         plan.draft.name,
         host_drafts=plan.forced_nodes > 1 or plan.draft.host_widths[-1] > 1,

@@ -5,7 +5,7 @@ the same plan makes a runner that executes the same steps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from slipstream.serve.drafters.base import DraftPlan
 from slipstream.serve.drafters.registry import plan_draft
 from slipstream.serve.engine.calibration import read_user_text
 from slipstream.serve.engine.graph_keys import GraphKeys, most_node_rows
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, PromptPhase
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
+from slipstream.serve.engine.planner import Limits
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
 
@@ -44,7 +45,9 @@ class DeviceFacts:
     is_present: bool = True  # False: a GPU that another machine has, which can do what the newest can
     name: str = ""
     capability: tuple[int, int] = FP8_CAPABILITY
-    order_faults: Mapping[torch.dtype, str] | None = None  # reasons why sums have no fixed order; empty: they have
+    order_faults: Mapping[torch.dtype, str] = field(
+        default_factory=dict
+    )  # reasons why sums have no fixed order; empty: they have
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceFacts":
@@ -95,10 +98,9 @@ class EnginePlan:
     max_model_len: int  # before the size of the cache limits it
     widths: tuple[int, ...]  # numbers of nodes that the draft network may propose
     usual_nodes: int  # most nodes of a proposal, but for those that grammars force
-    network_nodes: int  # most nodes that the draft network proposes; more come from the host
     forced_nodes: int  # most nodes of a proposal that a grammar forces; 1: none
     node_rows: int  # nodes of the largest pass
-    enough_prompt_tokens: int  # after which a step admits no further prompt
+    limits: Limits
     backends: Mapping[str, str]  # names of attention backends, by phase
     inexact: str  # why a row's bits may depend on the rows beside it; empty where they do not
     captures: bool  # whether passes are captured
@@ -107,25 +109,9 @@ class EnginePlan:
     space: Space | None = None  # measured when the weights are loaded
 
     @property
-    def most_nodes(self) -> int:
-        """Nodes that a request slot stores."""
-        return max(self.usual_nodes, self.forced_nodes)
-
-    @property
-    def prompts_by(self) -> PromptPhase:
-        """The phase whose backend computes prompts in passes that are not captured: others add in orders of their
-        own."""
-        return "prefill" if self.inexact else "verify"
-
-    @property
-    def reserve(self) -> int:
-        """KV tokens that a step writes beyond a request's committed ones."""
-        return self.most_nodes + (self.draft.scratch[self.network_nodes] if self.draft.scratch else 0)
-
-    @property
     def max_reserve(self) -> int:
         """KV tokens that the steps in flight write beyond a request's committed ones."""
-        return self.reserve * (MAX_STEPS_IN_FLIGHT if self.overlap else 1)
+        return self.limits.reserve * (MAX_STEPS_IN_FLIGHT if self.overlap else 1)
 
     @property
     def page_bytes(self) -> list[int]:
@@ -136,11 +122,6 @@ class EnginePlan:
     def pages_for(self, num_tokens: int) -> int:
         """Returns the pages of a request of that many tokens."""
         return -(-(num_tokens + self.max_reserve) // self.config.page_size)
-
-    def format_of(self, phase: str) -> KVFormat:
-        """Returns the KV that the attention of a phase works on."""
-        network = self.networks[phase == "draft"]
-        return KVFormat(self.device.device, self.dtype, network.layers, network.has_codes)
 
 
 def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weights: bool = True) -> EnginePlan:
@@ -174,16 +155,23 @@ def plan_engine(
         beside = min(config.max_running * (forced_nodes - 1), FORCED_ROWS)
         node_rows = max(node_rows, config.max_running + beside)
     networks = plan_networks(config, spec, draft, dtype, device)
-    formats = {
-        phase: KVFormat(device.device, dtype, network.layers, network.has_codes)
-        for phase, network in zip(("prefill", "verify", "draft"), (networks[0], *networks), strict=False)
-    }
+    formats = kv_formats(networks, device, dtype)
     backends = choose_backends(config.attention, formats, is_present=device.is_present)
     captures, overlap = pick_modes(config, device, {phase: backends[phase] for phase in formats})
     inexact = find_inexact(config, spec, device, dtype, backends["verify"])
     if inexact and config.exact:
         raise ValueError(f"exact is true, but {inexact}; change that, or leave exact out")
     max_model_len = pick_max_model_len(config.max_model_len, spec)
+    most_nodes = max(usual_nodes, forced_nodes)
+    captured_tokens = config.captured_tokens if captures else 0
+    limits = Limits(
+        most_nodes=most_nodes,
+        of_network=network_nodes,
+        reserve=most_nodes + (draft.scratch[network_nodes] if draft.scratch else 0),
+        prompt_rows=captured_tokens or prompt_tokens,
+        enough_prompt_rows=enough_tokens,
+        prompts_by="prefill" if inexact else "verify",  # other backends add in orders of their own
+    )
     return EnginePlan(
         config=config,
         path=path,
@@ -196,18 +184,21 @@ def plan_engine(
         max_model_len=max_model_len,
         widths=tuple(sorted(widths)),
         usual_nodes=usual_nodes,
-        network_nodes=network_nodes,
         forced_nodes=forced_nodes,
         node_rows=node_rows,
-        enough_prompt_tokens=enough_tokens,
+        limits=limits,
         backends=backends,
         inexact=inexact,
         captures=captures,
         overlap=overlap,
-        graphs=GraphKeys.for_sizes(config.max_running, node_rows, config.captured_tokens, sorted(widths))
-        if captures
-        else GraphKeys(),
+        graphs=GraphKeys.for_sizes(config.max_running, node_rows, captured_tokens, widths) if captures else GraphKeys(),
     )
+
+
+def kv_formats(networks: Sequence[NetworkPlan], device: DeviceFacts, dtype: torch.dtype) -> dict[str, KVFormat]:
+    """Returns the KV that the attention of each phase works on."""
+    phases = zip(("prefill", "verify", "draft"), (networks[0], *networks), strict=False)
+    return {phase: KVFormat(device.device, dtype, network.layers, network.has_codes) for phase, network in phases}
 
 
 def plan_networks(
@@ -241,7 +232,7 @@ def find_inexact(config: EngineConfig, spec: TargetSpec, device: DeviceFacts, dt
     """Says why a row's bits may depend on the rows beside it; empty where they do not. `verify`: the backend."""
     if config.exact is False:
         return "exact is false (--fast)"
-    if fault := (device.order_faults or {}).get(dtype, ""):
+    if fault := device.order_faults.get(dtype, ""):
         return fault
     if odd := {size for size in linear_inputs(spec) if size % INPUTS}:
         return f"a layer has {min(odd)} inputs, no multiple of {INPUTS}"

@@ -5,7 +5,7 @@ number of nodes and prompt tokens that fits replays the same graph.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -33,7 +33,7 @@ class GraphKeys:
     num_chunks: int = 0  # chunks of a pass with prompts; 0: none is captured
 
     @classmethod
-    def for_sizes(cls, max_running: int, node_rows: int, prompt_tokens: int, widths: Sequence[int]) -> "GraphKeys":
+    def for_sizes(cls, max_running: int, node_rows: int, prompt_tokens: int, widths: Iterable[int]) -> "GraphKeys":
         """Returns the keys for passes of up to `node_rows` nodes alone, for passes with up to `prompt_tokens` tokens of
         prompts (0: none) and room for every running request's root, and for drafts of `widths` nodes."""
         most_rows = -(-(prompt_tokens + max_running) // 32) * 32 if prompt_tokens else 0

@@ -61,7 +61,6 @@ class HostStage(ABC):
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
-    branches: bool = False  # False: its proposals are chains
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
         """Prepares slots 0..num_slots - 1; called once, before all other methods. `pinned`: proposals go to a GPU, so

@@ -121,7 +121,7 @@ def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
 
     torch.cuda.synchronize()
     if not plan.captures:
-        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.prompts_by))
+        return peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.limits.prompts_by))
     steps, drafts = make_graphs(runner, plan.graphs)
     with dry_run():
         captured = max(peak(partial(steps.pass_of, key)) for key in (steps.keys[0], _largest(steps.keys)))
@@ -129,7 +129,7 @@ def measure_workspace(runner: Runner, plan: EnginePlan) -> int:
             captured = max(captured, peak(partial(drafts.pass_of, drafts.keys[0])))
     largest = captured
     if not plan.config.captured_tokens:
-        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.prompts_by))
+        largest = peak(lambda: _prefill_padding(runner, plan.config.prompt_tokens, plan.limits.prompts_by))
     return largest + captured + GRAPH_BYTES * plan.graphs.num_graphs
 
 

@@ -324,7 +324,7 @@ def test_a_context_shorter_than_a_proposal_is_measured_by_prompts_of_one_token(
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
     runner = build_engine(make_target("qwen3"), "ngram", **options).runner.passes
-    memory._prefill_padding(runner, 40)
+    memory._prefill_padding(runner, 40, "prefill")
     chunks = padding_prompts(runner.state, [0] * 40)
     assert [len(chunk.tokens) for chunk in chunks] == [1] * 40
     assert not runner.state.lengths.any()

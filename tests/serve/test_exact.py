@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.drafters.ngram.stage import NgramOptions, NgramStage
+from slipstream.serve.drafters.ngram.stage import NgramOptions
 from slipstream.serve.engine import engine_plan
 from slipstream.serve.engine.engine_plan import read_plan
 from slipstream.serve.exact_check import ExactCheckConfig, check, first_difference, main
@@ -48,8 +48,8 @@ def test_layers_of_odd_sizes_are_not_exact(target: Path, monkeypatch: pytest.Mon
 
 
 def test_n_grams_of_one_child_are_chains() -> None:
-    assert NgramStage(NgramOptions(), 100).branches
-    assert not NgramStage(NgramOptions(breadth=1), 100).branches
+    assert NgramOptions().branches
+    assert not NgramOptions(breadth=1).branches
 
 
 def test_fingerprints_tell_what_answers_depend_on(target: Path) -> None:

@@ -152,7 +152,6 @@ class NgramStage(HostStage):
         self.vocab_size = vocab_size
         self.first = first
         self._left_out = set[int]()  # slots whose requests want no drafts: neither looked up nor learnt from
-        self.branches = options.branches
         self.widths = options.widths
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:
