@@ -1,11 +1,20 @@
-"""Syntax trees of all Python files, read once in each process."""
+"""The files of this repository, and syntax trees of all Python files, read once in each process."""
 
 import ast
 import gc
 from functools import cache
 from pathlib import Path
 
-from slipstream.tests.test_packaging import ROOT, python_files
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "assets" / "tiny-target"
+
+
+def python_files() -> list[Path]:
+    """Python files relative to the root, without virtual environments and the products of a build."""
+    skipped = {path.parent.name for path in ROOT.glob("*/pyvenv.cfg")} | {"build", "dist"}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in skipped]
+    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    return [file.relative_to(ROOT) for file in files]
 
 
 @cache

@@ -5,14 +5,15 @@ import hashlib
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ASSETS = Path(__file__).parents[1] / "assets"
+from slipstream.tests.sources import ROOT
+
+ASSETS = ROOT / "assets"
 NAMES = ("tiny-target", "tiny-moe-target")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", *(f"<|spare_{i}|>" for i in range(16))]
 TEXTS = ["12 + 345 = 357", "\n\n  indented\n", "naïve 日本 🙂\t|", " ", "", "a\r\nb\x00c", "<|spare_3|> x <|mask|>"]

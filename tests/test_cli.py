@@ -11,6 +11,7 @@ import pytest
 from slipstream import cli
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class
+from slipstream.tests.sources import ROOT
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
 TRAINING = ("--target=here --output=o --data.path=here", "--optim.lr=0")
@@ -31,7 +32,6 @@ LINES = {
     "push": ("--draft=here --repo=owner/name", "--repo=name", "--draft=/no/run --repo=owner/name"),
     "report": ("--run=here", "--config=/no/file", "--run=/no/run"),
 }
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:slipstream ((?:train )?[a-z0-9-]+)|(serve)) (.*)", re.MULTILINE

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.serve.cli import read_config
-from slipstream.tests.test_packaging import PROJECT, ROOT
+from slipstream.tests.sources import ROOT
+from slipstream.tests.test_packaging import PROJECT
 
 UNIT = (ROOT / "deploy" / "slipstream.service").read_text()
 IMAGE = (ROOT / "deploy" / "Dockerfile").read_text()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.tests.sources import nodes_of, trees
-from slipstream.tests.test_packaging import ROOT, python_files
+from slipstream.tests.sources import ROOT, nodes_of, python_files, trees
 
 FILES = python_files()
 MODULES = {".".join(file.with_suffix("").parts): file for file in FILES}

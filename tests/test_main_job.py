@@ -18,12 +18,11 @@ from slipstream.models.files.checkpoint import read_json, tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_targets import change_json
+from slipstream.tests.sources import ROOT, TINY
 from slipstream.train.dflash import main as train_dflash
 from slipstream.train.eagle3 import main as train
 from slipstream.train.trackers import read_metrics
 
-ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "assets" / "tiny-target"
 DEPTH = 3
 DRAFTERS = {  # program; to learn by heart: its flags, the drafter's options, tokens of a round, questions, rounds
     "eagle3": (train, ["--draft.ttt_steps", str(DEPTH), "--optim.steps", "60"], {"depth": DEPTH}, DEPTH + 1, 3, 4),
@@ -33,7 +32,7 @@ DRAFTERS = {  # program; to learn by heart: its flags, the drafter's options, to
 
 @pytest.fixture(scope="module")
 def target() -> LLM:
-    return LLM(str(TARGET))
+    return LLM(str(TINY))
 
 
 def prompts(llm: LLM, split: str, count: int) -> list[list[int]]:
@@ -92,7 +91,7 @@ def test_an_overfitted_draft_is_accepted_whole(
     longer = [(np.append(ids, np.int32(0)), np.append(mask, False)) for ids, mask in rows]
     save_answers(target, tmp_path / "data", rows, longer)
     program(
-        ["--target", str(TARGET), "--output", str(tmp_path / "draft"), "--data.path", str(tmp_path / "data")]
+        ["--target", str(TINY), "--output", str(tmp_path / "draft"), "--data.path", str(tmp_path / "data")]
         + ["--data.max_length", "512", "--optim.name", "muon", "--optim.lr", "5e-3", *flags]
         + ["--evaluation.every", "1000", "--checkpoint.every", "1000"]
     )
@@ -128,7 +127,7 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
     program, *_ = DRAFTERS[request.param]
     output = folder / request.param
     program(
-        ["--config", str(ROOT / "configs" / request.param / "tiny.yaml"), "--target", str(TARGET), "--output"]
+        ["--config", str(ROOT / "configs" / request.param / "tiny.yaml"), "--target", str(TINY), "--output"]
         + [str(output), "--data.path", str(folder / "data"), "--draft.vocabulary"]
         + [str(folder / "map.safetensors"), "--optim.epochs", "2", "--evaluation.documents", "64"]
     )
@@ -139,11 +138,11 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained: Path, temperature: float) -> None:
     questions = prompts(target, "heldout", 64)
-    alone = LLM(str(TARGET), max_running=1)
+    alone = LLM(str(TINY), max_running=1)
     expected = [reply.tokens for reply in answer(alone, questions, 128, temperature)]
     for draft in ("none", str(trained / "best")):
         for max_running in (1, 8):
-            llm = LLM(str(TARGET), draft, max_running=max_running)
+            llm = LLM(str(TINY), draft, max_running=max_running)
             served = answer(llm, questions, 128, temperature)
             assert [reply.tokens for reply in served] == expected, f"{draft} at batch {max_running}"
             assert draft == "none" or accept_length(served) > 1.2
@@ -152,8 +151,8 @@ def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained
 @pytest.mark.slow
 def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path) -> None:
     questions = prompts(target, "heldout", 64)
-    served = answer(LLM(str(TARGET), str(trained / "best")), questions, 128)
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    served = answer(LLM(str(TINY), str(trained / "best")), questions, 128)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     for question, reply in zip(questions, served, strict=True):
         output = model.generate(torch.tensor([question]), do_sample=False, max_new_tokens=128)
         assert output[0, len(question) :].tolist() == reply.tokens

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from slipstream.tests.sources import ROOT, python_files
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_INSTALLED = ("tests", "bench", "configs", "assets", "deploy", "docs")
 SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
@@ -19,14 +20,6 @@ PATH = re.compile(r"(?<![\w*])[\w/]+\.py\b")
 # Files of other projects that comments name.
 OF_OTHERS = {"encoder.py", "generation/utils.py", "prepare_data.py", "vllm/v1/sample/sampler.py"}
 IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
-
-
-def python_files() -> list[Path]:
-    """Python files relative to the root, without virtual environments and the products of a build."""
-    skipped = {path.parent.name for path in ROOT.glob("*/pyvenv.cfg")} | {"build", "dist"}
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in skipped]
-    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
-    return [file.relative_to(ROOT) for file in files]
 
 
 def test_the_package_list_is_the_tree() -> None:

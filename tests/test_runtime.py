@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import runtime
-from slipstream.tests.test_packaging import ROOT, python_files
+from slipstream.tests.sources import ROOT, python_files
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports torch

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from slipstream.tests.sources import ROOT, TINY
 from slipstream.tests.test_deploy import image_command, unit_command
-from slipstream.tests.test_packaging import PROJECT, ROOT
+from slipstream.tests.test_packaging import PROJECT
 
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
-TARGET = ROOT / "assets" / "tiny-target"
 INSIDE = """
 import importlib.metadata, json, pathlib, torch
 import slipstream
@@ -82,7 +82,7 @@ def test_what_is_installed(environment: Environment) -> None:
 @pytest.mark.parametrize("started_by", ["hand", "systemd", "container"])
 def test_the_installed_server_answers_and_drains(environment: Environment, started_by: str) -> None:
     """Also as the unit and the image of deploy/ start it, with the same options, key and format of the log."""
-    flags = ["--target", str(TARGET), "--draft", "ngram", "--port", "0"]
+    flags = ["--target", str(TINY), "--draft", "ngram", "--port", "0"]
     commands = {"hand": ["serve", "--log-format", "json"], "systemd": unit_command(), "container": image_command()}
     (environment.work / "serve.yaml").write_text("max_running: 4\n")
     (environment.work / "keys").write_text("secret\n")

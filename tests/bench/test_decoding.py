@@ -22,8 +22,8 @@ from slipstream.bench.streams import Streams
 from slipstream.bench.workload import Task
 from slipstream.serve.request import Output, Request
 from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 LONG = [7] * 100
 CHUNKS = 2
 CHUNK_S = 20.0

@@ -27,9 +27,9 @@ from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.sources import TINY
 from slipstream.train.blocks import Blocks, SDPABlockAttention
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 SMALL_VOCAB = 4096
 CPU = torch.device("cpu")
 DRAFT_VOCAB = 1500

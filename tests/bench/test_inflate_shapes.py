@@ -20,8 +20,8 @@ from slipstream.models.files.checkpoint import read_json, read_tensors, weights_
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 CPU = torch.device("cpu")
 
 

@@ -20,8 +20,7 @@ from slipstream.bench.workload import Task
 from slipstream.serve.request import RequestStats
 from slipstream.tests.bench.clocked_engine import Clock, ClockedEngine
 from slipstream.tests.random_drafts import save_random_draft
-
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
+from slipstream.tests.sources import TINY
 
 
 class Watched(Streams):

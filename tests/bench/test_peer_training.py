@@ -27,8 +27,8 @@ from slipstream.bench.peer_training import (
 from slipstream.data_tools.dataset import Conversation, write_dataset
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 # tokens of each row
 PROMPT = 6
 ANSWER = 12

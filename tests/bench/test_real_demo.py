@@ -13,8 +13,8 @@ from slipstream.bench import real_demo
 from slipstream.bench.demo import ROOT
 from slipstream.bench.real_demo import RealDemoConfig, identical_answers, main, prompts, write_report
 from slipstream.serve.measure.questions import read_questions
+from slipstream.tests.sources import TINY
 
-TINY = ROOT / "assets" / "tiny-target"
 NO_GPU = "TARGET=smollm2 needs an NVIDIA GPU"
 
 

@@ -12,9 +12,8 @@ from slipstream.bench import real_target
 from slipstream.bench.real_target import WHEEL, find_gguf, write_target
 from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.random_targets import SHAPE, save_random_target
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import ROOT, TINY
 
-TINY = ROOT / "assets" / "tiny-target"
 CHAT = [{"role": "user", "content": "What is 12 * 7? naïve 日本\n\n  x"}]
 
 gguf_files = pytest.importorskip("slipstream.tests.bench.gguf_files", exc_type=ImportError)

@@ -28,8 +28,8 @@ from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import MODEL, write_target
 from slipstream.tests.serve.fake_server import serving as fake_serving
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 SIZES = ["--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
 
 

@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from slipstream.bench.soak import Tally, summary
-
-ROOT = Path(__file__).parents[2]
+from slipstream.tests.sources import ROOT
 
 
 def test_figures() -> None:

@@ -19,8 +19,7 @@ from slipstream.data_tools.capture_states import main
 from slipstream.models.files.atomic import staging_path
 from slipstream.models.files.state_store import StateIndex, shard_path, write_shard
 from slipstream.tests.data_tools.conftest import Flags, shards
-
-ROOT = Path(__file__).parents[2]
+from slipstream.tests.sources import ROOT
 
 
 def test_a_stopped_capture_continues_with_what_is_missing(

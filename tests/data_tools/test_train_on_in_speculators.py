@@ -21,9 +21,9 @@ from slipstream.models.targets.decoder import load_config
 from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.random_targets import SHAPE, save_random_target, target_states
+from slipstream.tests.sources import ROOT
 
 pytest.importorskip("speculators", reason="the package speculators is not installed")
-ROOT = Path(__file__).parents[2]
 LAYERS = (0, 1, 2)
 ROWS = 10
 LENGTH = 32

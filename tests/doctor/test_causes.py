@@ -21,11 +21,10 @@ from slipstream.models.files.checkpoint import read_draft_tensors, read_json
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget
 from slipstream.tests.random_drafts import random_draft, save_random_dflash
+from slipstream.tests.sources import ROOT, TINY
 from slipstream.train.batches import Batch, collate
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parent.parent.parent
-TARGET = ROOT / "assets" / "tiny-target"
 ASSETS = ROOT / "tests" / "assets"
 PROMPT = 8
 ANSWER = 64
@@ -73,7 +72,7 @@ def healthy(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 def replay(answers: Answers, path: Path = Path("draft")) -> Replay:
     """Trained drafts are right often enough to draft more."""
-    return Replay(answers[1], path, answers[2], TRAINED_DEPTH if answers[0] == TARGET else DEPTH)
+    return Replay(answers[1], path, answers[2], TRAINED_DEPTH if answers[0] == TINY else DEPTH)
 
 
 def accept_length(subject: Subject, answers: Answers) -> float:
@@ -108,13 +107,13 @@ def bundled() -> Answers:
     """Answers of the bundled target."""
     draft = ASSETS / "eagle3-flags"
     data = {"data": (str(QUESTIONS),), "where": ("split=heldout",)}
-    config = DoctorConfig(draft=str(draft), target=str(TARGET), **data)  # type: ignore[arg-type]
+    config = DoctorConfig(draft=str(draft), target=str(TINY), **data)  # type: ignore[arg-type]
     conversations = read_conversations(config, TEXTS)
     renderer = Renderer(load_target_tokenizer(config), config.date, {})
-    with open_engine(TARGET, draft, "eagle3", Choices.of(config), DEPTH, ANSWER) as engine:
+    with open_engine(TINY, draft, "eagle3", Choices.of(config), DEPTH, ANSWER) as engine:
         texts, _ = engine.answer([renderer.prompt(conversation) for conversation in conversations], conversations)
-    target = load_target(TARGET, load_config(TARGET), torch.float32, CPU)
-    return TARGET, target, batches_of(texts, 1 << 20), []
+    target = load_target(TINY, load_config(TINY), torch.float32, CPU)
+    return TINY, target, batches_of(texts, 1 << 20), []
 
 
 def trained(name: str) -> Subject:

@@ -11,7 +11,7 @@ from slipstream.doctor.diagnosis import Diagnosis
 from slipstream.doctor.examination import Examination
 from slipstream.doctor.replay import Round, Score
 from slipstream.doctor.report import verdict
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import ROOT
 
 DRAFTS = sorted(path.parent.name for path in (ROOT / "tests" / "assets").glob("*/config.json"))
 QUICK = ("eagle3",)

@@ -22,7 +22,7 @@ from slipstream.doctor.text_causes import endpoint_findings, parity, repetition
 from slipstream.doctor.texts import Answered, Conversation
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import VOCAB, build_engine, make_request, random_prompt, run
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import ROOT
 
 TEXTS = 16
 TOKENS = 24

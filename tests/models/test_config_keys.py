@@ -24,8 +24,8 @@ from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.random_targets import CAPPED, FAMILIES, roughen
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 Changes = dict[str, Any]
 WRAPPER = "gemma3-wrapper"
 MIXED = ["sliding_attention", "full_attention"]

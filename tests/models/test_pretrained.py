@@ -21,8 +21,8 @@ from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_drafts import save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine
+from slipstream.tests.sources import TINY
 
-ASSET = Path(__file__).parents[2] / "assets" / "tiny-target"
 CODE = """
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 class OddConfig(Qwen3Config):
@@ -39,7 +39,7 @@ def change_json(file: Path, **values: Any) -> None:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The bundled target, as a folder to change."""
-    shutil.copytree(ASSET, tmp_path / "target")
+    shutil.copytree(TINY, tmp_path / "target")
     return tmp_path / "target"
 
 
@@ -59,7 +59,7 @@ READERS: dict[str, Callable[[Path, bool], object]] = {
     "tokenizer": load_tokenizer,
     "engine": lambda path, trust: build_engine(path, trust_remote_code=trust).runner.target.end_ids,
     "server": lambda path, trust: Frontend(
-        ServeConfig(target=str(path), trust_remote_code=trust), build_engine(ASSET).info
+        ServeConfig(target=str(path), trust_remote_code=trust), build_engine(TINY).info
     ),
     "data": lambda path, trust: (
         load_target_tokenizer(ConversationOptions(target=str(path), trust_remote_code=trust)).end_ids
@@ -79,7 +79,7 @@ def test_code_runs_only_where_it_is_trusted(reader: str, odd: Path) -> None:
 
 
 def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) -> None:
-    save_random_eagle(ASSET, tmp_path / "draft", intermediate_size=16)
+    save_random_eagle(TINY, tmp_path / "draft", intermediate_size=16)
     digest = tokenizer_hash(load_tokenizer(odd, True))
     TokenMap.build(torch.ones(4096, dtype=torch.int64), 64, [0, 2], {"tokenizer_hash": digest}).write(
         tmp_path / "map.safetensors"

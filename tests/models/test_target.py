@@ -58,8 +58,8 @@ from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import CAPPED, EXPERTS, FAMILIES, LONGROPE, RELATIVES, SHAPE, change_json, roughen
+from slipstream.tests.sources import ROOT
 
-ROOT = Path(__file__).parents[2]
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
 

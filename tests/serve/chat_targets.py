@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import TINY
 
-TINY = ROOT / "assets" / "tiny-target"
 MESSAGES = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
     "REASONING{{ message.content }}"

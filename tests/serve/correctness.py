@@ -24,8 +24,9 @@ from slipstream.serve.request import Grammar, Logprobs, Request, read_speculatio
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import Answer, acceptance, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
+from slipstream.tests.sources import ROOT
 
-ASSETS = Path(__file__).parents[2] / "assets"
+ASSETS = ROOT / "assets"
 TARGET = ASSETS / "tiny-target"
 WINDOW = 12  # shorter than prompts and answers
 TARGETS = {

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from slipstream.serve.runner.batch import AttentionMetadata, Phase
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.tests.pairwise import gate_of, grouped
 from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
+from slipstream.tests.sources import ROOT
 
 HEAD_DIM = 8
 BACKENDS = {"sdpa": SDPABackend, "triton": TritonBackend}
@@ -240,7 +240,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
 
 
 def test_every_backend_of_the_folder_is_tested() -> None:
-    folder = Path(__file__).parents[2] / "serve/attention"
+    folder = ROOT / "serve/attention"
     assert {path.stem for path in folder.glob("*.py")} - {*NO_BACKENDS} == BACKENDS.keys() | TESTED_ELSEWHERE
 
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from slipstream.serve.engine.acceptance import host_cells
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.step_costs import Costs, FittedCosts, StepCosts
 from slipstream.tests.pairwise import rotating
+from slipstream.tests.sources import ROOT
 
-ASSETS = Path(__file__).parents[2] / "assets"
+ASSETS = ROOT / "assets"
 WIDTHS = (1, 2, 4, 8)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -18,9 +18,7 @@ from slipstream.serve.http.schemas import ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer
 from slipstream.tests.serve.fake_engine import info
-from slipstream.tests.test_packaging import ROOT
-
-TINY = ROOT / "assets" / "tiny-target"
+from slipstream.tests.sources import TINY
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:

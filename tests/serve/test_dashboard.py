@@ -21,9 +21,8 @@ from slipstream.serve.http.metrics import EngineView, Metrics
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.engine_runs import build_engine
 from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
+from slipstream.tests.sources import ROOT, TINY
 
-ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "assets" / "tiny-target"
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text())
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 CONFIG = """
@@ -70,7 +69,7 @@ def is_ready(client: httpx.Client) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian: apt-get install prometheus)")
 def test_prometheus_finds_data_for_every_query(tmp_path: Path) -> None:
-    config = ServeConfig(target=str(TARGET), draft="ngram", port=0, max_running=4, kv_cache_tokens=4096)
+    config = ServeConfig(target=str(TINY), draft="ngram", port=0, max_running=4, kv_cache_tokens=4096)
     with (
         serving(config, process.build_engine) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,

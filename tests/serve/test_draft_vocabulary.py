@@ -33,6 +33,7 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.played_graphs import play
 from slipstream.tests.serve.test_eagle import Oracle
+from slipstream.tests.sources import TINY
 
 EOS = 2  # of the tiny targets
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -243,12 +244,11 @@ def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
 
 
 def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    bundled = Path(__file__).parents[2] / "assets/tiny-target"
     counts = torch.ones(4096, dtype=torch.int64)
     TokenMap.build(counts, 1024, [], {"tokenizer_hash": "0" * 64}).write(tmp_path / "map.safetensors")
-    save_random_eagle(bundled, tmp_path / "draft", intermediate_size=16)
+    save_random_eagle(TINY, tmp_path / "draft", intermediate_size=16)
     with pytest.raises(ValueError, match=r"map.safetensors was counted with another tokenizer \(000000000000"):
-        build_engine(bundled, tmp_path / "draft", drafter={"token_map": str(tmp_path / "map.safetensors")})
+        build_engine(TINY, tmp_path / "draft", drafter={"token_map": str(tmp_path / "map.safetensors")})
 
 
 def test_drafts_with_a_vocabulary_of_their_own_take_no_map(

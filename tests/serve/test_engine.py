@@ -36,8 +36,8 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.sources import TINY
 
-ASSET = Path(__file__).resolve().parents[2] / "assets" / "tiny-target"
 MakeTarget = Callable[[str], Path]
 
 
@@ -83,7 +83,7 @@ def test_each_expert_gets_many_tokens_of_a_prompt(name: str) -> None:
 
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    tokenizer = load_tokenizer(ASSET)
+    tokenizer = load_tokenizer(TINY)
     change_json(draft / "config.json", target_fingerprint=weights_fingerprint(target))
     warn_if_changed(str(draft), target, tokenizer)
     assert not caplog.messages
@@ -157,7 +157,7 @@ def test_yarn_extends_the_context(make_target: MakeTarget, tmp_path: Path) -> No
 
 
 def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
-    engine = build_engine(ASSET)
+    engine = build_engine(TINY)
     request = make_request("a", [5], grammar=Grammar("regex", "a+"))
     engine.add(request)
     with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended; give each request its own"):

@@ -26,7 +26,7 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.logs import LogHandler
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, SCRIPT, gauge, read_banner, serving, wait_until
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import ROOT
 
 SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": True}
 

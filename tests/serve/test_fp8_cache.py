@@ -37,8 +37,8 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
+from slipstream.tests.sources import TINY
 
-TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 FP8 = {"kv_cache_dtype": "fp8"}
 SCALE = 0.02
 LAYERS = SHAPE["num_hidden_layers"]
@@ -125,16 +125,16 @@ def test_answers_are_those_of_transformers_with_a_rounded_cache(family: str, mak
 
 
 def test_a_draft_may_have_an_fp8_cache_and_others_scales_do_not_change(tmp_path: Path) -> None:
-    save_random_draft(TINY_TARGET, tmp_path / "draft")
+    save_random_draft(TINY, tmp_path / "draft")
     requests = [make_request("0", random_prompt(40, 0), max_tokens=12)]
-    plain = build_engine(TINY_TARGET, **FP8)
-    drafted = build_engine(TINY_TARGET, tmp_path / "draft", drafter=FP8, prefill_budget=100, **FP8)
+    plain = build_engine(TINY, **FP8)
+    drafted = build_engine(TINY, tmp_path / "draft", drafter=FP8, prefill_budget=100, **FP8)
     assert [cache.dtype for cache in caches_of(drafted)] == [E4M3, E4M3]
     assert scales_of(plain) == scales_of(drafted), "neither the draft nor chunks change what the text gives"
     assert tokens_of(run(plain, requests)) == tokens_of(run(drafted, requests))
-    alone = build_engine(TINY_TARGET, tmp_path / "draft", drafter=FP8)
+    alone = build_engine(TINY, tmp_path / "draft", drafter=FP8)
     assert [cache.dtype for cache in caches_of(alone)] == [torch.float32, E4M3]
-    answers = [run(engine, requests)["0"].tokens for engine in (alone, build_engine(TINY_TARGET))]
+    answers = [run(engine, requests)["0"].tokens for engine in (alone, build_engine(TINY))]
     assert answers[0] == answers[1]
 
 
@@ -142,15 +142,15 @@ def test_scales_leave_room_above_what_the_text_holds(tmp_path: Path, caplog: pyt
     text = "How many apples does Mark have? He has 17 apples, and 3 more."
     (tmp_path / "text.txt").write_text(text)
     with caplog.at_level(logging.INFO):
-        engine = build_engine(TINY_TARGET, kv_cache_dtype=f"fp8:{tmp_path / 'text.txt'}")
+        engine = build_engine(TINY, kv_cache_dtype=f"fp8:{tmp_path / 'text.txt'}")
     tokens = engine.runner.target.tokenizer(text)["input_ids"]
     assert f"calibrated on {len(tokens)} tokens of {tmp_path / 'text.txt'}" in caplog.text
-    plain = build_engine(TINY_TARGET)
+    plain = build_engine(TINY)
     run(plain, [make_request("0", tokens, max_tokens=1)])
     (cache,) = caches_of(plain)
     largest = cache[:, :, 16:].abs().amax(dim=(2, 4))  # all but the dump page
     torch.testing.assert_close(torch.tensor(scales_of(engine)), calibration.MARGIN * largest / 448)
-    assert scales_of(build_engine(TINY_TARGET, **FP8)) != scales_of(engine), "bundled text by default"
+    assert scales_of(build_engine(TINY, **FP8)) != scales_of(engine), "bundled text by default"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_file_that_holds_no_text_is_refused_before_weights_are_read(
     monkeypatch.setattr(build, "load_target", lambda *_: pytest.fail("read the weights"))
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
         with pytest.raises(ValueError, match=f"kv_cache_dtype names '{file}', {message}"):
-            refused(TINY_TARGET, kv_cache_dtype=f"fp8:{file}")
+            refused(TINY, kv_cache_dtype=f"fp8:{file}")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_was_not_tried_is_refused_by_name(family: str, lack: str, make_targ
     for refused in (build_engine, lambda target, **options: DryRun(ServeConfig(target=str(target), **options))):
         with pytest.raises(ValueError, match=f"kv_cache_dtype is 'fp8', which was not tried with {lack}"):
             refused(make_target(family), **FP8)
-    for dtype in ("int8", "fp8:", f"auto:{TINY_TARGET}"):
+    for dtype in ("int8", "fp8:", f"auto:{TINY}"):
         with pytest.raises(ValueError, match=f"kv_cache_dtype is '{dtype}'; choose one of auto, fp8, or fp8:FILE"):
             EngineConfig(kv_cache_dtype=dtype)
 
@@ -237,8 +237,8 @@ def test_a_page_takes_half_of_16_bits_and_the_dry_run_says_so(scaled: Path, tmp_
 
 def test_llm_takes_the_option() -> None:
     options: dict[str, Any] = {"max_running": 2, "kv_cache_tokens": 256, **FP8}
-    (answer,) = LLM(str(TINY_TARGET), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
-    same = run(build_engine(TINY_TARGET, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
+    (answer,) = LLM(str(TINY), **options).generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0.0))
+    same = run(build_engine(TINY, **options), [make_request("0", [5, 6, 7], max_tokens=8)])["0"]
     assert answer.tokens == same.tokens
 
 
@@ -248,13 +248,13 @@ def test_exact_text_does_not_depend_on_the_draft(draft: str, tmp_path: Path) -> 
     """In bf16, captured: bit for bit, in any batch and any chunks."""
     requests = sized_requests((1, 9, 33, 150, 400), temperature=0.7)
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "exact": True, "kv_cache_tokens": 4096, **FP8}
-    expected = tokens_of(run(build_engine(TINY_TARGET, max_running=1, **options), requests))
+    expected = tokens_of(run(build_engine(TINY, max_running=1, **options), requests))
     draft_options: dict[str, Any] = {"prefill_budget": 64, "cuda_graph": False}
     if draft != "ngram":
-        save_random_draft(TINY_TARGET, tmp_path / "eagle3 tree")
-        save_random_dflash(TINY_TARGET, tmp_path / "dflash", texts_of(TINY_TARGET, requests[:2]))
+        save_random_draft(TINY, tmp_path / "eagle3 tree")
+        save_random_dflash(TINY, tmp_path / "dflash", texts_of(TINY, requests[:2]))
         draft_options = {"drafter": FP8 | ({"topk": 3, "depth": 3} if draft == "eagle3 tree" else {})}
-    engine = build_engine(TINY_TARGET, draft if draft == "ngram" else tmp_path / draft, **options, **draft_options)
+    engine = build_engine(TINY, draft if draft == "ngram" else tmp_path / draft, **options, **draft_options)
     for _ in range(2):  # the second time after cached prompts
         assert tokens_of(run(engine, requests)) == expected
 

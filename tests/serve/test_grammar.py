@@ -34,8 +34,8 @@ from slipstream.tests.pairwise import rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, run, tokens_of
 from slipstream.tests.serve.played_graphs import ATTENTION, play
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 SUITE = Path(__file__).parent / "data" / "json_schema_suite.jsonl.gz"  # draft 2020-12, MIT, licence beside it
 END = 256  # after one token for each byte
 PERSON = {

@@ -34,6 +34,7 @@ from slipstream.tests.serve.fake_server import (
     write_target,
 )
 from slipstream.tests.serve.test_tools import FLAT, TOOLS
+from slipstream.tests.sources import ROOT
 
 REASONED = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -214,7 +215,7 @@ def test_chat_needs_a_template(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_field() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text()
+    page = (ROOT / "docs" / "http_api.md").read_text()
     names = {name for code in re.findall(r"`([^`\n]+)`", page) for name in re.findall(r"\w+", code)}
     for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         assert names.issuperset(body.model_fields), body

@@ -22,7 +22,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import info
 from slipstream.tests.serve.fake_server import COMPLETIONS
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level
-from slipstream.tests.test_packaging import ROOT
+from slipstream.tests.sources import ROOT
 
 JSON = {"Content-Type": "application/json"}
 BODY_BYTES = 4 * 2**20

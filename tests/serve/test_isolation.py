@@ -15,8 +15,8 @@ from slipstream.serve.engine.host_stages import HostStage
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, random_prompt, run, tokens_of
-from slipstream.tests.serve.test_grammar import TINY
 from slipstream.tests.serve.test_overlap import build_overlapping
+from slipstream.tests.sources import TINY
 
 VICTIM = "3"
 END = 2  # of text

@@ -24,8 +24,8 @@ from slipstream.serve.request import Grammar, Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.tests.serve.engine_runs import VOCAB, make_request, random_prompt
+from slipstream.tests.sources import ROOT, TINY
 
-TINY_TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
 PARAMS = [
     SamplingParams(max_tokens=20 + seed, temperature=temperature, seed=seed)
@@ -68,7 +68,7 @@ def tokens_of(answers: list[Generation]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-PAGE = Path(__file__).parents[2] / "serve" / "http" / "static" / "index.html"
+PAGE = ROOT / "serve" / "http" / "static" / "index.html"
 EXAMPLE = re.findall(r"<textarea id=\"schema\"[^>]*placeholder='([^']*)'", PAGE.read_text())
 COUNT = {
     "type": "object",
@@ -85,7 +85,7 @@ COUNT = {
 def test_a_model_that_knows_no_json_ends_an_object(max_spaces: int) -> None:
     """A small model fills the white space that JSON may have. The playground's example is one that it ends, too."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Tom has 3 boxes."}]
-    with LLM(str(TINY_TARGET), device="cpu", json_whitespace=max_spaces, max_running=1, kv_cache_tokens=512) as llm:
+    with LLM(str(TINY), device="cpu", json_whitespace=max_spaces, max_running=1, kv_cache_tokens=512) as llm:
         for schema in (COUNT, *map(json.loads, EXAMPLE)):
             grammar = Grammar("json_schema", json.dumps(schema))
             params = SamplingParams(temperature=0.0, max_tokens=256, grammar=grammar)

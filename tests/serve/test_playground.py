@@ -12,9 +12,9 @@ from slipstream.serve.http.launch import Server
 from slipstream.serve.http.playground import FOLDER
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, HELLO, MODEL, serving
+from slipstream.tests.sources import ROOT
 
 FILES = sorted(FOLDER.iterdir())
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

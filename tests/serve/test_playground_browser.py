@@ -19,6 +19,7 @@ from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, MODEL, gauge, serving, wait_until, write_target
+from slipstream.tests.sources import TINY
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -469,7 +470,7 @@ def test_tints_can_be_read_and_told_apart(open_page: Open, server: Server, schem
 @pytest.mark.slow
 def test_with_a_real_engine(open_page: Open) -> None:
     """The bundled target with n-grams, and text that a schema fixes: every origin but a draft network's."""
-    target = str(Path(__file__).parents[2] / "assets" / "tiny-target")
+    target = str(TINY)
     config = ServeConfig(target=target, draft="ngram", port=0, width=8)  # whatever passes cost on this machine
     with serving(config, build_engine) as server:
         page = open_page(server.url)

@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +18,8 @@ from slipstream.serve.engine.process import build_engine
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, RESPONSES, events, serving
+from slipstream.tests.sources import TINY
 
-TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
 VICTIM = "sk-victim"
 ATTACKER = "sk-attacker"
 # What differs with speed, and names, which no text of a client reaches.
@@ -48,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{VICTIM}\n{ATTACKER}\n")
     config = ServeConfig(
-        target=str(TARGET),
+        target=str(TINY),
         draft="ngram",
         drafter={"share_between_keys": True},
         width=8,  # whatever passes cost on this machine
@@ -75,7 +74,7 @@ def attacker(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TARGET)
+    return AutoTokenizer.from_pretrained(TINY)
 
 
 def secret_of(rng: random.Random) -> str:

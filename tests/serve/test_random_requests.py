@@ -22,8 +22,8 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar, Request
 from slipstream.tests.kernels.triton_runs import SLOW
 from slipstream.tests.serve.engine_runs import SAMPLINGS, build_engine, make_request, run, tokens_of
-from slipstream.tests.serve.test_grammar import TINY
 from slipstream.tests.serve.test_overlap import build_overlapping
+from slipstream.tests.sources import TINY
 
 BATCH = 6  # bodies at a time, beside one other request
 CONTEXT = 96

@@ -9,7 +9,6 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,8 +24,9 @@ from slipstream.serve.chat.tools import ToolError, read_choice
 from slipstream.serve.grammar.grammars import MOST_CHARS
 from slipstream.serve.grammar.json_schema import _Rewriter, rewrite, whole
 from slipstream.serve.grammar.work import MOST_STEPS, Unsupported, Work
+from slipstream.tests.sources import ROOT
 
-SERVE = str(Path(__file__).parents[2] / "serve")
+SERVE = str(ROOT / "serve")
 LINES_OF_STEP = 12
 Schema = Any
 

@@ -22,6 +22,7 @@ from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
+from slipstream.tests.sources import ROOT
 
 # Frozen, at most 39: a new one is a decision.
 OPTIONS = (
@@ -61,7 +62,7 @@ def test_pages_name_options_that_exist(page: str, tmp_path: Path) -> None:
     names = {"config", "help", "fast"}
     for draft in ("ngram", draft_folder(tmp_path / "draft")):
         names |= set(option_names(build_parser(options_class(draft), prog="serve", description="")))
-    text = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[2] / "docs" / page).read_text())  # without links
+    text = re.sub(r"\]\([^)]*\)", "]", (ROOT / "docs" / page).read_text())  # without links
     options = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z._-]*[a-z])", text)}
     assert len(options) > 5
     assert {name.removeprefix("no_") for name in options} <= names

@@ -9,9 +9,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.serve.transformers_answers import AnswersConfig, Difference, compare, first_difference
-from slipstream.tests.test_packaging import ROOT
-
-TINY = ROOT / "assets" / "tiny-target"
+from slipstream.tests.sources import TINY
 
 
 def test_answers_with_a_draft_are_those_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:

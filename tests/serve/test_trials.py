@@ -6,7 +6,6 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import httpx
 import psutil
@@ -23,8 +22,8 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_engine import FakeEngine
 from slipstream.tests.serve.fake_server import COMPLETIONS, serving
+from slipstream.tests.sources import TINY
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 LIMIT = 20.0
 
 

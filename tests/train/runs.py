@@ -21,7 +21,6 @@ from slipstream.train.trackers import read_metrics
 
 Arguments = Callable[..., list[str]]
 Program = Callable[[list[str]], None]
-ROOT = Path(__file__).parents[2]
 
 
 def records(output: Path) -> list[dict[str, float]]:

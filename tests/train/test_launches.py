@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.tests.sources import ROOT
 from slipstream.train.trackers import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-ROOT = Path(__file__).parents[2]
 
 
 def launch(name: str, flags: list[str]) -> None:

@@ -10,12 +10,12 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from slipstream.config import build_parser, option_names, parse
+from slipstream.tests.sources import ROOT
 from slipstream.train.dflash import DFlashOptions
 from slipstream.train.eagle import EagleOptions
 from slipstream.train.eagle3 import Eagle3Options
 from slipstream.train.options import RunOptions
 
-ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.long_documents
     data.max_length data.path draft.interchange draft.intermediate_size draft.vocabulary dry_run evaluation.costs
