@@ -96,6 +96,8 @@ class HeadLosses(NamedTuple):
 
 
 class Head(nn.Module, ABC):
+    """A part of a block draft besides its layers; subclasses override what the base leaves neutral."""
+
     Config: ClassVar[type[HeadConfig]]
     name: ClassVar[str]
     """The name of its module in the network and in files."""
@@ -152,7 +154,7 @@ class JoiningHead(Head):
 
 
 def joined_scores(head: JoiningHead | None, block: Block, candidates: Candidates) -> Tensor:
-    """Scores as above; without a head those of a slot by itself."""
+    """Scores candidates (B, K, k, k) by the head that joins their slots; without one, each by its slot alone."""
     values = candidates.values
     return values[:, :, None].expand(-1, -1, values.shape[2], -1) if head is None else head.scores(block, candidates)
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self
-
-MarkovType = Literal["vanilla", "gated"]
+from typing import Any, ClassVar, NamedTuple, Self
 
 
 class BlockSizes(NamedTuple):

@@ -5,7 +5,7 @@ It has no loss of its own: those over the vocabulary read the logits with the bi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.speculation.lattice import Factors
 from slipstream.models.drafts.heads.base import FactoredHead, Head
-from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig, MarkovType, check_rank
+from slipstream.models.drafts.heads.config import BlockSizes, HeadConfig, check_rank
 from slipstream.models.layers.linear import Embedding, Linear, derive
 
+MarkovType = Literal["vanilla", "gated"]
 NUM_CANDIDATES = 64  # of a slot, where it is read through a lattice
 
 
