@@ -89,7 +89,7 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int, prompts_by: 
         plan = StepPlan(number, chunks=(part,), width=width if is_last else 1, prompts_by=prompts_by)
         if number == 1:
             plan = replace(plan, admissions=(Admission(0, request, tuple(tokens)),), pages=pages)
-        output = runner.execute(plan).read()
+        output = runner.launch(plan).read()
         if output.errors:
             raise ValueError(f"kv_cache_dtype fp8 cannot be calibrated: {next(iter(output.errors.values()))}")
 

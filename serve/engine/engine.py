@@ -1,17 +1,19 @@
-"""The engine's loop: plan, execute, let host stages work, read, commit. Imports no HTTP library.
+"""The engine's loop: plan, launch, read, let host stages work, commit. Imports no HTTP library.
 
 A step is one pass over nodes of every request that decodes and over chunks of prompts. On a GPU its tokens are read a
-step later (`overlap`): the planner plans with the tokens that it has, the device holds the rest.
+step later (`overlap`): the planner plans with the tokens that it has, the device holds the rest. The next step may need
+work of the host on the one before: then it waits, planned or launched up to where it samples, until that has been read.
 serve/engine/build.py makes engines.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import IntEnum
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.isolation import IsolatedStages
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, HostProposal, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
@@ -28,14 +30,26 @@ from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
 Trace = Callable[[str, StepPlan], None]
+HostNeed = Literal["nothing", "before launch", "before sampling"]  # work of host stages that a step waits for
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A step's output that the scheduler has not committed yet."""
+class State(IntEnum):
+    """States of a step, in their order; a step that the host owes nothing is never BEGUN."""
 
-    flight: InFlight
-    output: StepOutput
+    PLANNED = 0  # the runner has its requests and pages; the plan lacks sizes and edits
+    BEGUN = 1  # launched up to where it samples; the plan lacks masks
+    LAUNCHED = 2
+    READ = 3
+    COMMITTED = 4  # the scheduler has its tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """A step, and how far it has come."""
+
+    plan: StepPlan
+    state: State = State.PLANNED
+    flight: InFlight | None = None  # from BEGUN on
 
 
 class Engine:
@@ -69,8 +83,7 @@ class Engine:
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
-        self._in_flight: deque[InFlight] = deque()
-        self._begun: StepPlan | None = None  # its pass runs up to sampling, after the steps in flight
+        self._steps: deque[Step] = deque()  # not read yet; between two calls of `step` all of them are launched
         self._edits = Edits()  # for the next plan
         self._isolated = IsolatedStages(stages, self._fail)
 
@@ -81,11 +94,6 @@ class Engine:
     @property
     def num_open(self) -> int:
         return self.scheduler.num_running + self.scheduler.num_waiting + len(self._compiling)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that are launched, or begun, and not read. While there are any, the device has work."""
-        return len(self._in_flight) + (self._begun is not None)
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never be served."""
@@ -112,7 +120,11 @@ class Engine:
 
         With overlap it waits for the oldest step in flight, while a newer one runs; otherwise for the step it launched.
         """
-        return self._add_compiled() + self._step() if self._compiling else self._step()
+        try:
+            return self._add_compiled() + self._step() if self._compiling else self._step()
+        finally:
+            while self._steps and self._steps[-1].state < State.LAUNCHED:
+                self._steps.pop()  # an interrupt came before its launch
 
     def _add_compiled(self) -> list[Output]:
         """Queues the requests whose grammars are ready. Where there is nothing else to do, waits a little for one."""
@@ -140,125 +152,107 @@ class Engine:
         return Output(request_id=request_id, tokens=[], finish_reason=reason, stats=stats, error=error)
 
     def _step(self) -> list[Output]:
-        if not self.overlap:
-            return self._finish(self._launch(self._plan()))
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-            if self.waits_for_host:
-                return self._step_after_host()
-            if self._waits_for_masks:
-                self._begun = self._begin(self._plan())
+        need: HostNeed = "nothing"
+        while need == "nothing" and len(self._steps) < (MAX_STEPS_IN_FLIGHT if self.overlap else 1):
+            need = self.host_need
+            step = self._plan()
+            if step is None:
                 break
-            if not self._queue(self._launch(self._plan())):
-                break
-        return self._finish(self._in_flight.popleft() if self._in_flight else None)
-
-    def drain(self) -> list[Output]:
-        """Reads all steps in flight and launches nothing."""
-        outputs: list[Output] = []
-        while self._in_flight:
-            outputs += self._finish(self._in_flight.popleft())
-        return outputs
-
-    def _step_after_host(self) -> list[Output]:
-        """Lets the device wait for the host's edits and for nothing else: the next step gets its pages before the last
-        one is read, and the scheduler gets the last one's tokens after the next is launched."""
-        planned = self._plan()
-        arrived = []
-        while self._in_flight:
-            arrived.append(self._read(self._in_flight.popleft()))
-        landed = time.perf_counter()
-        for index, arrival in enumerate(arrived):
-            later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.flight.plan)}
-            self._let_stages_work(arrival, later, is_last=True)
-        if self._queue(self._launch(planned)):
-            self.planner.waited(1000 * (time.perf_counter() - landed))
-        return [output for arrival in arrived for output in self._commit(arrival)]
-
-    def _finish(self, flight: InFlight | None) -> list[Output]:
-        if flight is None:
-            return []
-        arrived = self._read(flight)
-        self._let_stages_work(arrived, is_last=not self._in_flight and self._begun is None)
-        if self._begun is not None:
-            now, self._edits = self._edits.of(slots_of(self._begun))
-            self._queue(self._execute(replace(self._begun, edits=self._begun.edits + now)))
-            self._begun = None
-        return self._commit(arrived)
-
-    def _queue(self, flight: InFlight | None) -> bool:
-        """Queues a step; returns whether there is one."""
-        if flight is not None:
-            self._in_flight.append(flight)
-        return flight is not None
+            if need != "before launch":
+                self._launch(step, up_to_sampling=need == "before sampling")
+        return self._finish_oldest()
 
     @property
-    def waits_for_host(self) -> bool:
-        """Whether the next step begins after a drafting stage has seen the steps in flight, as long as that pays."""
-        slots = self._slots_in_flight
+    def host_need(self) -> HostNeed:
+        """The host's work on the steps in flight that the next step waits for; for proposals only while that pays."""
+        if not self._steps:
+            return "nothing"
+        slots = [slot for step in self._steps for slot in slots_of(step.plan)]
         drafting = (stage for stage in self.stages if max(stage.widths) > 1)
-        return self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting)
-
-    @property
-    def _waits_for_masks(self) -> bool:
-        """Whether a stage wants the steps in flight before the next step samples."""
-        return self._reads_proposals(self._slots_in_flight)
+        if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
+            return "before launch"
+        return "before sampling" if self._reads_proposals(slots) else "nothing"
 
     def _reads_proposals(self, slots: list[int]) -> bool:
         """Whether a stage wants to see the nodes that a step of these requests verifies."""
         readers = (stage for stage in self.stages if stage.reads == "proposal")
         return any(self._isolated.wants(stage, slots) for stage in readers)
 
-    @property
-    def _slots_in_flight(self) -> list[int]:
-        return [slot for flight in self._in_flight for slot in slots_of(flight.plan)]
+    def drain(self) -> list[Output]:
+        """Reads all steps in flight and launches nothing."""
+        outputs: list[Output] = []
+        while self._steps:
+            outputs += self._finish_oldest()
+        return outputs
 
-    def _plan(self) -> StepPlan | None:
+    def _finish_oldest(self) -> list[Output]:
+        """Reads the oldest step, lets the host work on it, and launches the step that waits for that, before the
+        scheduler gets the tokens."""
+        if not self._steps:
+            return []
+        step = self._steps.popleft()
+        assert step.flight is not None
+        output = step.flight.read()
+        step.state = State.READ
+        self._tell("read", step.plan)
+        landed = time.perf_counter()
+        late = self._let_stages_work(step.plan, output)
+        waited_ms = None
+        if self._steps and self._steps[-1].state < State.LAUNCHED:
+            is_idle = self._steps[-1].state == State.PLANNED
+            self._launch(self._steps[-1])
+            waited_ms = 1000 * (time.perf_counter() - landed) if is_idle else None
+        outputs = self.planner.commit(step.plan, output, step.flight.milliseconds(), late, waited_ms)
+        step.state = State.COMMITTED
+        self._tell("committed", step.plan)
+        return outputs
+
+    def _plan(self) -> Step | None:
         plan = self.planner.plan()
-        if plan is not None:
-            self._mask_first_tokens(plan)
-            self._tell("planned", plan)
-            self.runner.prepare(plan)
-        return plan
+        if plan is None:
+            return None
+        self._mask_first_tokens(plan)
+        self._tell("planned", plan)
+        self.runner.prepare(plan)
+        step = Step(plan)
+        self._steps.append(step)
+        return step
 
-    def _launch(self, plan: StepPlan | None) -> InFlight | None:
-        return None if plan is None else self._execute(self._choose(plan))
-
-    def _begin(self, plan: StepPlan | None) -> StepPlan | None:
-        if plan is not None:
-            plan = self._choose(plan, will_be_masked=True)
-            self.runner.begin(plan)
-        return plan
-
-    def _choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
-        """Completes the plan, but for masks that come later."""
-        needs_proposals = self._reads_proposals(list(slots_of(plan)))
-        edits, self._edits = self._edits.of(slots_of(plan))
-        plan = self.planner.choose(plan, "all" if edits.masks or will_be_masked else plan.mode)
-        return replace(plan, edits=edits, returns_proposals=needs_proposals or plan.returns_proposals)
-
-    def _execute(self, plan: StepPlan) -> InFlight:
+    def _launch(self, step: Step, *, up_to_sampling: bool = False) -> None:
+        """Launches a step, or what is left of one, with the edits that are there."""
+        plan = step.plan
+        slots = slots_of(plan)
+        if step.state == State.PLANNED:
+            returns_proposals = plan.returns_proposals or self._reads_proposals(list(slots))
+            plan = replace(plan, edits=self._take_edits(slots), returns_proposals=returns_proposals)
+            plan = self.planner.choose(plan, will_be_masked=up_to_sampling)
+        else:
+            plan = replace(plan, edits=plan.edits + self._take_edits(slots))
+        step.plan = plan
+        if up_to_sampling:
+            step.flight = self.runner.launch(plan, up_to_sampling=True)
+            step.state = State.BEGUN
+            return
         self._tell("ready", plan)
-        flight = self.runner.execute(plan)
+        step.flight = self.runner.launch(plan) if step.flight is None else self.runner.finish(step.flight, plan)
+        step.state = State.LAUNCHED
         self._tell("launched", plan)
-        if not flight.failure:
+        if not step.flight.failure:
             self.planner.launched(plan)
-        return flight
 
-    def _read(self, flight: InFlight) -> Arrived:
-        arrived = Arrived(flight, flight.read())
-        self._tell("read", flight.plan)
-        return arrived
+    def _take_edits(self, slots: tuple[int, ...]) -> Edits:
+        """Returns the edits of a plan for these slots, and keeps the others."""
+        edits, self._edits = self._edits.of(slots)
+        return edits
 
-    def _let_stages_work(self, arrived: Arrived, later: Collection[int] = (), *, is_last: bool) -> None:
-        """Shows stages the output of a step, and keeps their edits for the next plan, but for slots whose `later`
-        tokens have arrived, too.
+    def _let_stages_work(self, plan: StepPlan, output: StepOutput) -> tuple[HostProposal, ...]:
+        """Shows stages the output of a step, and keeps their edits for the next one. Returns the proposals that come
+        too late for that, since it runs already.
 
-        A request may end within its new tokens. `_commit` notices that later, and calls `release` of stages. If the
-        step was not the last, the next one runs already; the planner then learns whether waiting for proposals would
-        have paid.
+        A request may end within its new tokens. The planner notices that later, and calls `release` of stages.
         """
-        plan = arrived.flight.plan
-        output = arrived.output
+        is_late = bool(self._steps) and self._steps[-1].state > State.PLANNED
+        late: tuple[HostProposal, ...] = ()
         for stage in self.stages:
             inputs: Emitted | Proposed
             if stage.reads == "emitted":
@@ -267,15 +261,14 @@ class Engine:
                 inputs = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            edits = self._isolated.run(stage, inputs, self.planner.limits.most_nodes, late=not is_last)
-            if not is_last:
-                self.planner.look_back(plan, edits)
+            edits = self._isolated.run(stage, inputs, self.planner.limits.most_nodes, late=is_late)
+            if is_late:
+                late += edits.proposals
                 edits = replace(edits, proposals=())
-            edits = edits.besides(later)
-            self.planner.offer(edits)
             self._edits += edits
         if self.stages:
             self._tell("drafted", plan)
+        return late
 
     def _mask_first_tokens(self, plan: StepPlan) -> None:
         """Masks the first tokens of answers: they have no proposal before them, so stages that read proposals get the
@@ -299,12 +292,6 @@ class Engine:
     def _fail(self, slot: int, error: str) -> None:
         """Ends a request with its next step."""
         self._edits += Edits(errors={slot: error})
-
-    def _commit(self, arrived: Arrived) -> list[Output]:
-        plan = arrived.flight.plan
-        outputs = self.planner.commit(plan, arrived.output, arrived.flight.milliseconds())
-        self._tell("committed", plan)
-        return outputs
 
     def _tell(self, event: str, plan: StepPlan) -> None:
         if self.trace is not None:

@@ -14,7 +14,8 @@ from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.plan import PromptPhase, StepKey
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import make_graphs
-from slipstream.serve.runner.step import HostShape, Runner, StepInputs
+from slipstream.serve.runner.passes import EagerPass, StepInputs
+from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -143,5 +144,6 @@ def _prefill_padding(runner: Runner, num_tokens: int, prompts_by: PromptPhase) -
     chunks = padding_prompts(runner.state, [0] * num_tokens)
     packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
     inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
-    runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks), prompts_by))
+    results = runner.empty_results(len(chunks), has_logprobs=False)
+    runner.step(EagerPass(inputs, "greedy", results, (), tuple(chunks), prompts_by))
     state.lengths.zero_()

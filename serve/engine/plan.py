@@ -8,7 +8,7 @@ which a pass gives the log-probabilities.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -129,16 +129,6 @@ class Edits:
             errors={slot: error for slot, error in errors if slot not in slots},
         )
         return now, later
-
-    def besides(self, slots: Collection[int]) -> "Edits":
-        """Returns the edits without proposals and masks for `slots`."""
-        if not slots:
-            return self
-        proposals = []
-        for proposal in self.proposals:
-            pairs = zip(proposal.slots, proposal.counts, strict=True)
-            proposals.append(replace(proposal, counts=[0 if slot in slots else count for slot, count in pairs]))
-        return Edits(tuple(proposals), tuple(mask for mask in self.masks if mask.slot not in slots), self.errors)
 
     def without(self, slot: int) -> "Edits":
         """Returns the edits without those for `slot`, whose request has left."""

@@ -17,7 +17,6 @@ from slipstream.serve.engine.graph_keys import GraphTable
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
-    Edits,
     HostProposal,
     PromptChunk,
     PromptPhase,
@@ -127,15 +126,13 @@ class Planner:
         self.policy.prepare(**sizes_of(plan), filtered=plan.variant == "all")
         return plan
 
-    def offer(self, edits: Edits) -> None:
-        """Adds the proposals of the next plan."""
-        for proposal in edits.proposals:
+    def choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
+        """Completes the plan, whose edits are there but perhaps for masks, with the numbers of nodes that it verifies
+        and then proposes, and the captured passes."""
+        for proposal in plan.edits.proposals:
             self._calibrate(proposal)
-            rows = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
-            self._offers.update((slot, (count, kind)) for slot, count, kind in rows if count)
-
-    def choose(self, plan: StepPlan, mode: SamplingMode) -> StepPlan:
-        """Completes the plan with the numbers of nodes that it verifies and then proposes, and the captured passes."""
+            self._offers.update(offers_of(proposal))
+        mode = "all" if plan.edits.masks or will_be_masked else plan.mode
         offers = None
         if self.host_drafts:
             offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
@@ -154,20 +151,6 @@ class Planner:
     def waiting_pays(self) -> bool:
         """Whether steps should wait for proposals of the host."""
         return self.policy.host_wait.pays
-
-    def waited(self, ms: float) -> None:
-        """Tells the policy how long the device waited for the host before a step."""
-        self.policy.host_wait.record_wait(ms)
-
-    def look_back(self, plan: StepPlan, edits: Edits) -> None:
-        """Tells the policy that the step after `plan` was launched without waiting for these proposals."""
-        if not edits.proposals:
-            return
-        offers = dict[int, Offer].fromkeys(drafting_slots(plan), (self.limits.of_network, 0))
-        for proposal in edits.proposals:
-            rows = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
-            offers.update((slot, (count, kind)) for slot, count, kind in rows if count)
-        self.policy.look_back(list(offers.values()), filtered=plan.variant == "all")
 
     def launched(self, plan: StepPlan) -> None:
         """Notes that the passes of the plan are launched and will store proposals."""
@@ -189,8 +172,20 @@ class Planner:
         places, slots = self._receivers(plan, output.errors)
         return Proposed(slots, output.proposed[:, places], results_of(output, places))
 
-    def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
-        """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
+    def commit(
+        self,
+        plan: StepPlan,
+        output: StepOutput,
+        ms: float,
+        late: Collection[HostProposal] = (),
+        waited_ms: float | None = None,
+    ) -> list[Output]:
+        """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`.
+
+        `late`: proposals of the host for the next step, which was launched without waiting for them. `waited_ms`: how
+        long the device waited for the host before the next step, if it did.
+        """
+        self._learn_wait(plan, late, waited_ms)
         launched = self._launched[plan.number]
         count = len(plan.slots)
         errors = {**output.errors, **plan.edits.errors}  # the errors of stages say more
@@ -242,6 +237,16 @@ class Planner:
                     num_accepted=min(length, int(output.num_emitted[place]) - 1),
                     is_tree=output.accepted is not None,
                 )
+
+    def _learn_wait(self, plan: StepPlan, late: Collection[HostProposal], waited_ms: float | None) -> None:
+        """Tells the policy how long the device waited for the host's proposals, or what they offered if it did not."""
+        if waited_ms is not None:
+            self.policy.host_wait.record_wait(waited_ms)
+        if late:
+            offers = dict[int, Offer].fromkeys(drafting_slots(plan), (self.limits.of_network, 0))
+            for proposal in late:
+                offers.update(offers_of(proposal))
+            self.policy.look_back(list(offers.values()), filtered=plan.variant == "all")
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts accepted nodes and the step's time. Skips requests without drafts, and requests that change their
@@ -332,6 +337,12 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
             logprobs = read_logprobs(output.logprobs[:, index, : len(result.tokens)], k)
         results.append(replace(result, logprobs=logprobs, prompt_logprobs=prompts.get(index)))
     return results
+
+
+def offers_of(proposal: HostProposal) -> dict[int, Offer]:
+    """Returns sizes and kinds by slot."""
+    rows = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
+    return {slot: (count, kind) for slot, count, kind in rows if count}
 
 
 def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:

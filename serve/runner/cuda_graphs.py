@@ -35,7 +35,8 @@ from slipstream.serve.engine.plan import (
     drafting_slots,
 )
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.step import Results, Runner, StepInputs
+from slipstream.serve.runner.passes import CapturedPass, Results, StepInputs
+from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -196,12 +197,12 @@ class StepGraphs(Graphs[StepKey]):
         self.packed = self._pack((), self.most_prompt_rows).to(state.device)
         num_segments = self.max_running + self.num_chunks
         self.results = runner.empty_results(num_segments, has_logprobs=True, num_passes=MAX_STEPS_IN_FLIGHT + 1)
-        self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # passes that have begun
-        self._num_begun: int | None = None  # `passes`, once nothing but `begin` adds to it
+        self.passes = torch.zeros(1, dtype=torch.int64, device=state.device)  # number of passes that were launched
+        self._num_launched: int | None = None  # `passes`, once nothing but `launch` adds to it
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
-        self._num_begun = None
+        self._num_launched = None
         for key in self.keys:
             if key.mode == MODES[0] or key.rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
                 self.hold_padding()
@@ -209,7 +210,7 @@ class StepGraphs(Graphs[StepKey]):
 
     def capture_all(self) -> None:
         """Captures every size in every mode, largest first."""
-        self._num_begun = None
+        self._num_launched = None
         sizes = f"rows {', '.join(map(str, self.sizes))}; with prompts {', '.join(map(str, self.prompt_sizes))}"
         self._capture_all("target passes", sizes)
 
@@ -217,7 +218,7 @@ class StepGraphs(Graphs[StepKey]):
         """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Where a pass has
         more rows than it can have nodes, the others are a prompt's."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
-        self._num_begun = None
+        self._num_launched = None
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for key in self.keys:
                 rows = key.rows
@@ -242,25 +243,25 @@ class StepGraphs(Graphs[StepKey]):
         self.keys = [key for key in self.keys if key.rows not in sizes]
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key.rows not in sizes}
 
-    def begin(self, plan: StepPlan) -> None:
-        """Launches the plan's target pass, in mode "all" up to where it samples."""
+    def launch(self, plan: StepPlan) -> int:
+        """Launches the plan's target pass, in mode "all" up to where it samples. Returns the pass's number."""
         assert plan.graph is not None
         self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
-        if self._num_begun is None:
-            self._num_begun = int(self.passes)  # sync
-        self._num_begun += 1
+        if self._num_launched is None:
+            self._num_launched = int(self.passes)  # sync
+        self._num_launched += 1
         self._replay(plan.graph, FIRST_PART)
+        return self._num_launched
 
-    def complete(self, plan: StepPlan) -> tuple[Results, int]:
-        """Launches the rest. The results, and the index of the first chunk's."""
+    def finish(self, plan: StepPlan, number: int) -> tuple[Results, int]:
+        """Launches the rest of a pass. Returns the results, and the index of the first chunk's."""
         assert plan.graph is not None
-        assert self._num_begun is not None
         self._replay(plan.graph, OTHER_PARTS)
         first = min(plan.graph.rows, self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
-        tokens = self.results.tokens[self._num_begun % len(self.results.tokens)]
+        tokens = self.results.tokens[number % len(self.results.tokens)]
         return Results(tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def parts_of(self, key: StepKey) -> Sequence[Part]:
@@ -271,14 +272,13 @@ class StepGraphs(Graphs[StepKey]):
             chunks = Chunks(*(field[:0] for field in chunks))
         requests = self.requests[: min(rows, self.max_running)]
         inputs = StepInputs(self.runner.state.budget[:1], requests, chunks, self.passes)
-        runner = self.runner
-        out = self.results if mode == "all" else self.results._replace(logprobs=None)
+        num_segments = len(requests) + len(chunks.slots)
+        buffers = self.results if mode == "all" else self.results._replace(logprobs=None)
+        results = Results._make(buffer if buffer is None else buffer[:, :num_segments] for buffer in buffers)
+        target_pass = CapturedPass(inputs, mode, results, rows, heads)
         if mode != "all":
-            return [lambda _: runner.step(inputs, rows, heads, mode, out=out)]
-        return [
-            lambda _: runner.begin(inputs, rows),
-            lambda forward: runner.complete(forward, inputs, heads, mode, out=out),
-        ]
+            return [lambda _: self.runner.step(target_pass)]
+        return [lambda _: self.runner.forward(target_pass), partial(self.runner.verify, target_pass)]
 
     def hold_padding(self) -> None:
         self.runner.state.send((), 0)

@@ -1,7 +1,7 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,26 +13,30 @@ from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, dra
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
-from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
+from slipstream.serve.runner.passes import EagerPass, Results, StepInputs
+from slipstream.serve.runner.step import Runner
 
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A launched step."""
+    """A step on the device."""
 
     plan: StepPlan
-    results: Results  # of S segments or more, on the host, written once `landed` has passed
-    first_chunk: int  # index of the first chunk's results; those of the plan's slots are the first
     width: int  # nodes that a request slot stores
+    started: torch.cuda.Event | None  # None on a CPU
+    captured: int | None = None  # number of its captured target pass
+    results: Results | None = None  # of S segments or more, on the host, written once `landed` has passed
+    first_chunk: int = 0  # index of the first chunk's results; those of the plan's slots are the first
     proposed: Tensor | None = None  # (2, S, W) int32, likewise
-    started: torch.cuda.Event | float = 0.0  # or the milliseconds that it took
     landed: torch.cuda.Event | None = None
+    cpu_ms: float = 0.0  # duration on a CPU
     failure: str = ""  # the step could not run
 
     def read(self) -> StepOutput:
         """Waits for the results."""
+        assert self.results is not None, "launched up to sampling"
         if self.landed is not None:
             self.landed.synchronize()  # sync
         plan = self.plan
@@ -74,9 +78,8 @@ class InFlight:
 
     def milliseconds(self) -> float:
         """The step's duration; call it after `read`."""
-        if isinstance(self.started, float):
-            return self.started
-        assert self.landed is not None
+        if self.started is None or self.landed is None:
+            return self.cpu_ms
         return self.started.elapsed_time(self.landed)
 
 
@@ -96,9 +99,6 @@ class ModelRunner:
         self.drafter = passes.drafter
         self.state = passes.state
         self._prepared = 0  # number of the last plan whose slots and pages the device has
-        self._set_number = 0  # likewise, whose proposals
-        self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
-        self._started: torch.cuda.Event | None = None  # start of that plan's pass, on a GPU
         self._clock = CpuClock()
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
 
@@ -111,35 +111,38 @@ class ModelRunner:
         return GraphKeys(self.steps.captured, drafts, self.steps.num_chunks)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Packs what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
-        if plan.number <= self._prepared:
-            return
-        self._prepared = plan.number
-        if self.state.device.type == "cuda":
-            self._started = torch.cuda.Event(enable_timing=True)
-        self.state.change(plan.admissions, plan.pages)
+        """Packs what a plan says of slots and pages, while the step before it runs. `launch` does so otherwise."""
+        if plan.number > self._prepared:
+            self._prepared = plan.number
+            self.state.change(plan.admissions, plan.pages)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Launches what a plan's pass computes before it samples, where that is captured. `execute` launches the rest
-        of it, with masks that the plan has got since."""
-        self._set(plan)
-        if self.steps is not None and plan.graph is not None:
-            self._start_clock()
-            self.steps.begin(plan)
-            self._begun = plan.number
+    def launch(self, plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
+        """Launches the plan's passes, in the order of the plans' numbers.
 
-    def execute(self, plan: StepPlan) -> InFlight:
-        """Launches the plan's passes. Plans come in the order of their numbers.
-
-        Where memory does not suffice for them, their requests fail and others go on.
+        `up_to_sampling`: of a captured pass only what it computes before it samples, of others nothing; `finish`
+        launches the rest. Where memory does not suffice for the passes, their requests fail and others go on.
         """
-        self._set(plan)
-        is_begun = self._begun == plan.number
-        self.state.set_masks(plan.edits.masks, beside=is_begun)
+        self.prepare(plan)
+        if plan.survivals is not None:
+            self.state.set_survivals(plan.survivals)
+        for proposal in plan.edits.proposals:
+            self._store(proposal)
+        if up_to_sampling:
+            return self._launch_target(plan)
+        self.state.set_masks(plan.edits.masks)
+        return self._run(plan)
+
+    def finish(self, flight: InFlight, plan: StepPlan) -> InFlight:
+        """Launches the rest of a step. `plan`: the flight's, with masks that it has got since."""
+        is_running = flight.captured is not None
+        self.state.set_masks(plan.edits.masks, beside=is_running)
+        return self._run(plan, flight if is_running else None)
+
+    def _run(self, plan: StepPlan, flight: InFlight | None = None) -> InFlight:
+        """Launches the plan's passes, or the rest of them."""
         try:
-            if not is_begun:
-                self._start_clock()
-            results, first_chunk = self._step(plan)
+            flight = flight or self._launch_target(plan)
+            results, first_chunk = self._finish_target(flight, plan)
             if plan.logprobs is not None and results.logprobs is not None:
                 results = results._replace(logprobs=results.logprobs[: 2 + 2 * plan.logprobs])
             self._draft(plan)
@@ -148,42 +151,50 @@ class ModelRunner:
                 raise
             return self._failed(plan, error)
         proposed = self._proposals(plan) if plan.returns_proposals else None
-        width = self.state.proposals.shape[2]
-        started = self._started
-        if started is None:
-            return InFlight(plan, results, first_chunk, width, proposed, self._clock.stop())
+        if flight.started is None:
+            cpu_ms = self._clock.stop()
+            return replace(
+                flight, plan=plan, results=results, first_chunk=first_chunk, proposed=proposed, cpu_ms=cpu_ms
+            )
         tokens, logprobs, of_prompts, proposed = (
             None if tensor is None else to_host(tensor) for tensor in (*results, proposed)
         )
         landed = torch.cuda.Event(enable_timing=True)
         landed.record()
         assert tokens is not None
-        return InFlight(plan, Results(tokens, logprobs, of_prompts), first_chunk, width, proposed, started, landed)
+        results = Results(tokens, logprobs, of_prompts)
+        return replace(flight, plan=plan, results=results, first_chunk=first_chunk, proposed=proposed, landed=landed)
 
-    def _start_clock(self) -> None:
-        if self._started is None:
-            self._clock.start()
+    def _launch_target(self, plan: StepPlan) -> InFlight:
+        """Starts the step's time, and the captured target pass that takes the plan, if one does."""
+        started = None
+        if self.state.device.type == "cuda":
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
         else:
-            self._started.record()
+            self._clock.start()
+        captured = None if self.steps is None or plan.graph is None else self.steps.launch(plan)
+        return InFlight(plan, self.state.proposals.shape[2], started, captured)
 
-    def _set(self, plan: StepPlan) -> None:
-        """Uploads what passes read of a plan, except masks. Once for each plan: a later proposal replaces the stored
-        one."""
-        self.prepare(plan)
-        if plan.number <= self._set_number:
-            return
-        self._set_number = plan.number
-        if plan.survivals is not None:
-            self.state.set_survivals(plan.survivals)
-        for proposal in plan.edits.proposals:
-            self._store(proposal)
+    def _finish_target(self, flight: InFlight, plan: StepPlan) -> tuple[Results, int]:
+        """Launches the rest of the target pass. Returns the results, and the index of the first chunk's."""
+        if self.steps is not None and flight.captured is not None:
+            return self.steps.finish(plan, flight.captured)
+        state = self.state
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
+        chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
+        inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
+        results = self.passes.empty_results(len(slots_of(plan)), has_logprobs=plan.logprobs is not None)
+        target_pass = EagerPass(inputs, plan.mode, results, plan.bounds, plan.chunks, plan.prompts_by)
+        return self.passes.step(target_pass), len(plan.slots)
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         count = len(slots_of(plan))
         width = self.state.proposals.shape[2]
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
         results = Results(torch.zeros(count, 2 + 2 * width, dtype=torch.int32), None)
-        return InFlight(plan, results, len(plan.slots), width, failure=message)
+        return InFlight(plan, width, None, results=results, first_chunk=len(plan.slots), failure=message)
 
     def _upload(self, purpose: str, slots: tuple[int, ...]) -> Tensor:
         entry = self._slots.get(purpose)
@@ -198,20 +209,6 @@ class ModelRunner:
     def _proposals(self, plan: StepPlan) -> Tensor:
         """(2, S, W): the stored proposals."""
         return self.state.proposals[:2, self.state.upload(slots_of(plan))]
-
-    def _step(self, plan: StepPlan) -> tuple[Results, int]:
-        """The results, and the index of the first chunk's."""
-        if self.steps is not None and plan.graph is not None:
-            if self._begun != plan.number:
-                self.steps.begin(plan)
-            return self.steps.complete(plan)
-        state = self.state
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
-        chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
-        inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
-        shape = HostShape(plan.bounds, plan.chunks, plan.prompts_by, plan.logprobs is not None)
-        return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
     def _draft(self, plan: StepPlan) -> None:
         slots = drafting_slots(plan)

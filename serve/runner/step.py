@@ -1,8 +1,7 @@
 """The two passes of a step: the target's, over nodes of decoding requests and chunks of prompts, and the draft's.
 
 The target's pass verifies, accepts, commits and extends the drafter's KV; the draft's pass proposes what the next step
-verifies. Both are functions of device state. Nothing in them waits for the host, so they can be captured whole; a pass
-that is not captured reads how many nodes of each request it has, since its attention is planned by shapes.
+verifies. Both are functions of device state. serve/runner/passes.py has the two kinds of a target pass.
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
@@ -35,31 +34,14 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import Nodes, PartsAttention
 from slipstream.serve.drafters.base import Drafter
-from slipstream.serve.engine.plan import PromptChunk, PromptPhase, SamplingMode
+from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
+from slipstream.serve.runner.passes import HostShape, PassSizes, Results, TargetPass
 from slipstream.serve.runner.request_state import RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
-
-
-class StepInputs(NamedTuple):
-    """The inputs of a target pass besides request state."""
-
-    budget: Tensor  # (1,) int64 nodes to verify, roots included
-    requests: Tensor  # (B,) int64 slots of decoding requests
-    chunks: Chunks
-    passes: Tensor | None = None  # (1,) int64 counts passes whose results take turns: see `verify_rows`
-
-
-class HostShape(NamedTuple):
-    """The sizes of a pass that is not captured, as the host knows them."""
-
-    bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
-    chunks: tuple[PromptChunk, ...]
-    prompts_by: PromptPhase  # verify: its backend computes all rows in one ragged pass
-    has_logprobs: bool = False  # some request wants those of its tokens
 
 
 class ForwardPass(NamedTuple):
@@ -68,15 +50,7 @@ class ForwardPass(NamedTuple):
     layout: Layout
     hidden: Tensor  # (T, H) after the final norm
     aux_states: Tensor | None  # (T, K * H)
-    counts: list[int]  # nodes of each decoding request, where the pass is not captured
-
-
-class Results(NamedTuple):
-    """The results of a target pass for the host, for S segments of W tokens."""
-
-    tokens: Tensor  # ([N,] S, 2 + 2 * W) int32, for trees 2 + 3 * W: see `verify_rows`; N passes take turns
-    logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
-    prompt_logprobs: Tensor | None = None  # (2 + 2 * K, N) int32: see `token_logprobs`
+    sizes: PassSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,92 +69,56 @@ class Runner:
     logprobs_of_samples: bool = False  # log-probabilities of the sampled distribution, not of the target's logits
 
     @torch.inference_mode()
-    def step(
-        self,
-        inputs: StepInputs,
-        rows: int,
-        heads: int,
-        mode: SamplingMode,
-        host: HostShape | None = None,
-        out: Results | None = None,
-    ) -> Results:
-        """The target's pass over T = `rows` rows, with logits for `heads` of them: all nodes and the last row of each
-        chunk.
-
-        With `host` the pass is not captured, and `rows` and `heads` do not matter.
-        Returns the results, in the buffers of `out` if given; log-probabilities where it has a buffer for them, or as
-        `host` says.
-        """
-        return self.complete(self.begin(inputs, rows, host), inputs, heads, mode, host, out)
+    def step(self, target_pass: TargetPass) -> Results:
+        """Runs a target pass."""
+        return self.verify(target_pass, self.forward(target_pass))
 
     @torch.inference_mode()
-    def begin(self, inputs: StepInputs, rows: int, host: HostShape | None = None) -> ForwardPass:
-        """The part of the pass that reads neither masks nor anything else of how tokens are sampled."""
+    def forward(self, target_pass: TargetPass) -> ForwardPass:
+        """Runs the part of a pass that reads neither masks nor anything else of how tokens are sampled."""
         state = self.state
-        B = len(inputs.requests)
-        if host is None:
-            state.write_sent()
-        else:
-            state.write_changes()
         stored = state.stored
-        max_nodes = state.proposals.shape[2]
-        counts = admit(stored.survivals, inputs.requests, inputs.budget, max_nodes, stored.lengths, inputs.passes)
-        numbers: list[int] = []
-        if host is not None:
-            numbers = counts.tolist() if B else []  # sync
-            rows = sum(numbers) + sum(len(chunk.tokens) for chunk in host.chunks)
+        budget, requests, chunks, passes = target_pass.inputs
+        target_pass.write_changes(state)
+        counts = admit(stored.survivals, requests, budget, state.proposals.shape[2], stored.lengths, passes)
+        sizes = target_pass.sizes(counts)
         layout = lay_out(
             stored,
             counts,
-            inputs.requests,
-            inputs.chunks,
+            requests,
+            chunks,
             state.pages[0],
             state.page_size,
-            rows,
+            sizes.rows,
             self.branches,
             state.padding,
         )
-        attention, mask = self._attention(layout, B, numbers, host)
+        attention, mask = self._attention(layout, len(requests), sizes.host)
         hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
-        return ForwardPass(layout, hidden, aux_states, numbers)
+        return ForwardPass(layout, hidden, aux_states, sizes)
 
     @torch.inference_mode()
-    def complete(
-        self,
-        forward: ForwardPass,
-        inputs: StepInputs,
-        heads: int,
-        mode: SamplingMode,
-        host: HostShape | None = None,
-        out: Results | None = None,
-    ) -> Results:
-        """The rest of the pass: samples, verifies, commits and extends the drafter."""
+    def verify(self, target_pass: TargetPass, forward: ForwardPass) -> Results:
+        """Runs the rest of a pass: samples, verifies, commits and extends the drafter."""
         state = self.state
-        B = len(inputs.requests)
-        M = len(inputs.chunks.slots)
-        layout, hidden, aux_states, numbers = forward
-        rows = len(hidden)
-        if host is not None:
-            heads = sum(numbers) + M
-        logits, sampling, sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
-        if out is None:
-            out = self.empty_results(B + M, has_logprobs=host is not None and host.has_logprobs)
-        results = Results(out.tokens[..., : B + M, :], None if out.logprobs is None else out.logprobs[:, : B + M])
-        verified = verify_rows(
-            layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding, inputs.passes
-        )
+        results = target_pass.results
+        _, requests, chunks, passes = target_pass.inputs
+        layout, hidden, aux_states, sizes = forward
+        B = len(requests)
+        logits, sampling, sampled = self._sample(layout, chunks, hidden, B, sizes.heads, target_pass.mode)
+        verified = verify_rows(layout, sampled, state.stored, chunks, B, results.tokens, state.padding, passes)
         if results.logprobs is not None:
             emitted = Emitted(layout.starts, verified.nodes, verified.tokens, verified.lengths, layout.segment_slots)
             basis = sampling if self.logprobs_of_samples else None
             emitted_logprobs(logits, emitted, state.logprobs, basis, results.logprobs)
-        if host is not None:
-            first = sum(numbers)
-            scores = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], host.chunks)
+        if sizes.host is not None:
+            first = sum(sizes.host.counts)
+            scores = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], sizes.host.chunks)
             results = results._replace(prompt_logprobs=scores)
-        count_emitted(state, layout.segment_slots, mode, verified.tokens)
+        count_emitted(state, layout.segment_slots, target_pass.mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
-            attention = self._chains(layout, B, numbers, host) if self.drafter.attends_to_context else None
+            attention = self._chains(layout, B, sizes.host) if self.drafter.attends_to_context else None
             self._extend(layout, verified, aux_states, attention)
         return results
 
@@ -242,7 +180,7 @@ class Runner:
         return logits, sampling, sampled
 
     def _attention(
-        self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
+        self, layout: Layout, num_requests: int, host: HostShape | None
     ) -> tuple[Backend | PartsAttention, str]:
         """The target's attention, planned, and the mask of nodes."""
         verify = self.attention["verify"]
@@ -251,11 +189,11 @@ class Runner:
         if host is None or host.prompts_by == "verify":
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
-        nodes = Nodes.of(counts, self.state.device)
+        nodes = Nodes.of(host.counts, self.state.device)
         attention = PartsAttention(nodes, verify, prefill)
         is_tree = mask == "tree" and nodes.max_nodes > 1
         of_nodes = self._nodes(layout, nodes, host, pads=not verify.supports_ragged_nodes, is_tree=is_tree)
-        of_prompts = self._prompts(layout, len(counts), nodes.total, host)
+        of_prompts = self._prompts(layout, nodes.total, host)
         attention.plan(of_nodes, of_prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
 
@@ -323,9 +261,10 @@ class Runner:
             ancestors=ancestors,
         )
 
-    def _prompts(self, layout: Layout, num_requests: int, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
+    def _prompts(self, layout: Layout, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
         if not host.chunks:
             return None
+        num_requests = len(host.counts)
         slots = self._kv_slots(layout)
         return AttentionMetadata(
             phase="prefill",
@@ -355,16 +294,14 @@ class Runner:
                     destinations = self.state.slots(requests, lengths + order, group)
                     move_rows(network.flat(group), sources, destinations)
 
-    def _chains(
-        self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
-    ) -> AttentionMetadata:
+    def _chains(self, layout: Layout, num_requests: int, host: HostShape | None) -> AttentionMetadata:
         """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as
         prompts' rows are."""
         lens: tuple[int, ...] = ()
         bounds: tuple[int, ...] = ()
         if host is not None:
-            lens = (*counts, *(len(chunk.tokens) for chunk in host.chunks))
-            nodes = (bound + count for bound, count in zip(host.bounds, counts, strict=True))
+            lens = (*host.counts, *(len(chunk.tokens) for chunk in host.chunks))
+            nodes = (bound + count for bound, count in zip(host.bounds, host.counts, strict=True))
             bounds = (*nodes, *(chunk.end for chunk in host.chunks))
         return AttentionMetadata(
             phase="draft",

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import (
@@ -152,6 +153,17 @@ def run_aborting(
     for name, answer in run(engine, requests, abort).items():
         assert (answer.finish_reason == "abort") == (name in aborts.values())
         assert answer.tokens == expected[name][: len(answer.tokens) if name in aborts.values() else None]
+
+
+def watch_outputs(engine: Engine, look: Callable[[StepPlan, StepOutput], None]) -> None:
+    """Calls `look` from now on with each step that was read, before it is committed."""
+    commit = engine.planner.commit
+
+    def looking(plan: StepPlan, output: StepOutput, *options: Any) -> list[Output]:
+        look(plan, output)
+        return commit(plan, output, *options)
+
+    engine.planner.commit = looking  # type: ignore[method-assign]
 
 
 def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]]]:

@@ -18,12 +18,13 @@ from slipstream.serve.engine.build import Capture, Networks, build, measured_cos
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.engine_plan import EnginePlan, read_plan
 from slipstream.serve.engine.graph_keys import MODES, GraphKeys
-from slipstream.serve.engine.plan import StepKey
+from slipstream.serve.engine.plan import StepKey, StepPlan
 from slipstream.serve.engine.step_costs import Costs, StepCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import Capturer, DraftGraphs, Part, StepGraphs, make_graphs
 from slipstream.serve.runner.model_runner import ModelRunner
-from slipstream.serve.runner.step import Results, Runner
+from slipstream.serve.runner.passes import Results
+from slipstream.serve.runner.step import Runner
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 
@@ -70,14 +71,14 @@ def play_all(passes: Runner, keys: GraphKeys) -> tuple[StepGraphs, DraftGraphs |
     steps.capture_all()
     if drafts is not None:
         drafts.capture_all()
-    complete = steps.complete
+    finish = steps.finish
 
-    def complete_and_copy(plan: Any) -> tuple[Results, int]:
-        results, first = complete(plan)
+    def finish_and_copy(plan: StepPlan, number: int) -> tuple[Results, int]:
+        results, first = finish(plan, number)
         logprobs = None if results.logprobs is None else results.logprobs.clone()  # as a GPU's before the next replay
         return results._replace(logprobs=logprobs), first
 
-    steps.complete = complete_and_copy  # type: ignore[method-assign]
+    steps.finish = finish_and_copy  # type: ignore[method-assign]
     return steps, drafts
 
 

@@ -75,7 +75,7 @@ def main() -> None:
         plan, plans = pickle.loads(file.read_bytes())  # noqa: S301
         runner = build_runner(plan, play_all if plan.device.type == "cpu" else capture_all)
         steps = map(pickle.loads, plans)
-        outputs = {step.number: runner.execute(step).read() for step in steps}
+        outputs = {step.number: runner.launch(step).read() for step in steps}
         file.with_suffix(".replayed").write_bytes(pickle.dumps((outputs, digest(runner))))
 
 

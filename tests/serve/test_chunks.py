@@ -9,8 +9,9 @@ from slipstream.kernels.speculation.ragged import Chunks, Layout, lay_out, selec
 from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.passes import HostShape
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.step import HostShape, Runner
+from slipstream.serve.runner.step import Runner
 from slipstream.tests.pairwise import grouped
 
 PAGE_SIZE = 4
@@ -76,7 +77,7 @@ def test_chunks_of_known_lengths(seed: int) -> None:
     packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
     layout = check(chunks, packed, state, sum(lens))
     runner = Runner(None, {}, None, state, ())  # type: ignore[arg-type]
-    metadata = runner._prompts(layout, 0, 0, HostShape((), tuple(chunks), "prefill"))
+    metadata = runner._prompts(layout, 0, HostShape((), (), tuple(chunks), "prefill"))
     assert isinstance(metadata, AttentionMetadata)
     assert metadata.phase == "prefill"
     assert metadata.query_lens == tuple(lens)

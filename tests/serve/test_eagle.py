@@ -19,9 +19,8 @@ from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.draft_tree import TreeShape
 from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.engine.budget import Choice
-from slipstream.serve.engine.engine import Arrived
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
-from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import gate_of, rotating
@@ -41,6 +40,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     texts_of,
     tokens_of,
+    watch_outputs,
 )
 
 MakeDraft = Callable[[str, str], Path]
@@ -271,17 +271,12 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
     branched = set[int]()
     num_checked = 0
-    read = engine._read
     proposed = record_proposals(engine.runner.drafter)
 
-    def reading(flight: InFlight) -> Arrived:
-        arrived = read(flight)
-        slots = flight.plan.slots
-        output = arrived.output
+    def look(plan: StepPlan, output: StepOutput) -> None:
         assert output.accepted is not None
-        emissions = zip(slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
+        emissions = zip(plan.slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
         branched.update(slot for slot, nodes, length in emissions if nodes[:length] != list(range(length)))
-        return arrived
 
     def check(*_: object) -> None:
         nonlocal num_checked
@@ -291,7 +286,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
                 num_checked += 1
         branched.clear()
 
-    engine._read = reading  # type: ignore[method-assign]
+    watch_outputs(engine, look)
     requests = [
         make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2))
         for index in range(12)

@@ -30,6 +30,7 @@ from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.grammar.work import Unsupported, Work
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import rotating, some_of
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine, make_request, plain_answers, run, tokens_of
@@ -798,18 +799,19 @@ def test_passes_begin_before_their_masks_are_there(
     engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
     started = set[int]()
     masked = list[int]()
-    begin = engine.runner.begin
+    launch = engine.runner.launch
 
-    def watch(plan: StepPlan) -> None:
-        assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
-        started.add(plan.number)
-        begin(plan)
+    def watch(plan: StepPlan, *, up_to_sampling: bool = False) -> InFlight:
+        if up_to_sampling:
+            assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
+            started.add(plan.number)
+        return launch(plan, up_to_sampling=up_to_sampling)
 
     def trace(event: str, plan: StepPlan) -> None:
         if event == "launched" and plan.edits.masks:
             masked.append(plan.number)
 
-    monkeypatch.setattr(engine.runner, "begin", watch)
+    monkeypatch.setattr(engine.runner, "launch", watch)
     engine.trace = trace
     forced = "the total number of apples in all the baskets"
     patterns = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{30}}{forced}[0-9]{{20}}{forced}[a-c]*"}

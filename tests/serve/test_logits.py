@@ -138,7 +138,7 @@ def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
     plan = engine.planner.plan()
     assert plan is not None
     max_nodes = engine.planner.limits.most_nodes
-    return replace(engine.planner.choose(plan, "all"), nodes=len(plan.slots) * max_nodes, width=max_nodes)
+    return replace(engine.planner.choose(plan, will_be_masked=True), nodes=len(plan.slots) * max_nodes, width=max_nodes)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyP
         if choices[index, node] >= 0
     )
     with changed_logits(engine, lambda logits: logits_of_passes.append(logits) or logits, monkeypatch):
-        output = engine.runner.execute(replace(plan, edits=Edits(masks=masks))).read()
+        output = engine.runner.launch(replace(plan, edits=Edits(masks=masks))).read()
     assert drafter == "none" or (output.num_verified > 1).all()
     for request in range(3):
         nodes = range(width) if output.accepted is None else output.accepted[request].tolist()
@@ -209,10 +209,10 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
             return logits
 
         with changed_logits(engine, poison, monkeypatch):
-            first = engine.runner.execute(plan).read()
+            first = engine.runner.launch(plan).read()
         bounds = tuple(bound + rows[index] for index, bound in enumerate(plan.bounds))
         after = replace(plan, number=plan.number + 1, admissions=(), pages=(), bounds=bounds)
-        outputs.append((first, engine.runner.execute(after).read()))
+        outputs.append((first, engine.runner.launch(after).read()))
     (expected, later), (ending, after) = outputs
     assert ending.emitted(1) == [-1]
     assert list(ending.errors) == [plan.slots[1]]

@@ -24,7 +24,7 @@ from slipstream.serve.engine.acceptance import CELLS
 from slipstream.serve.engine.budget import BudgetPolicy, Choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_wait import HostWait
-from slipstream.serve.engine.plan import StepPlan, drafting_slots
+from slipstream.serve.engine.plan import StepOutput, StepPlan, drafting_slots
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, grouped, rotating, some_of
@@ -44,6 +44,7 @@ from slipstream.tests.serve.engine_runs import (
     run,
     serve_traffic,
     tokens_of,
+    watch_outputs,
 )
 from slipstream.tests.serve.known_answers import (
     ending_requests,
@@ -617,18 +618,13 @@ def watch(engine: Engine) -> Counter[str]:
     """Counts from now on the steps with nodes and chunks, steps that verify different numbers of nodes of their
     requests, accepted tokens, and prompts that begin in the cache."""
     counts = Counter[str]()
-    read = engine._read
 
-    def reading(flight: Any) -> Any:
-        arrived = read(flight)
-        plan = flight.plan
-        output = arrived.output
+    def look(plan: StepPlan, output: StepOutput) -> None:
         counts["mixed"] += bool(plan.slots and plan.chunks)
         counts["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
         counts["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())
         admitted = {admission.slot for admission in plan.admissions}
         counts["cached"] += sum(chunk.start > 0 for chunk in plan.chunks if chunk.slot in admitted)
-        return arrived
 
-    engine._read = reading  # type: ignore[method-assign]
+    watch_outputs(engine, look)
     return counts

@@ -24,6 +24,7 @@ from slipstream.tests.serve.engine_runs import (
     random_prompt,
     run,
     tokens_of,
+    watch_outputs,
 )
 from slipstream.tests.serve.test_overlap import SlowSteps
 
@@ -79,21 +80,19 @@ def test_namespaces_and_clients_do_not_see_each_other(name: str, share: bool, ta
         assert accept_length(run(engine, requests)) > 4 * alone
 
 
-def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_verify_no_more_than_was_drafted(target: Path) -> None:
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
-    commit = engine.planner.commit
     verified = list[int]()
 
-    def count(plan: StepPlan, output: StepOutput, ms: float) -> Any:
+    def count(plan: StepPlan, output: StepOutput) -> None:
         numbers = output.num_verified[: len(plan.slots)].tolist()
         if plan.slots:
             (drafted,) = [dict(zip(proposal.slots, proposal.counts, strict=True)) for proposal in plan.edits.proposals]
             assert numbers == [drafted[slot] for slot in plan.slots]
             assert plan.nodes == sum(numbers)
         verified.extend(numbers)
-        return commit(plan, output, ms)
 
-    monkeypatch.setattr(engine.planner, "commit", count)
+    watch_outputs(engine, count)
     run(engine, requests_of())
     assert verified.count(1) > len(verified) / 2, "six tokens seldom occur twice"
     verified.clear()

@@ -40,7 +40,7 @@ def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) 
 
 def kinds(engine: Engine) -> list[str]:
     """Returns the kinds of the steps in flight."""
-    return ["chunks" if flight.plan.chunks else "nodes" for flight in engine._in_flight]
+    return ["chunks" if step.plan.chunks else "nodes" for step in engine._steps]
 
 
 def requests_of(temperature: float) -> list[Request]:
@@ -90,7 +90,7 @@ def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: 
 def test_no_step_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
     engine = build_overlapping(target)
     assert [len(answer.tokens) for answer in run(engine, [make_request("0", [5, 6], max_tokens=1)]).values()] == [1]
-    assert not engine.num_in_flight
+    assert not kinds(engine)
 
 
 def test_a_first_token_does_not_wait_for_the_step_behind_it(target: Path) -> None:
@@ -160,7 +160,7 @@ def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target:
 
     def switch(step: int, _: object) -> None:
         if step % period >= settling and engine.num_open == len(requests):
-            ahead[costs.by_row].append(bool(engine.num_in_flight) and not engine.waits_for_host)
+            ahead[costs.by_row].append(bool(kinds(engine)) and engine.host_need == "nothing")
         costs.by_row = (step + 1) // period % 2 == 0
 
     costs.by_row = True

@@ -1,6 +1,7 @@
 """Steps by their plans: what a plan brings, and requests that fail and leave the others alone."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,15 @@ def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, 
 def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None:
     """They are stored with their cells, and with survivals that never rise, as the pass needs them."""
     engine = build_engine(target, draft, drafter={"ngram_first": 1})
+    engine.add(make_request("0", [5, 6]))
+    plan = engine.planner.plan()
+    assert plan is not None
     acceptance = engine.planner.policy.acceptance
     acceptance.publish(np.random.default_rng(1).random(CELLS, np.float32))
     for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
         nodes = np.full((4, 1, 16), 5, np.int32)
-        engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),)))
+        edits = Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),))
+        engine.planner.choose(replace(plan, edits=edits))
         cells = nodes[2, 0]
         survivals = nodes[3, 0].view(np.float32)
         assert (cells[max(count, 1) :] == -1).all()
@@ -209,5 +214,5 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
             assert (cells[1:count] >= NETWORK_CELLS).all()
             assert survivals[1:count].tolist() == np.minimum.accumulate(table).tolist()
     acceptance.publish(np.full(CELLS, 0.25, np.float32))
-    engine.planner.offer(Edits((HostProposal([0], nodes, [16], [20], "ngram"),)))
+    engine.planner.choose(replace(plan, edits=Edits((HostProposal([0], nodes, [16], [20], "ngram"),))))
     assert (nodes[3, 0, 1:].view(np.float32) == 0.25).all(), "by the table of now"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams, Speculation, TokenTrace
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
@@ -25,6 +26,7 @@ from slipstream.tests.serve.engine_runs import (
     run,
     texts_of,
     tokens_of,
+    watch_outputs,
 )
 from slipstream.tests.serve.played_graphs import drafts_of, play
 from slipstream.tests.serve.test_lossless import AnyPolicy
@@ -87,12 +89,11 @@ class Watcher:
         self.verified: dict[str, list[tuple[list[list[int]], int]]] = {}  # by request: nodes, how many were verified
         self._owners: dict[int, str] = {}
         self._before: dict[int, list[tuple[str, list[list[int]]]]] = {}  # by plan
-        self._read = engine._read
-        self._execute = engine.runner.execute
-        engine._read = self.read  # type: ignore[method-assign]
-        engine.runner.execute = self.execute  # type: ignore[method-assign]
+        self._launch = engine.runner.launch
+        watch_outputs(engine, self.look)
+        engine.runner.launch = self.launch  # type: ignore[method-assign]
 
-    def execute(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan, **options: Any) -> InFlight:
         engine = self.engine
         engine.runner.prepare(plan)
         self._owners.update((admission.slot, admission.request.id) for admission in plan.admissions)
@@ -102,14 +103,12 @@ class Watcher:
             engine.runner._store(proposal)
         stored = engine.runner.state.proposals[:2]
         self._before[plan.number] = [(self._owners[slot], stored[:, slot].tolist()) for slot in plan.slots]
-        return self._execute(plan)
+        return self._launch(plan, **options)
 
-    def read(self, flight: Any) -> Any:
-        arrived = self._read(flight)
-        before = self._before.get(flight.plan.number, [])  # of an earlier watcher: nobody waits for it
-        for (name, nodes), count in zip(before, arrived.output.num_verified.tolist(), strict=False):
+    def look(self, plan: StepPlan, output: StepOutput) -> None:
+        before = self._before.get(plan.number, [])  # of an earlier watcher: nobody waits for it
+        for (name, nodes), count in zip(before, output.num_verified.tolist(), strict=False):
             self.verified.setdefault(name, []).append((nodes, count))
-        return arrived
 
 
 @pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))

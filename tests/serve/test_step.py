@@ -18,11 +18,11 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base, registry
 from slipstream.serve.engine.budget import Choice
-from slipstream.serve.engine.engine import Arrived, Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
-from slipstream.serve.runner.model_runner import InFlight
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import simulate
 from slipstream.tests.attention_layers import asking_layer
@@ -38,6 +38,7 @@ from slipstream.tests.serve.engine_runs import (
     random_prompt,
     run,
     tokens_of,
+    watch_outputs,
 )
 from slipstream.tests.serve.test_lossless import AnyPolicy
 
@@ -173,16 +174,13 @@ def build_tree_engine(
 def watch_moves(engine: Engine) -> list[int]:
     """Records from now on the accepted nodes whose KV had to be moved, by step."""
     moves = list[int]()
-    read = engine._read
 
-    def reading(flight: InFlight) -> Arrived:
-        arrived = read(flight)
-        accepted = arrived.output.accepted
+    def look(_: StepPlan, output: StepOutput) -> None:
+        accepted = output.accepted
         assert accepted is not None
         moves.append(int(((accepted >= 0) & (accepted != np.arange(accepted.shape[1]))).sum()))
-        return arrived
 
-    engine._read = reading  # type: ignore[method-assign]
+    watch_outputs(engine, look)
     return moves
 
 

@@ -43,6 +43,7 @@ from slipstream.tests.serve.engine_runs import (
     serve_traffic,
     sized_requests,
     tokens_of,
+    watch_outputs,
 )
 from slipstream.tests.serve.played_graphs import EqualTimes, build_eager, build_played, drafts_of, play, replays_of
 from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, preempt_some, watch
@@ -90,21 +91,18 @@ def record(engine: Engine) -> Recorded:
     """Records from now on the plans that are launched, and their outputs if they are read."""
     recorded = Recorded()
     places = dict[int, int]()
-    read = engine._read
 
     def trace(event: str, plan: StepPlan) -> None:
         if event == "launched":
             places[plan.number] = len(recorded)
             recorded.append((pickle.loads(pickle.dumps(plan)), None))  # noqa: S301
 
-    def reading(flight: Any) -> Any:
-        arrived = read(flight)
-        place = places[flight.plan.number]
-        recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(arrived.output))  # noqa: S301
-        return arrived
+    def look(plan: StepPlan, output: StepOutput) -> None:
+        place = places[plan.number]
+        recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(output))  # noqa: S301
 
     engine.trace = trace
-    engine._read = reading  # type: ignore[method-assign]
+    watch_outputs(engine, look)
     return recorded
 
 
@@ -113,7 +111,7 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
     for plan, expected in recorded:
         if eager.runner.steps is None:
             plan = replace(plan, graph=None, draft_graph=None)
-        replayed = eager.runner.execute(plan).read()
+        replayed = eager.runner.launch(plan).read()
         if expected is not None:
             for name in StepOutput._fields:
                 np.testing.assert_equal(
