@@ -49,6 +49,7 @@ HOST_SIDE = (
     "graph_keys",
     "host_stages",
     "host_wait",
+    "host_work",
     "isolation",
     "kv_cache",
     "kv_windows",

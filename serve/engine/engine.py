@@ -13,15 +13,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from slipstream.serve.engine.counts import EngineCounts
 from slipstream.serve.engine.engine_plan import EnginePlan
-from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.isolation import IsolatedStages
-from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, Edits, HostProposal, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.host_stages import HostStage
+from slipstream.serve.engine.host_work import HostNeed, HostWork
+from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.grammar.grammars import Grammars
@@ -30,7 +28,6 @@ from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
 Trace = Callable[[str, StepPlan], None]
-HostNeed = Literal["nothing", "before launch", "before sampling"]  # work of host stages that a step waits for
 
 
 class State(IntEnum):
@@ -76,16 +73,15 @@ class Engine:
         self.runner = runner
         self.scheduler = planner.scheduler
         self.stages = stages
+        self.host = HostWork(stages, planner)
         self.overlap = plan.overlap
         self.scheduler.on_admit = self._admit
-        self.scheduler.on_release = self._release
+        self.scheduler.on_release = self.host.release
         self.trace: Trace | None = None
         self._check = check  # the drafter's: raises ValueError
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
         self._steps: deque[Step] = deque()  # not read yet; between two calls of `step` all of them are launched
-        self._edits = Edits()  # for the next plan
-        self._isolated = IsolatedStages(stages, self._fail)
 
     @property
     def has_work(self) -> bool:
@@ -164,19 +160,8 @@ class Engine:
 
     @property
     def host_need(self) -> HostNeed:
-        """The host's work on the steps in flight that the next step waits for; for proposals only while that pays."""
-        if not self._steps:
-            return "nothing"
-        slots = [slot for step in self._steps for slot in slots_of(step.plan)]
-        drafting = (stage for stage in self.stages if max(stage.widths) > 1)
-        if self.planner.waiting_pays and any(self._isolated.wants(stage, slots) for stage in drafting):
-            return "before launch"
-        return "before sampling" if self._reads_proposals(slots) else "nothing"
-
-    def _reads_proposals(self, slots: list[int]) -> bool:
-        """Whether a stage wants to see the nodes that a step of these requests verifies."""
-        readers = (stage for stage in self.stages if stage.reads == "proposal")
-        return any(self._isolated.wants(stage, slots) for stage in readers)
+        """The host's work on the steps in flight that the next step waits for."""
+        return self.host.need([slot for step in self._steps for slot in slots_of(step.plan)])
 
     def drain(self) -> list[Output]:
         """Reads all steps in flight and launches nothing."""
@@ -196,7 +181,10 @@ class Engine:
         step.state = State.READ
         self._tell("read", step.plan)
         landed = time.perf_counter()
-        late = self._let_stages_work(step.plan, output)
+        is_late = bool(self._steps) and self._steps[-1].state > State.PLANNED
+        late = self.host.look(step.plan, output, is_late=is_late)
+        if self.stages:
+            self._tell("drafted", step.plan)
         waited_ms = None
         if self._steps and self._steps[-1].state < State.LAUNCHED:
             is_idle = self._steps[-1].state == State.PLANNED
@@ -211,7 +199,7 @@ class Engine:
         plan = self.planner.plan()
         if plan is None:
             return None
-        self._mask_first_tokens(plan)
+        self.host.mask_first_tokens(plan)
         self._tell("planned", plan)
         self.runner.prepare(plan)
         step = Step(plan)
@@ -223,11 +211,11 @@ class Engine:
         plan = step.plan
         slots = slots_of(plan)
         if step.state == State.PLANNED:
-            returns_proposals = plan.returns_proposals or self._reads_proposals(list(slots))
-            plan = replace(plan, edits=self._take_edits(slots), returns_proposals=returns_proposals)
+            returns_proposals = plan.returns_proposals or self.host.reads_proposals(list(slots))
+            plan = replace(plan, edits=self.host.take_edits(slots), returns_proposals=returns_proposals)
             plan = self.planner.choose(plan, will_be_masked=up_to_sampling)
         else:
-            plan = replace(plan, edits=plan.edits + self._take_edits(slots))
+            plan = replace(plan, edits=plan.edits + self.host.take_edits(slots))
         step.plan = plan
         if up_to_sampling:
             step.flight = self.runner.launch(plan, up_to_sampling=True)
@@ -240,58 +228,9 @@ class Engine:
         if not step.flight.failure:
             self.planner.launched(plan)
 
-    def _take_edits(self, slots: tuple[int, ...]) -> Edits:
-        """Returns the edits of a plan for these slots, and keeps the others."""
-        edits, self._edits = self._edits.of(slots)
-        return edits
-
-    def _let_stages_work(self, plan: StepPlan, output: StepOutput) -> tuple[HostProposal, ...]:
-        """Shows stages the output of a step, and keeps their edits for the next one. Returns the proposals that come
-        too late for that, since it runs already.
-
-        A request may end within its new tokens. The planner notices that later, and calls `release` of stages.
-        """
-        is_late = bool(self._steps) and self._steps[-1].state > State.PLANNED
-        late: tuple[HostProposal, ...] = ()
-        for stage in self.stages:
-            inputs: Emitted | Proposed
-            if stage.reads == "emitted":
-                inputs = self.planner.emitted(plan, output)
-            elif output.proposed is not None and self._isolated.wants(stage, list(slots_of(plan))):
-                inputs = self.planner.proposed(plan, output).after(self._edits.proposals)
-            else:
-                continue
-            edits = self._isolated.run(stage, inputs, self.planner.limits.most_nodes, late=is_late)
-            if is_late:
-                late += edits.proposals
-                edits = replace(edits, proposals=())
-            self._edits += edits
-        if self.stages:
-            self._tell("drafted", plan)
-        return late
-
-    def _mask_first_tokens(self, plan: StepPlan) -> None:
-        """Masks the first tokens of answers: they have no proposal before them, so stages that read proposals get the
-        last token of the prompt as a root."""
-        ends = [chunk for chunk in plan.chunks if chunk.is_last]
-        slots = [chunk.slot for chunk in ends]
-        for stage in self.stages:
-            if ends and stage.reads == "proposal" and self._isolated.wants(stage, slots):
-                nodes = np.array([[[chunk.tokens[-1]] for chunk in ends], [[-1]] * len(ends)], np.int32)
-                edits = self._isolated.run(stage, Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
-                self._edits += edits
-
     def _admit(self, sequence: Sequence) -> None:
         self.planner.admitted(sequence)
-        self._isolated.admit(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._isolated.release(sequence)
-        self._edits = self._edits.without(sequence.slot)
-
-    def _fail(self, slot: int, error: str) -> None:
-        """Ends a request with its next step."""
-        self._edits += Edits(errors={slot: error})
+        self.host.admit(sequence)
 
     def _tell(self, event: str, plan: StepPlan) -> None:
         if self.trace is not None:

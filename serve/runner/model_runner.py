@@ -98,6 +98,7 @@ class ModelRunner:
         self.target = passes.target
         self.drafter = passes.drafter
         self.state = passes.state
+        self.width = passes.state.proposals.shape[2]  # nodes that a request slot stores
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._clock = CpuClock()
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by purpose
@@ -143,27 +144,31 @@ class ModelRunner:
         try:
             flight = flight or self._launch_target(plan)
             results, first_chunk = self._finish_target(flight, plan)
-            if plan.logprobs is not None and results.logprobs is not None:
+            if results.logprobs is not None and plan.logprobs is not None:
                 results = results._replace(logprobs=results.logprobs[: 2 + 2 * plan.logprobs])
             self._draft(plan)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return self._failed(plan, error)
-        proposed = self._proposals(plan) if plan.returns_proposals else None
+        results = Results._make(map(to_host, results))
+        proposed = to_host(self._proposals(plan)) if plan.returns_proposals else None
+        landed = None
+        cpu_ms = 0.0
         if flight.started is None:
             cpu_ms = self._clock.stop()
-            return replace(
-                flight, plan=plan, results=results, first_chunk=first_chunk, proposed=proposed, cpu_ms=cpu_ms
-            )
-        tokens, logprobs, of_prompts, proposed = (
-            None if tensor is None else to_host(tensor) for tensor in (*results, proposed)
+        else:
+            landed = torch.cuda.Event(enable_timing=True)
+            landed.record()
+        return replace(
+            flight,
+            plan=plan,
+            results=results,
+            first_chunk=first_chunk,
+            proposed=proposed,
+            landed=landed,
+            cpu_ms=cpu_ms,
         )
-        landed = torch.cuda.Event(enable_timing=True)
-        landed.record()
-        assert tokens is not None
-        results = Results(tokens, logprobs, of_prompts)
-        return replace(flight, plan=plan, results=results, first_chunk=first_chunk, proposed=proposed, landed=landed)
 
     def _launch_target(self, plan: StepPlan) -> InFlight:
         """Starts the step's time, and the captured target pass that takes the plan, if one does."""
@@ -174,7 +179,7 @@ class ModelRunner:
         else:
             self._clock.start()
         captured = None if self.steps is None or plan.graph is None else self.steps.launch(plan)
-        return InFlight(plan, self.state.proposals.shape[2], started, captured)
+        return InFlight(plan, self.width, started, captured)
 
     def _finish_target(self, flight: InFlight, plan: StepPlan) -> tuple[Results, int]:
         """Launches the rest of the target pass. Returns the results, and the index of the first chunk's."""
@@ -191,10 +196,9 @@ class ModelRunner:
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         count = len(slots_of(plan))
-        width = self.state.proposals.shape[2]
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
-        results = Results(torch.zeros(count, 2 + 2 * width, dtype=torch.int32), None)
-        return InFlight(plan, width, None, results=results, first_chunk=len(plan.slots), failure=message)
+        results = Results(torch.zeros(count, 2 + 2 * self.width, dtype=torch.int32), None)
+        return InFlight(plan, self.width, None, results=results, first_chunk=len(plan.slots), failure=message)
 
     def _upload(self, purpose: str, slots: tuple[int, ...]) -> Tensor:
         entry = self._slots.get(purpose)
@@ -217,14 +221,13 @@ class ModelRunner:
         if self.drafts is not None and plan.draft_graph is not None:
             self.drafts.run(plan)
         else:
-            max_nodes = self.state.proposals.shape[2]
-            bounds = [bound + max_nodes for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
+            bounds = [bound + self.width for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
             self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
 
 
-def to_host(values: Tensor) -> Tensor:
+def to_host(values: Tensor | None) -> Tensor | None:
     """Starts a copy to pinned memory, unless they lie there."""
-    if values.device.type == "cpu":
+    if values is None or values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
