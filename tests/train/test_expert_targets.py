@@ -14,7 +14,8 @@ from slipstream.serve.request import SamplingParams
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.pairwise import some_of
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.tests.train.runs import ROOT, Arguments
+from slipstream.tests.sources import ROOT
+from slipstream.tests.train.runs import Arguments
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.trackers import read_metrics
 

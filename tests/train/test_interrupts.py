@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.models.files.outputs import step_folders
-from slipstream.tests.train.runs import ROOT, Arguments, heeded_signals
+from slipstream.tests.sources import ROOT
+from slipstream.tests.train.runs import Arguments, heeded_signals
 
 TRAINER = """
 import os, signal, sys

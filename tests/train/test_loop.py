@@ -20,10 +20,10 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.targets.config import TargetSpec
+from slipstream.tests.sources import ROOT
 from slipstream.tests.train import recorded_run
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
-    ROOT,
     Arguments,
     assert_same_run,
     records,

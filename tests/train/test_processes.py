@@ -8,8 +8,9 @@ import pytest
 from datasets import load_from_disk
 
 from slipstream.models.files.checkpoint import read_json
+from slipstream.tests.sources import ROOT
 from slipstream.tests.train import recorded_run
-from slipstream.tests.train.runs import ROOT, Arguments, assert_like_run, end_program, records, refusal, start_program
+from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
 from slipstream.train import checkpoints, dflash
 from slipstream.train.batches import PackedRows, evaluation_batches
 from slipstream.train.eagle3 import main

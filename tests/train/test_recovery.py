@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.outputs import step_folders
 from slipstream.tests.pairwise import gate_of
+from slipstream.tests.sources import ROOT
 from slipstream.tests.train.conftest import SaveData
-from slipstream.tests.train.runs import ROOT, Arguments, Program, records, start_program
+from slipstream.tests.train.runs import Arguments, Program, records, start_program
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.eagle3 import main
 
