@@ -181,6 +181,15 @@ def faults_of(case: Case, client: httpx.Client, model: str | None = None, read: 
     return faults
 
 
+def first_model(client: httpx.Client) -> str:
+    try:
+        return client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        sys.exit(
+            f"--url is {client.base_url}, where /v1/models names no model ({error}); start the server, or use --model"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=sorted(FOLDER.glob("*.yaml")))
@@ -193,12 +202,12 @@ def main() -> None:
     cases = [case for file in options.files for case in cases_of(file) if not left_out & set(case.tags)]
     num_failed = 0
     with httpx.Client(base_url=options.url, timeout=600, headers={"Authorization": f"Bearer {options.key}"}) as client:
-        model = options.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        model = options.model or first_model(client)
         for case in cases:
             try:
                 faults = faults_of(case, client, model)
-            except (AssertionError, LookupError, ValueError) as error:
-                faults = [f"the stream is malformed: {error!r}"]
+            except (AssertionError, LookupError, TypeError, ValueError, httpx.HTTPError) as error:
+                faults = [f"the answer cannot be read: {error!r}"]
             num_failed += bool(faults)
             print(f"{'FAILED' if faults else 'passed'} {case}", *faults, sep="\n    ")
     sys.exit(f"{num_failed} of {len(cases)} cases failed" if num_failed else 0)

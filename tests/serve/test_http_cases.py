@@ -13,8 +13,9 @@ import pytest
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Request
-from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, faults_of
+from slipstream.tests.serve.check_server import FOLDER, Case, cases_of, differences, faults_of, main
 from slipstream.tests.serve.fake_server import ECHO, MARKERS, MODEL, SHOWN, serving, write_target
+from slipstream.tests.serve.joined_streams import CHAT, join, read_events
 
 CASES = [case for file in sorted(FOLDER.glob("*.yaml")) for case in cases_of(file)]
 GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [0, 3]}
@@ -76,3 +77,61 @@ def described(request: Request, frontend: Frontend) -> dict[str, Any]:
 def test_case(case: Case, servers: Servers) -> None:
     client, read = servers(case.server)
     assert faults_of(case, client, read=read) == []
+
+
+def test_another_server_can_be_asked(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(servers("bytes")[0].base_url)
+    monkeypatch.setattr("sys.argv", ["check", "--url", url, "--extensions", str(FOLDER / "tokens.yaml")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert "passed tokens: tokens of a text\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual"),
+    [
+        (1, 2),
+        (1, True),
+        ([1], [1, 1]),
+        ({"a": 1}, {}),
+        ({"a": {"b": None}}, {"a": {"b": 0}}),
+        ({"a": 1}, None),
+        ({"$has": ["x", "y"]}, "xz"),
+        ({"$json": {"a": 1}}, '{"a": 2}'),
+        ({"$schema": {"minItems": 2}}, [1]),
+        ({"$schema": {"type": "object"}, "a": 1}, {"a": 2}),
+    ],
+)
+def test_a_difference_is_found(expected: Any, actual: Any) -> None:
+    assert len([*differences(expected, actual)]) == 1
+
+
+def chunk(reason: str | None = None, name: str = "a", **delta: Any) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+    return f"data: {json.dumps({'id': name, 'choices': [choice]})}\n\n"
+
+
+ROLE = chunk(role="assistant", content="")
+DONE = "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ROLE + chunk("stop"),
+        ROLE + chunk(content="x") + DONE,
+        ROLE + chunk("stop") + chunk("stop") + DONE,
+        ROLE + chunk("stop", name="b") + DONE,
+        chunk("stop", content="x") + DONE,
+        ROLE + chunk(content="x").replace("data", "event") + chunk("stop") + DONE,
+        ROLE + chunk(content="x").replace('"x"', '"\u2028"') + chunk("stop") + DONE,
+        ROLE + chunk(content="").replace('"logprobs": null', '"logprobs": {"content": [1]}') + chunk("stop") + DONE,
+    ],
+)
+def test_a_malformed_stream_is_found(text: str) -> None:
+    assert join(CHAT, read_events(CHAT, ROLE + chunk("stop", content="x") + DONE))["choices"]
+    with pytest.raises((AssertionError, ValueError)):
+        join(CHAT, read_events(CHAT, text))
