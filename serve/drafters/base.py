@@ -50,9 +50,9 @@ class Drafter(ABC):
     attends_to_context: bool = False  # `extend` attends, too, and needs rows.attention
 
     @classmethod
-    def plan(cls, draft: str, options: Any, target: TargetSpec, *, weights: bool = True) -> DraftPlan:  # noqa: ARG003
-        """Plans the drafter from config files alone. `weights`: fetch those of a draft on the hub, too. Raises
-        ValueError if the draft does not fit the target or the options."""
+    def plan(cls, draft: str, options: Any, target: TargetSpec) -> DraftPlan:  # noqa: ARG003
+        """Plans the drafter, before its weights are loaded. Raises ValueError if the draft does not fit the target or
+        the options."""
         return DraftPlan()
 
     @classmethod
@@ -104,8 +104,8 @@ class NetworkDrafter(Drafter):
         """Plans everything but the layers and what is the same for all networks."""
 
     @classmethod
-    def plan(cls, draft: str, options: Any, target: TargetSpec, *, weights: bool = True) -> DraftPlan:
-        config = read_draft_config(cls.Network, resolve(draft, weights=weights), target, Choices.of(options))
+    def plan(cls, draft: str, options: Any, target: TargetSpec) -> DraftPlan:
+        config = read_draft_config(cls.Network, resolve(draft), target, Choices.of(options))
         layers = tuple(layer.attention for layer in config.layers)
         if options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)

@@ -39,13 +39,13 @@ def options_of(draft: str) -> type:
     return _ngram().with_ngram_first(options) if is_checkpoint(draft) else options
 
 
-def plan_draft(draft: str, values: dict[str, Any], target: TargetSpec, *, weights: bool = True) -> DraftPlan:
-    """Plans the drafter and the host stages that draft beside it. `weights`: fetch those of a draft on the hub, too.
+def plan_draft(draft: str, values: dict[str, Any], target: TargetSpec) -> DraftPlan:
+    """Plans the drafter and the host stages that draft beside it.
 
     Raises ValueError for a wrong option name or value, and if draft and target do not fit.
     """
     options = build_options(options_of(draft), values)
-    plan = replace(find_drafter(draft).plan(draft, options, target, weights=weights), name=drafter_name(draft))
+    plan = replace(find_drafter(draft).plan(draft, options, target), name=drafter_name(draft))
     ngram, _ = _ngram_options(draft, options)
     if ngram is None:
         return plan

@@ -125,13 +125,13 @@ class EnginePlan:
 
 
 def read_plan(config: EngineConfig, device: DeviceFacts | None = None, *, weights: bool = True) -> EnginePlan:
-    """Plans an engine from the files that the options name. `device`: this machine's; `weights`: fetch those of
-    checkpoints on the hub, too. Raises ValueError for options that do not fit one another, the target or the device."""
+    """Plans an engine from the files that the options name. `device`: this machine's; `weights`: fetch those of a
+    target on the hub, too. Raises ValueError for options that do not fit one another, the target or the device."""
     read_user_text(config)
     _, path = find_target(config, weights=weights)
     device = device or DeviceFacts.of(torch.device(pick_device(config.device)))
     spec = load_config(path, config.trust_remote_code)
-    draft = plan_draft(config.draft, config.drafter, spec, weights=weights)
+    draft = plan_draft(config.draft, config.drafter, spec)
     return plan_engine(config, path, spec, draft, device, pick_dtype(config.dtype, path, device))
 
 
