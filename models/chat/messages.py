@@ -104,7 +104,9 @@ def read_content(value: Any, field: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kind) if kind in TEXT_PARTS else None
         if not isinstance(text, str):
-            fault = 'is not supported; parts must have the form {"type": "text", "text": ...}'
+            is_other = isinstance(kind, str) and kind not in TEXT_PARTS
+            fault = f"has type {kind!r}, which is not read" if is_other else "is not a text part"
+            fault += '; parts must have the form {"type": "text", "text": ...}'
             raise MessageError(f"{field}.{index}", fault)
         texts.append(text)
     return "".join(texts)

@@ -186,7 +186,7 @@ def smollm3(values: Mapping[str, Any]) -> Traits:
 
 
 def granite(values: Mapping[str, Any]) -> Traits:
-    """What multiplies residuals and divides logits is folded into weights (adapt.py)."""
+    """Weights hold the factors of residuals and logits once they are loaded (adapt.py)."""
     return Traits(
         attention={"scale": number_of(values, "attention_multiplier")},
         windows="none",
