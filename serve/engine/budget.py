@@ -69,7 +69,8 @@ class BudgetPolicy:
     largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: allows only steps that will most likely
     (95 %) take no longer, if there are any. `max_chunk_ms`: limit for steps with prompts in which requests decode.
 
-    The caller calls `choose` once for each step, in their order, and later `record` and `observe` with the results.
+    The caller calls `choose` once for each step, in their order, and later, with the results, `record` and
+    `costs.observe`.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class BudgetPolicy:
         `num_drafted`: requests with drafts; None: all. `offers`: the proposal of each decoding request, if the host
         proposed anything; without them, each has the proposal that the last step drafted."""
         batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
+        if batch.decoding:
+            self._count_step()
         if self.fixed is not None:
             return self._choose_fixed(self.fixed, batch, prompt_rows, filtered, offers)
         self._best_width.record(has_prompts=prompt_rows > 0)
@@ -141,7 +144,6 @@ class BudgetPolicy:
             ms = self.costs.time(num_decoding + prompt_rows, 0, self.width, filtered=filtered)
             self._stored = self._best_width.index
             return Choice(num_decoding, self.width, ms, float(num_decoding))
-        self._count_step()
         steps = self._value_steps(batch, prompt_rows, filtered)
         self._best_width.follow(steps, self._value_steps(batch, 0, filtered))
         if offers is not None and has_host_nodes(offers):
@@ -176,10 +178,6 @@ class BudgetPolicy:
         self._records.append((cells.copy(), admitted.copy(), accepted.copy()))
         if len(self._records) >= self._refresh_steps:
             self._count_records()
-
-    def observe(self, *, rows: int, requests: int, width: int, ms: float, filtered: bool = False) -> None:
-        """Learns that a step took `ms`: a pass over `rows` (nodes and prompts), and a draft pass for `requests`."""
-        self.costs.observe(rows, requests, width, ms, filtered=filtered)
 
     def chunk_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
         """Returns the most rows of prompts that the next step should take; it verifies as many nodes as without
@@ -225,7 +223,6 @@ class BudgetPolicy:
         nodes = batch.nodes(width) if offers is None else sum(min(count, fixed) for count, _ in offers)
         nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), batch.decoding))
         if offers is not None and batch.drafted:
-            self._count_step()
             if has_host_nodes(offers):
                 self._weigh_host(self._value_steps(batch, prompt_rows, filtered), offers, prompt_rows)
             else:

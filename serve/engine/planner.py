@@ -266,7 +266,7 @@ class Planner:
             return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         requests = len(drafting_slots(plan))
-        self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.variant == "all")
+        self.policy.costs.observe(rows, requests, plan.width, ms, filtered=plan.variant == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
         """Fills in the proposal's cells and their survivals."""

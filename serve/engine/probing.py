@@ -1,4 +1,4 @@
-"""Decides which steps try more nodes than pay, or other widths, to notice changes. Imports no torch."""
+"""Decides which steps try more nodes than pay, and other widths, to notice changes. Imports no torch."""
 
 from slipstream.serve.engine.step_values import StepValues
 
@@ -44,23 +44,17 @@ class Prober:
     def _start(self, steps: StepValues, k: int, width: int, num_drafted: int, max_ms: float) -> None:
         """Makes the next steps a probe if their time may be spent."""
         ms = steps.ms(k, width)
-        share = FITTED_PROBE_SHARE if self._is_fitted else PROBE_SHARE
-        self._ms += share * ms
+        share_ms = ms * (FITTED_PROBE_SHARE if self._is_fitted else PROBE_SHARE)
+        self._ms += share_ms
         narrows = self._narrows and width > 0
-        if narrows:
-            j = width - 1
-            extra_ms = (steps.values[width] - steps.values[j]) / steps.rate
-        else:
-            j = min(width + 1, self._last_width)
-            more = steps.find(steps.rows[k] + num_drafted)
-            if (more, j) == (k, width):  # there is nothing more
-                self._narrows = self._is_fitted
-                return
-            probe_ms = steps.ms(more, j)
-            extra_ms = probe_ms - ms
-            if probe_ms > max_ms:
-                return
-        if self._ms >= (PROBE_STEPS - self._is_fitted) * max(extra_ms, share * ms):
+        j = width - 1 if narrows else min(width + 1, self._last_width)
+        more = k if narrows else steps.find(steps.rows[k] + num_drafted)
+        if (more, j) == (k, width):  # there is nothing more
+            self._narrows = self._is_fitted
+            return
+        extra_ms = (steps.values[width] - steps.values[j]) / steps.rate if narrows else steps.ms(more, j) - ms
+        is_allowed = narrows or ms + extra_ms <= max_ms
+        if is_allowed and self._ms >= (PROBE_STEPS - self._is_fitted) * max(extra_ms, share_ms):
             self._num_steps = PROBE_STEPS
             self._width = j
             self._ms = 0.0

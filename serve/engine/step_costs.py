@@ -46,7 +46,6 @@ SOLVE_EACH = 64  # but after each of the first ones
 class Costs(ABC):
     """Expected times of steps in ms. `filtered`: the step samples with filters or penalties (the mode "all")."""
 
-    sizes: tuple[int, ...] | None  # numbers of rows that a pass may have, ascending: others are filled up; None: any
     most_rows: int
     is_fitted: bool  # times of sizes that were never seen are guesses
 
@@ -70,7 +69,7 @@ class Costs(ABC):
 
     @abstractmethod
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
-        """Learns that such a step took `ms`."""
+        """Learns that a step took `ms`: a pass over `rows` (nodes and prompts), and a draft pass for `requests`."""
 
     def target(self, rows: int, *, filtered: bool) -> float:
         """Time of a target pass."""
@@ -82,9 +81,7 @@ class Costs(ABC):
 
     def round_up(self, rows: int) -> int:
         """Rows of the pass that computes so many."""
-        if self.sizes is None or rows > self.sizes[-1]:
-            return rows
-        return self.sizes[bisect_left(self.sizes, rows)]
+        return int(self.passes(rows, rows)[0])
 
     def error(self) -> float:
         """Median relative error of the predictions of recent steps; 0 before any was measured."""
@@ -117,18 +114,17 @@ class StepCosts(Costs):
 
     def __init__(self, tables: CostTables) -> None:
         super().__init__()
-        self.sizes = self._sizes = tuple(sorted(tables.target["plain"]))
+        self._sizes = tuple(sorted(tables.target["plain"]))
         self.most_rows = self._sizes[-1]
-        self._target = {mode: np.array([tables.target[mode][size] for size in self._sizes]) for mode in MODES}
-        self._draft = tables.draft
         self._requests = sorted({requests for requests, _ in tables.draft["plain"]})
         self._widths = sorted({width for _, width in tables.draft["plain"]})
-        keys = [(mode, *key) for mode in MODES for key in sorted(tables.draft[mode])]
-        # The state: the factor, the deviations of target passes by mode, those of draft passes.
-        count = len(self._sizes)
-        self._target_at = {mode: slice(1 + index * count, 1 + (index + 1) * count) for index, mode in enumerate(MODES)}
-        self._draft_at = {key: 1 + len(MODES) * count + index for index, key in enumerate(keys)}
-        self._logs = np.zeros(1 + len(MODES) * count + len(keys))
+        targets = [tables.target[mode][size] for mode in MODES for size in self._sizes]
+        drafts = {(mode, *key): ms for mode in MODES for key, ms in tables.draft[mode].items()}
+        self._first_target = {mode: 1 + index * len(self._sizes) for index, mode in enumerate(MODES)}
+        self._draft_entries = {key: entry for entry, key in enumerate(drafts, 1 + len(targets))}
+        # by entry: the factor, target passes by mode, draft passes
+        self._table_ms = np.array([1.0, *targets, *drafts.values()])
+        self._logs = np.zeros(len(self._table_ms))
         self._spread = np.full(len(self._logs), DEVIATION)
         self._spread[0] = FACTOR
         self._covariance = np.diag(self._spread**2)
@@ -139,34 +135,28 @@ class StepCosts(Costs):
         return np.array(sizes or (min_rows,))
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
-        mode = MODES[filtered]
-        times = self.slower * self._target[mode] * np.exp(self._logs[self._target_at[mode]])
-        index = np.searchsorted(self._sizes, rows)
-        return times[np.minimum(index, len(self._sizes) - 1)] * np.maximum(rows / self.most_rows, 1.0)
+        index = np.minimum(np.searchsorted(self._sizes, rows), len(self._sizes) - 1)
+        entries = self._first_target[MODES[filtered]] + index
+        times = self.slower * self._table_ms[entries] * np.exp(self._logs[entries])
+        return times * np.maximum(rows / self.most_rows, 1.0)
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
-        key = (MODES[filtered], *self._draft_key(requests, width))
-        if key not in self._draft_at:
-            return 0.0
-        return self.slower * self._draft[key[0]][key[1:]] * exp(self._logs[self._draft_at[key]])
+        entry = self._draft_entry(requests, width, filtered)
+        return 0.0 if entry is None else self._ms(entry)
 
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows > self.most_rows or ms <= 0:
             return
-        mode = MODES[filtered]
-        index = bisect_left(self._sizes, rows)
-        key = self._draft_key(requests, width)
-        places = [0, self._target_at[mode].start + index]
-        parts = [self.slower * self._target[mode][index] * exp(self._logs[places[1]])]
-        if requests and (mode, *key) in self._draft_at:
-            places.append(self._draft_at[mode, *key])
-            parts.append(self.slower * self._draft[mode][key] * exp(self._logs[places[2]]))
+        target = self._first_target[MODES[filtered]] + bisect_left(self._sizes, rows)
+        draft = self._draft_entry(requests, width, filtered)
+        entries = [0, target] if draft is None else [0, target, draft]
+        parts = [self._ms(entry) for entry in entries[1:]]
         predicted = sum(parts)
-        wrong = log(self._judge(ms, predicted) / predicted)
-        shares = np.array([predicted, *parts]) / predicted  # how the logarithm of the time follows those of the state
-        spread = self._covariance[:, places] @ shares
-        gain = spread / (float(spread[places] @ shares) + NOISE**2)
-        self._logs += gain * wrong
+        error = log(self._judge(ms, predicted) / predicted)
+        shares = np.array([predicted, *parts]) / predicted  # how the logarithm of the time follows those of the entries
+        spread = self._covariance[:, entries] @ shares
+        gain = spread / (float(spread[entries] @ shares) + NOISE**2)
+        self._logs += gain * error
         np.clip(self._logs[1:], -MOST_LOG, MOST_LOG, out=self._logs[1:])
         self._covariance -= gain[:, None] * spread
         self._num_observed += 1
@@ -188,11 +178,15 @@ class StepCosts(Costs):
         """Returns measured times over those of the tables, for all recent steps."""
         return exp(self._logs[0])
 
-    def _draft_key(self, requests: int, width: int) -> tuple[int, int]:
-        """Returns the table's entry of such a draft pass; (0, 0) if there is none, as for roots alone."""
+    def _ms(self, entry: int) -> float:
+        return float(self.slower * self._table_ms[entry] * exp(self._logs[entry]))
+
+    def _draft_entry(self, requests: int, width: int, filtered: bool) -> int | None:
+        """Returns the entry of such a draft pass; None if there is none, as for roots alone."""
         if not self._requests or requests == 0 or width < self._widths[0]:
-            return 0, 0
-        return _at_least(self._requests, requests), _at_least(self._widths, width)
+            return None
+        key = MODES[filtered], _at_least(self._requests, requests), _at_least(self._widths, width)
+        return self._draft_entries.get(key)
 
 
 class FittedCosts(Costs):
@@ -209,7 +203,6 @@ class FittedCosts(Costs):
 
     def __init__(self, most_rows: int) -> None:
         super().__init__()
-        self.sizes = None
         self.most_rows = most_rows
         self.coefficients = np.array(ROUGH)  # (6,) a to f
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale

@@ -101,7 +101,7 @@ class Simulation:
             step = self.step_ms(nodes, self.batch, width) * (1 + noise)
             ms += step
             self.policy.record(self.cells, admitted, accepted)
-            self.policy.observe(rows=nodes, requests=self.batch, width=width, ms=step)
+            self.policy.costs.observe(nodes, self.batch, width, step, filtered=False)
             self.cells, self.survivals = self.world.propose(self.batch, width)
             self.nodes.append(nodes)
             self.widths.append(width)
@@ -435,7 +435,7 @@ def test_a_latency_is_kept_by_nearly_all_steps() -> None:
     policy = BudgetPolicy(costs(), WIDTHS, itl_ms=6.0)
     policy.costs = steps
     for step in range(300):
-        policy.observe(rows=16, requests=4, width=2, ms=4.68 * (1.33 if step % 10 == 0 else 1.0))
+        policy.costs.observe(16, 4, 2, 4.68 * (1.33 if step % 10 == 0 else 1.0), filtered=False)
     assert all(1.2 * policy.choose(4).ms < 6.0 for _ in range(100))
 
 
@@ -455,6 +455,17 @@ def test_chunks_keep_streams_flowing() -> None:
     assert 0 < fixed.chunk_rows(127) <= SIZES[-1] - 127 * 7
     fitted = BudgetPolicy(FittedCosts(512), WIDTHS, fixed=1)
     assert 64 <= fitted.chunk_rows(4) <= 508
+
+
+@pytest.mark.parametrize(("fixed", "num_drafted"), [(None, 8), (None, 0), (4, 8), (4, 0)])
+def test_chunks_follow_the_times_of_steps(fixed: int | None, num_drafted: int) -> None:
+    policy = BudgetPolicy(costs(), WIDTHS, fixed=fixed, max_chunk_ms=15.0)
+    before = policy.chunk_rows(8)
+    for _ in range(100):
+        nodes, width = policy.choose(8, num_drafted=num_drafted)[:2]
+        ms = 2 * gpu_ms(nodes, num_drafted, width)
+        policy.costs.observe(nodes, num_drafted, width, ms, filtered=False)
+    assert 0 < policy.chunk_rows(8) < 0.6 * before
 
 
 def test_proposals_of_the_host_are_judged_one_by_one() -> None:

@@ -28,7 +28,13 @@ def test_passes_are_filled_up_to_what_was_measured() -> None:
     assert costs.targets(np.array([1, 64]), filtered=True).tolist() == [5.0, 6.0]
     assert [costs.draft(*key, filtered=False) for key in ((1, 1), (2, 3), (9, 9), (0, 4))] == [0.1, 1.5, 1.5, 0.0]
     assert costs.time(5, 2, 4, filtered=True) == 5.2 + 3.0
-    assert (costs.sizes, costs.most_rows, costs.is_fitted) == ((1, 8, 64, 128), 128, False)
+    assert (costs.most_rows, costs.is_fitted) == (128, False)
+    assert [costs.passes(*rows).tolist() for rows in ((1, 300), (2, 9), (200, 300))] == [
+        [1, 8, 64, 128],
+        [8, 64],
+        [200],
+    ]
+    assert FittedCosts(20).passes(3, 50, stride=8).tolist() == [3, 11, 19]
 
 
 def test_passes_slower_than_larger_ones_are_left_out() -> None:
