@@ -396,7 +396,7 @@ def passes(engine: Engine, length: float, nodes: float, hit: float | None) -> It
     is_block = "lm_head.weight" not in weights
     for step in range(1 if is_block else drafted):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
-        yield kv_bytes(drafter.kv, length, item), read + is_block * head
+        yield kv_bytes(engine.engine_plan.draft.layers, length, item), read + is_block * head
 
 
 def kv_bytes(layers: Sequence[AttentionSpec], length: float, item: int) -> float:

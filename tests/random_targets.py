@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +20,6 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
-    InternLM3Config,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -133,12 +133,15 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "glm4-tied": Glm4Config(**SHAPE, **GLM, attention_bias=False, tie_word_embeddings=True),
     "granite": GraniteConfig(**SHAPE, **GRANITE, tie_word_embeddings=True, logits_scaling=0.25),
     "granite-bias": GraniteConfig(**SHAPE, **GRANITE, attention_bias=True, mlp_bias=True, logits_scaling=0.7),
-    "internlm3": InternLM3Config(**SHAPE, head_dim=16),
-    "internlm3-bias": InternLM3Config(**SHAPE, head_dim=None, attention_bias=True, mlp_bias=True),
     "ministral": MinistralConfig(**SHAPE, **BY_LAYER, head_dim=16),
     "ministral-alike": MinistralConfig(**SHAPE, sliding_window=9, head_dim=16),
     "olmo3": Olmo3Config(**SHAPE, **BY_LAYER),
-    "olmo3-yarn": Olmo3Config(**SHAPE, **BY_LAYER, attention_bias=True, rope_parameters=dict(YARN_ROPE)),
+    "olmo3-yarn": Olmo3Config(
+        **SHAPE,
+        **BY_LAYER,
+        attention_bias=True,
+        rope_parameters={"sliding_attention": TWO_ROPES["sliding_attention"], "full_attention": YARN_ROPE},
+    ),
     "olmoe": OlmoeConfig(**SHAPE, **OLMOE),
     "olmoe-norm": OlmoeConfig(**SHAPE, **OLMOE, norm_topk_prob=True, attention_bias=True),
     "smollm3": SmolLM3Config(**SHAPE, rope_parameters=dict(YARN_ROPE)),
@@ -150,6 +153,12 @@ RELATIVES: dict[str, PretrainedConfig] = {
         **SHAPE, head_dim=None, attention_bias=False, attention_out_bias=True, mlp_bias=True
     ),
 }
+
+if hasattr(transformers, "InternLM3Config"):  # later than the oldest release that the package allows
+    RELATIVES["internlm3"] = transformers.InternLM3Config(**SHAPE, head_dim=16)
+    RELATIVES["internlm3-bias"] = transformers.InternLM3Config(
+        **SHAPE, head_dim=None, attention_bias=True, mlp_bias=True
+    )
 
 # With soft caps of scores or sinks, which attention backends may lack.
 CAPPED: dict[str, PretrainedConfig] = {
