@@ -343,7 +343,7 @@ def count_experts(engine: Engine, config: RoundConfig, batch: int) -> float | No
             stack.enter_context(router.register_forward_hook(count))
         for name in ("steps", "drafts"):  # graphs, which run no hooks
             stack.enter_context(patch.object(engine.runner, name, None))
-        stack.enter_context(patch.object(engine.planner.policy, "observe"))  # rounds without graphs are slow
+        stack.enter_context(patch.object(engine.planner.policy.costs, "observe"))  # rounds without graphs are slow
         for _ in range(COUNTED):
             engine.step()
         engine.drain()

@@ -314,6 +314,8 @@ class TargetSpec(DecoderShape):
     """Factor of what attention and MLP add to the residual; folded into their weights when these are loaded."""
     logit_divisor: float = 1.0
     """Divisor of the logits; folded into the final norm's weight when that is loaded."""
+    wrapper: str = ""
+    """Architecture of the multimodal model that this is the text part of."""
 
     @property
     def num_layers(self) -> int:
@@ -332,6 +334,7 @@ class TargetSpec(DecoderShape):
         """
         architecture = families.architecture_of(values)
         check_supported(values)
+        (name,) = values["architectures"][:1]
         values = families.text_part(values)
         traits = families.traits_of(values)
         bias = traits.attention_bias and bool(values.get("attention_bias", False))
@@ -365,6 +368,7 @@ class TargetSpec(DecoderShape):
             logit_softcap=traits.logit_softcap,
             residual_scale=traits.residual_scale,
             logit_divisor=traits.logit_divisor,
+            wrapper="" if name == architecture else name,
         )
 
 

@@ -210,9 +210,8 @@ def load_target(
 ) -> Target:
     """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
     formats = read_quantization(path, quantization)
-    wrapper = (read_json(path / "config.json").get("architectures") or [""])[0]
-    if wrapper in families.TEXT_PARTS:
-        logger.info("%s: the text part runs, as %s; it reads no images", wrapper, config.architecture)
+    if config.wrapper:
+        logger.info("%s: the text part runs, as %s; it reads no images", config.wrapper, config.architecture)
     with torch.device("meta"):
         target = Target(config)
     tensors = adapt(decoder_tensors(read_tensors(path)), config)

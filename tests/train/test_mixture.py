@@ -110,7 +110,7 @@ def test_a_plan_counts_each_folder(
 ) -> None:
     mixture = json.dumps({str(folders[0]): 1, str(folders[1]): 2})
     flags = [flag for flag in arguments(tmp_path / "run", data__path=mixture) if not flag.startswith("--optim.steps")]
-    eagle3.main([*flags, "--dry-run"])
+    eagle3.main([*flags, "--optim.epochs=1", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
     plain = [PackedRows(random_dataset(size, seed), MAX_LENGTH) for size, seed in ((30, 5), (20, 7))]
     for folder, rows, weight in zip(folders, plain, (1, 2), strict=True):
