@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.sample import gumbel
 from slipstream.models.drafts.base import DraftNetwork
-from slipstream.models.files.weights import _places
+from slipstream.models.files.weights import places_of
 
 
 def turned(x: Tensor, theta: float, start: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ class NaiveLayers:
         else:
             self.config = draft.config.to_json()
             state = draft.state_dict(keep_vars=True)
-            tensors = {name: place.rows(state[place.key]) for name, place in _places(draft).items()}
+            tensors = {name: place.rows(state[place.key]) for name, place in places_of(draft).items()}
         self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
         if "d2t" in tensors:
             self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]

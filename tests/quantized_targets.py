@@ -235,6 +235,24 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     return values
 
 
+def fuse_experts(tensors: Tensors) -> Tensors:
+    """As transformers 5 holds the experts of MOE_CONFIG in 16 bits and in FP8 blocks: all of a layer in a tensor."""
+    result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for end, stored in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            if f"{prefix}.0.up_proj.{end}" not in tensors:
+                continue
+            parts = {
+                part: torch.stack([tensors[f"{prefix}.{expert}.{part}.{end}"].view(torch.uint8) for expert in range(3)])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            }
+            dtype = tensors[f"{prefix}.0.up_proj.{end}"].dtype
+            result[f"{prefix}.gate_up_proj{stored}"] = torch.cat(list(parts.values())[:2], dim=1).view(dtype)
+            result[f"{prefix}.down_proj{stored}"] = parts["down_proj"].view(dtype)
+    return result
+
+
 def dequantized_weights(target: Target) -> Tensors:
     """Weights of the linear layers that are quantised, experts included, by their names in files."""
     weights: Tensors = {}
@@ -264,14 +282,14 @@ def read_by_transformers(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=read)
 
 
-def save_gpt_oss(folder: Path, with_fields: bool = True) -> None:
+def save_gpt_oss(folder: Path, with_fields: bool = True, size: int = 160) -> None:
     """With random MXFP4 experts, whose inputs do not fill the last 128."""
-    config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": 160})
+    config = GptOssConfig(**CAPPED["gpt-oss"].to_dict() | {"hidden_size": 96, "intermediate_size": size})
     save_random_target(config, folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for layer in range(SHAPE["num_hidden_layers"]):
-        for name, outputs, blocks in (("gate_up_proj", 320, 3), ("down_proj", 96, 5)):
+        for name, outputs, blocks in (("gate_up_proj", 2 * size, 3), ("down_proj", 96, size // 32)):
             key = f"model.layers.{layer}.mlp.experts.{name}"
             del tensors[key]
             shape = [4, outputs, blocks]

@@ -52,7 +52,7 @@ def public_tensors(module: nn.Module, state: Mapping[str, Tensor] | None = None)
     layers are left out.
     """
     state = _tensors_of(module) if state is None else state
-    places = {name: place for name, place in _places(module).items() if place.expected is None}
+    places = {name: place for name, place in places_of(module).items() if place.expected is None}
     return {name: place.rows(state[place.key].detach()) for name, place in places.items()}
 
 
@@ -66,15 +66,7 @@ def load_weights(
     says. Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections and
     experts may be in parts. Raises ValueError that names every missing, unexpected or misshapen key, before anything is
     filled."""
-    targets = _tensors_of(module)
-    places = _places(module, fused=tensors)
-    expected = {name: place.expected or _expected(targets[place.key], place) for name, place in places.items()}
-    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys()) if not expected[name].is_optional]
-    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        faults += _faults(name, tensors[name], expected[name])
-    if faults:
-        raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
+    places = check_tensors(module, tensors, source)
 
     def dtype_in_file(key: str) -> torch.dtype:
         return reduce(torch.promote_types, (tensors[name].dtype for name, place in places.items() if place.key == key))
@@ -83,6 +75,25 @@ def load_weights(
     _fill(tensors, places)
     remake_derived(module)
     return module.eval().requires_grad_(False)
+
+
+def check_tensors(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Place]:
+    """Returns the places of the `tensors` of `source`. Raises ValueError as `load_weights`."""
+    places = places_of(module, fused=tensors)
+    expected = expected_tensors(module, places)
+    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys()) if not expected[name].is_optional]
+    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+    for name in sorted(expected.keys() & tensors.keys()):
+        faults += _faults(name, tensors[name], expected[name])
+    if faults:
+        raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
+    return places
+
+
+def expected_tensors(module: nn.Module, places: Mapping[str, Place]) -> dict[str, FileTensor]:
+    """Returns shapes and dtypes that a file's tensors may have, by their names."""
+    targets = _tensors_of(module)
+    return {name: place.expected or _expected(targets[place.key], place) for name, place in places.items()}
 
 
 def allocate(module: nn.Module, dtype: torch.dtype | Callable[[str], torch.dtype], device: torch.device) -> None:
@@ -139,7 +150,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(module: nn.Module, fused: Container[str] = ()) -> dict[str, Place]:
+def places_of(module: nn.Module, fused: Container[str] = ()) -> dict[str, Place]:
     """Maps names in files to places. `fused`: keys of fused projections and experts that are not taken apart."""
     places: dict[str, Place] = {}
     for key in _tensors_of(module):

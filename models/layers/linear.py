@@ -49,11 +49,11 @@ class Linear(nn.Linear):
     """x (..., I) -> x @ weight.T + bias (..., O). Projections of one input may be fused: `out_features` then gives the
     output rows of each, by its name in files, such as q_proj.
 
-    It alone knows how weights are stored. Quantised ones are in quantized.py; one that tensor parallelism splits would
-    keep a slice of each part, or of the inputs, in `__init__` and `load`.
+    It alone knows how weights are stored. Quantised ones are in quantized.py.
     """
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
+    units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:

@@ -40,6 +40,7 @@ class Experts(nn.Module):
     """
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors that are not stored in the network's dtype
+    unit = 1  # of intermediate channels, which a slice of the experts does not cut
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()

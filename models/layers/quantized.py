@@ -7,6 +7,7 @@ Letters: I and O input and output channels, G groups of inputs.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import ClassVar, NamedTuple, cast
@@ -118,6 +119,8 @@ class FP8Linear(QuantizedLinear):
         if format.static:
             self.register_buffer("input_scales", torch.empty(max(len(self.parts), 1)))  # by part
             self.register_buffer("input_scale", torch.empty(()))  # the largest: parts have one input
+        if format.scales == "block":
+            self.units = (BLOCK, BLOCK)
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         inputs = self.in_features
@@ -266,8 +269,10 @@ class Int4Linear(QuantizedLinear):
         if not format.symmetric:
             self.register_buffer("zeros", torch.empty(units, dtype=torch.int16))
         self.orders: dict[str | None, Tensor] = {}  # of parts, on the host
+        self.units = (8, math.lcm(8, max(format.group_size, 1)))
         if act_order:
             self.register_buffer("permutation", torch.empty(inputs, dtype=torch.int64))
+            self.units = (8, inputs)
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         inputs = self.in_features

@@ -8,6 +8,7 @@ Letters: E experts, I their intermediate size, H hidden.
 """
 
 import copy
+import math
 from collections.abc import Container, Mapping
 from typing import NamedTuple, cast
 
@@ -72,6 +73,8 @@ class QuantizedExperts(Experts):
 class MXFP4Experts(QuantizedExperts):
     """4-bit floats, 32 of which share a power of two; inputs of 16 bits."""
 
+    unit = BLOCK
+
     def __init__(self, like: Experts) -> None:
         super().__init__(like)
         self.wide: set[str] = set()  # projections with a scale above 2
@@ -135,6 +138,7 @@ class LinearExperts(QuantizedExperts):
     def __init__(self, like: Experts, layers: Mapping[str, QuantizedLinear]) -> None:
         super().__init__(like)
         self.layers = dict(layers)
+        self.unit = math.lcm(layers["gate_up_proj"].units[0], layers["down_proj"].units[1])
         dtypes = {}
         for name, layer in layers.items():
             for key, tensor in layer.named_buffers():

@@ -20,13 +20,18 @@ GLM4_NORMS = {
 BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 
-def adapt(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
-    """Returns a target's tensors, by their names in `Target`, as its layers read them. Raises ValueError for a format
-    of weights whose rows cannot be reordered."""
+def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Returns a target's tensors by their names in `Target`, with the axes in the order of its layers: views."""
     if config.architecture == "Qwen3MoeForCausalLM":
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
     if config.architecture == "Glm4ForCausalLM":
         tensors = {glm4_name(key): tensor for key, tensor in tensors.items()}
+    return tensors
+
+
+def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
+    """Returns a target's tensors, or a rank's part of them, as its layers read them. Raises ValueError for a format of
+    weights whose rows cannot be reordered."""
     if config.architecture in INTERLEAVED:
         tensors = {key: in_halves(key, tensor, config) for key, tensor in tensors.items()}
     if config.residual_scale != 1:

@@ -184,6 +184,33 @@ class AttentionSpec:
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    def shard(self, world: int) -> "AttentionSpec":
+        """Returns one of `world` ranks' part."""
+        if self.projection_norm:
+            raise ValueError(
+                "q_norm and k_norm are over all heads of a token (projection_norm), which ranks with a part of the "
+                f"heads cannot compute; use 1 rank in place of {world}"
+            )
+        return replace(
+            self,
+            num_heads=quotient("num_attention_heads", self.num_heads, world),
+            num_kv_heads=kv_heads_of_rank(self.num_kv_heads, world),
+        )
+
+
+def quotient(name: str, size: int, world: int) -> int:
+    """size / world. Raises ValueError where that is no integer."""
+    if size % world:
+        raise ValueError(f"config.json: {name} is {size}, and {world} ranks do not divide it; use 1 rank, or a divisor")
+    return size // world
+
+
+def kv_heads_of_rank(num_kv_heads: int, world: int) -> int:
+    """Returns the KV heads of a rank. Where ranks are more than heads, each has a copy of one."""
+    if num_kv_heads < world and world % num_kv_heads == 0:
+        return 1
+    return quotient("num_key_value_heads", num_kv_heads, world)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSpec:
@@ -192,6 +219,10 @@ class MLPSpec:
     intermediate_size: int
     bias: bool = False
     activation: "Activation" = "silu"
+
+    def shard(self, world: int) -> "MLPSpec":
+        """Returns one of `world` ranks' part."""
+        return replace(self, intermediate_size=quotient("intermediate_size", self.intermediate_size, world))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +258,15 @@ class MoESpec:
             raise ValueError(
                 f"num_experts_per_tok is {self.top_k}; it must be 1 to {self.num_experts}, the number of experts"
             )
+
+    def shard(self, world: int) -> "MoESpec":
+        """Returns one of `world` ranks' part: a slice of every expert. So all ranks route alike, none waits for another
+        whose experts are chosen more often, and outputs are added up as those of an MLP."""
+        return replace(
+            self,
+            intermediate_size=quotient("the experts' intermediate size", self.intermediate_size, world),
+            shared_size=quotient("shared_expert_intermediate_size", self.shared_size, world),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +365,30 @@ class TargetSpec(DecoderShape):
     def most_positions(self) -> int:
         """The longest text that it reads."""
         return most_positions(self.max_position_embeddings, {"rope_type": self.rope.rope_type, **self.rope.scaling})
+
+    def shard(self, rank: int, world: int) -> "TargetSpec":
+        """Returns the spec of a rank's part under tensor parallelism; all ranks' are equal. The ranks' outputs of an
+        attention, or of an MLP, add up to the target's; embedding and head have equal shares of the vocabulary.
+
+        Raises ValueError for sizes that `world` does not divide, and for norms over all heads.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank is {rank} of {world} ranks; it must be at least 0 and below {world}")
+        if world == 1:
+            return self
+        is_dense = any(isinstance(layer.mlp, MLPSpec) for layer in self.layers)  # mixtures may leave that size unused
+        size = self.intermediate_size
+        return replace(
+            self,
+            num_heads=quotient("num_attention_heads", self.num_heads, world),
+            num_kv_heads=kv_heads_of_rank(self.num_kv_heads, world),
+            vocab_size=quotient("vocab_size", self.vocab_size, world),
+            intermediate_size=quotient("intermediate_size", size, world) if is_dense else size,
+            layers=tuple(
+                replace(layer, attention=layer.attention.shard(world), mlp=layer.mlp.shard(world))
+                for layer in self.layers
+            ),
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TargetSpec":

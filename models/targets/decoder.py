@@ -14,6 +14,7 @@ from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.quantization import Quantization, has_fp8_cache, read_quantization
+from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors, without_group_ids
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import LAYERS
@@ -22,7 +23,7 @@ from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
 from slipstream.models.layers.quantized_experts import quantize_experts
 from slipstream.models.targets import families
-from slipstream.models.targets.adapt import adapt
+from slipstream.models.targets.adapt import adapt_names, adapt_values
 from slipstream.models.targets.cache_scales import read_cache_scales
 from slipstream.models.targets.config import TargetSpec, check_supported, is_complete, rope_fields
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
@@ -200,6 +201,12 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
     )
 
 
+def quantize(target: Target, formats: Quantization | None, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts quantised layers and experts into `target` where `tensors` are quantised."""
+    quantize_linears(target, formats, tensors)
+    quantize_experts(target, formats, tensors, device)
+
+
 def load_target(
     path: Path,
     config: TargetSpec,
@@ -207,23 +214,41 @@ def load_target(
     device: torch.device,
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Target:
-    """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
+    """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly.
+
+    With `world` ranks of tensor parallelism only the part of `rank`, `config.shard`; `config` is the whole target's.
+    """
+    spec = config.shard(rank, world)
     formats = read_quantization(path, quantization)
     if config.wrapper:
         logger.info("%s: the text part runs, as %s; it reads no images", config.wrapper, config.architecture)
     with torch.device("meta"):
         target = Target(config)
-    tensors = adapt(decoder_tensors(read_tensors(path)), config)
+    tensors = adapt_names(decoder_tensors(read_tensors(path)), config)
     scales = {key: tensors.pop(key) for key in list(tensors) if key.endswith(CACHE_SCALES)}
-    if scales and has_fp8_cache(path):
-        target.cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)
     head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
         drop_tied_head(tensors, path)
     dequantize_head(head, formats, tensors, dtype)
-    quantize_linears(target, formats, tensors)
-    quantize_experts(target, formats, tensors, device)
+    quantize(target, formats, tensors, device)
+    if world > 1:
+        with torch.device("meta"):
+            local = Target(spec)
+        check_units(target, local, world)
+        tensors = without_group_ids(target, tensors)
+        quantize(local, formats, tensors, device)
+        tensors = rank_tensors(target, local, tensors, rank, world, path)
+        target = local
+    tensors = adapt_values(tensors, spec)
+    if scales and has_fp8_cache(path):
+        cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)
+        target.cache_scales = tuple(
+            rank_heads(scale, layer.attention.num_kv_heads, rank, world)
+            for scale, layer in zip(cache_scales, spec.layers, strict=True)
+        )
     target.quantization = formats
     target.path = path
     target.trust_remote_code = trust_remote_code

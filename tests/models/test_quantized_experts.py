@@ -22,6 +22,7 @@ from slipstream.tests.quantized_targets import (
     LAYOUTS,
     MOE_CONFIG,
     dequantized_weights,
+    fuse_experts,
     read_by_transformers,
     reference,
     save_gpt_oss,
@@ -101,28 +102,12 @@ def test_other_layouts_are_stored_as_they_mean(name: str, plain: Path, tmp_path:
         torch.testing.assert_close(weight, values[f"model.layers.1.mlp.experts.2.{part}.weight"])
 
 
-def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers 5 holds experts in FP8 blocks: all of a layer in a tensor."""
-    result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        for end, stored in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
-            parts = {
-                part: torch.stack([tensors[f"{prefix}.{expert}.{part}.{end}"].view(torch.uint8) for expert in range(3)])
-                for part in ("gate_proj", "up_proj", "down_proj")
-            }
-            dtype = tensors[f"{prefix}.0.up_proj.{end}"].dtype
-            result[f"{prefix}.gate_up_proj{stored}"] = torch.cat(list(parts.values())[:2], dim=1).view(dtype)
-            result[f"{prefix}.down_proj{stored}"] = parts["down_proj"].view(dtype)
-    return result
-
-
 def test_fused_experts_in_several_files(plain: Path, tmp_path: Path) -> None:
     save_quantized(LAYOUTS["fp8-blocks"], plain, tmp_path / "apart")
     fused = tmp_path / "fused"
     fused.mkdir()
     (fused / "config.json").write_text((tmp_path / "apart" / "config.json").read_text())
-    tensors = fuse(load_file(tmp_path / "apart" / "model.safetensors"))
+    tensors = fuse_experts(load_file(tmp_path / "apart" / "model.safetensors"))
     files = {key: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, key in enumerate(sorted(tensors))}
     for file in set(files.values()):
         save_file({key: tensors[key] for key in files if files[key] == file}, fused / file)

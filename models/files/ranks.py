@@ -1,0 +1,165 @@
+"""The part of a checkpoint's tensors that a rank of tensor parallelism has.
+
+`TargetSpec.shard` says how large a rank's layers are. The rest follows: a tensor is cut along the axis in which the
+rank's layer expects fewer numbers, whatever its format. Slices are views, so only their bytes are read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.files.weights import Place, check_tensors, expected_tensors, places_of
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.moe import Experts
+from slipstream.models.layers.quantized import FileTensor, FP8Linear
+from slipstream.models.layers.quantized_experts import FUSED_SCALES, PROJECTIONS, LinearExperts
+
+GROUP_IDS = ("g_idx", "weight_g_idx")  # of the inputs of 4-bit layers
+ADDED_BIASES = (".o_proj.bias", ".down_proj.bias", ".down_proj_bias")  # of outputs that ranks add up
+
+
+class Slice(NamedTuple):
+    """A range of a tensor."""
+
+    axis: int
+    start: int
+    length: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.axis, self.start, self.length)
+
+
+def rank_tensors(
+    network: nn.Module, local: nn.Module, tensors: Mapping[str, Tensor], rank: int, world: int, source: Path
+) -> dict[str, Tensor]:
+    """Returns a rank's part of the `tensors` of `source`, by their names in files, for its network, `local`; `network`
+    is the target's. Fused projections and experts come apart. Biases of outputs that ranks add up are zeros but on
+    rank 0.
+
+    Raises ValueError for tensors that do not fit `network`.
+    """
+    apart = take_apart(network, check_tensors(network, tensors, source), tensors)
+    slices = rank_slices(network, local, apart, rank, world)
+    pieces = {name: slices[name].view(tensor) if name in slices else tensor for name, tensor in apart.items()}
+    added = [name for name in pieces if rank > 0 and name.endswith(ADDED_BIASES)]
+    return pieces | {name: torch.zeros_like(pieces[name]) for name in added}
+
+
+def rank_slices(
+    network: nn.Module, local: nn.Module, tensors: Mapping[str, Tensor], rank: int, world: int
+) -> dict[str, Slice]:
+    """Returns a rank's slices by the names of tensors; tensors that every rank has whole are left out."""
+    shapes = expected_tensors(network, places_of(network))
+    local_shapes = expected_tensors(local, places_of(local))
+    slices = {}
+    for name, tensor in tensors.items():
+        layout = shapes[name].shapes.index(tuple(tensor.shape))
+        shape = local_shapes[name].shapes[layout]
+        axis = _cut_axis(tensor.shape, shape)
+        if axis is not None:
+            length = shape[axis]
+            slices[name] = Slice(axis, _slice_start(tensor.shape[axis], length, rank, world), length)
+    return slices
+
+
+def rank_heads(scales: Tensor | None, num_heads: int, rank: int, world: int) -> Tensor | None:
+    """Returns the scales of a rank's `num_heads` KV heads, of those of all heads (2, G)."""
+    if scales is None:
+        return None
+    return scales.narrow(1, _slice_start(scales.shape[1], num_heads, rank, world), num_heads)
+
+
+def _slice_start(size: int, length: int, rank: int, world: int) -> int:
+    """Returns where a rank's `length` of `size` begin. Neighbours have the same where there are fewer slices than
+    ranks, as with KV heads."""
+    return rank * (size // length) // world * length
+
+
+def without_group_ids(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves out the group ids of inputs in the usual order. Files need not have them, and in a slice they would not
+    begin at 0."""
+    places = places_of(network, fused=tensors)
+    ordered = [
+        name
+        for name in tensors
+        if name.endswith(GROUP_IDS) and name in places and "permutation" not in places[name].owner._buffers
+    ]
+    return {name: tensor for name, tensor in tensors.items() if name not in ordered}
+
+
+def check_units(network: nn.Module, local: nn.Module, world: int) -> None:
+    """Raises ValueError where a rank's part cuts what a format of weights stores together: a block, a group of inputs,
+    a word. Layers of `local` need not be quantised yet."""
+    for path, layer in network.named_modules():
+        for kind, size, local_size, unit in _sizes(layer, local.get_submodule(path)):
+            if local_size != size and local_size % unit:
+                raise ValueError(
+                    f"{path} has {size} {kind}, which {world} ranks cut into {local_size}; its format of weights keeps "
+                    f"{unit} together: use fewer ranks, or a checkpoint in another format"
+                )
+        is_turned = isinstance(layer, LinearExperts) and layer.spec.transposed
+        if is_turned and isinstance(layer.layers["down_proj"], FP8Linear) and layer.unit > 1:
+            raise ValueError(f"{path} has transposed experts in FP8 blocks, which are not cut; use 1 rank, not {world}")
+
+
+def _sizes(layer: nn.Module, part: nn.Module) -> Iterator[tuple[str, int, int, int]]:
+    """Yields sizes of a layer: the kind, the layer's and the rank's, and what the latter must be a multiple of."""
+    if isinstance(layer, Linear) and isinstance(part, Linear):
+        outputs, inputs = layer.units
+        yield "inputs", layer.in_features, part.in_features, inputs
+        for name, rows in layer.parts.items():
+            local_rows = part.parts[name]
+            yield f"outputs of {name}", rows.stop - rows.start, local_rows.stop - local_rows.start, outputs
+    elif isinstance(layer, Experts) and isinstance(part, Experts):
+        yield "channels in an expert", layer.spec.intermediate_size, part.spec.intermediate_size, layer.unit
+
+
+def take_apart(network: nn.Module, places: Mapping[str, Place], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with views of its parts in the place of each fused one, by their names in files."""
+    shapes = expected_tensors(network, places_of(network))
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        owner = places[name].owner
+        if isinstance(owner, Linear) and name not in shapes:
+            apart |= _projections(name, owner, tensor, shapes)
+        elif isinstance(owner, Experts) and name not in shapes:
+            apart |= _experts(name, owner, tensor)
+        else:
+            apart[name] = tensor
+    return apart
+
+
+def _experts(name: str, experts: Experts, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and views of the projections of each expert in a fused tensor."""
+    path, _, kind = name.rpartition(".")
+    matrix = kind.removesuffix(FUSED_SCALES)
+    end = "weight"
+    if matrix != kind:
+        layer = cast(FP8Linear, cast(LinearExperts, experts).layers[matrix])
+        end = layer.format.scale_name
+    parts = PROJECTIONS[matrix]
+    for expert, rows in enumerate(tensor):
+        for part, view in zip(parts, rows.chunk(len(parts)), strict=True):
+            yield f"{path}.{expert}.{part}.{end}", view
+
+
+def _projections(
+    name: str, layer: Linear, tensor: Tensor, shapes: Mapping[str, FileTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and views of the projections in a fused tensor."""
+    path, _, kind = name.rpartition(".")
+    parent = path.rpartition(".")[0]
+    for part, rows in layer.parts.items():
+        part_name = f"{parent}.{part}.{kind}"
+        shape = next(shape for shape in shapes[part_name].shapes if len(shape) == tensor.dim())
+        axis = _cut_axis(tensor.shape, shape)
+        start = 0 if axis is None else rows.start * tensor.shape[axis] // layer.out_features
+        yield part_name, tensor if axis is None else tensor.narrow(axis, start, shape[axis])
+
+
+def _cut_axis(shape: Sequence[int], part: Sequence[int]) -> int | None:
+    """Returns the axis along which `part` is smaller; None where it is all of `shape`."""
+    return next((axis for axis, size in enumerate(part) if size != shape[axis]), None)

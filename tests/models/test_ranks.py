@@ -1,0 +1,321 @@
+"""Ranks of tensor parallelism: their outputs add up to the whole target's, and each reads its own bytes alone."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from slipstream.models.files.checkpoint import read_tensors
+from slipstream.models.targets import decoder
+from slipstream.models.targets.config import MoESpec, TargetSpec
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.tests.models.saved_drafts import CPU
+from slipstream.tests.pairwise import grouped
+from slipstream.tests.quantized_targets import (
+    FP8,
+    LAYOUTS,
+    MOE_CONFIG,
+    Tensors,
+    dequantized_weights,
+    fuse_experts,
+    per_channel,
+    save_gpt_oss,
+    save_quantized,
+)
+from slipstream.tests.random_targets import CAPPED, FAMILIES, RELATIVES, SHAPE, save_random_target
+
+WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}, head_dim=128)
+WIDE_MOE = Qwen3MoeConfig(
+    **MOE_CONFIG.to_dict() | {"moe_intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 120}
+)
+PACKED_OUTPUTS = {"qweight": 1, "qzeros": 1, "scales": 1}  # axes of outputs that are not 0
+NORMED_TOGETHER = ("olmo2", "olmo3", "olmo3-yarn", "olmoe", "olmoe-norm")  # queries and keys of all heads
+
+
+class Sum(nn.Module):
+    """Adds up the outputs of all ranks' modules, as an all-reduce will."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.ranks = nn.ModuleList(modules)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return torch.stack([module(*inputs) for module in self.ranks]).sum(0)
+
+
+class SharedVocabulary(nn.Module):
+    """Embeds tokens by the ranks that have their rows."""
+
+    def __init__(self, embeddings: Sequence[nn.Embedding]) -> None:
+        super().__init__()
+        self.ranks = nn.ModuleList(embeddings)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        size = self.ranks[0].num_embeddings
+        rows = [
+            embedding(tokens.clamp(rank * size, (rank + 1) * size - 1) - rank * size)
+            * (tokens // size == rank)[:, None]
+            for rank, embedding in enumerate(self.ranks)
+        ]
+        return torch.stack(rows).sum(0)
+
+
+class LockStep:
+    """Runs the layers of all ranks together; norms are those of rank 0."""
+
+    def __init__(self, ranks: Sequence[Target]) -> None:
+        self.ranks = ranks
+        self.target = copy.copy(ranks[0])
+        self.target._modules = dict(ranks[0]._modules)
+        self.target.embed_tokens = SharedVocabulary([rank.embed_tokens for rank in ranks])
+        layers = []
+        for parts in zip(*(rank.layers for rank in ranks), strict=True):
+            layer = copy.copy(parts[0])
+            layer._modules = dict(parts[0]._modules)
+            layer.self_attn = Sum([part.self_attn for part in parts])
+            layer.mlp = Sum([part.mlp for part in parts])
+            layers.append(layer)
+        self.target.layers = nn.ModuleList(layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.cat([rank.logits(hidden) for rank in self.ranks], dim=-1)
+
+
+def load(path: Path, rank: int = 0, world: int = 1, quantization: str | None = None) -> Target:
+    return load_target(path, load_config(path), torch.float32, CPU, quantization=quantization, rank=rank, world=world)
+
+
+@torch.no_grad()
+def outputs(target: Target, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states, and the outputs of each attention and MLP."""
+    attention = PackedAttention()
+    attention.plan(torch.arange(len(tokens))[None])
+    added: dict[str, Tensor] = {}
+    hooks = [
+        getattr(layer, name).register_forward_hook(
+            lambda _module, _inputs, output, key=f"{index}.{name}": added.update({key: output})
+        )
+        for index, layer in enumerate(target.layers)
+        for name in ("self_attn", "mlp")
+    ]
+    hidden, _ = target(tokens, attention)
+    for hook in hooks:
+        hook.remove()
+    return hidden, added
+
+
+def check_sums(path: Path, worlds: Sequence[int]) -> None:
+    tokens = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+    target = load(path)
+    hidden, added = outputs(target, tokens)
+    for world in worlds:
+        together = LockStep([load(path, rank, world) for rank in range(world)])
+        local_hidden, local_added = outputs(together.target, tokens)
+        torch.testing.assert_close(local_added, added, atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(together.logits(local_hidden), target.logits(hidden), atol=1e-4, rtol=1e-4)
+
+
+@grouped("family")
+@pytest.mark.parametrize("family", [name for name in FAMILIES | CAPPED | RELATIVES if name not in NORMED_TOGETHER])
+def test_ranks_add_up_to_the_target(family: str, make_target: Callable[[str], Path]) -> None:
+    """4 ranks share 2 KV heads."""
+    check_sums(make_target(family), (2, 4))
+
+
+def test_ranks_have_several_kv_heads(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2})
+    save_random_target(config, tmp_path)
+    check_sums(tmp_path, [2])
+
+
+def test_mxfp4_experts_add_up(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path, size=128)
+    check_sums(tmp_path, (2, 4))
+
+
+def expected_part(name: str, weight: Tensor, rank: int, world: int) -> Tensor:
+    """A rank's slice of a weight of a target with 2 KV heads."""
+    axis = 1 if name.endswith((".o_proj.weight", ".down_proj.weight")) else 0
+    count = min(world, 2) if name.endswith((".k_proj.weight", ".v_proj.weight")) else world
+    return weight.chunk(count, axis)[rank * count // world]
+
+
+def check_weights(folder: Path, values: Tensors, name: str, world: int) -> None:
+    """Compares with slices of the target's weights; those that are quantised on the fly have scales of their slices."""
+    on_the_fly = name == "on-the-fly"
+    for rank in range(world):
+        weights = dequantized_weights(load(folder, rank, world, "fp8" if on_the_fly else None))
+        assert weights.keys() == {key for key in values if key.endswith("_proj.weight")}
+        for key, weight in weights.items():
+            expected = expected_part(key, values[key], rank, world)
+            torch.testing.assert_close(weight, per_channel(expected)[1] if on_the_fly else expected)
+
+
+@pytest.fixture(scope="module")
+def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name, config in (("dense", WIDE), ("experts", WIDE_MOE)):
+        folders[name] = tmp_path_factory.mktemp("wide") / name
+        save_random_target(copy.deepcopy(config), folders[name])
+    return folders
+
+
+@grouped("kind")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_quantised_ranks_have_slices_of_the_weights(
+    kind: str, name: str, wide_targets: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / name
+    values = save_quantized(LAYOUTS[name], wide_targets[kind], folder)
+    if name == "on-the-fly":
+        values = load_file(wide_targets[kind] / "model.safetensors")
+    if name == "gptq-order" and kind == "dense":
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.self_attn\.o_proj has 512 inputs, which 2 ranks cut into 256"
+        ):
+            load(folder, 0, 2)
+    elif name == "gptq-order":
+        with pytest.raises(ValueError, match="has act order"):
+            load(folder, 0, 2)
+    else:
+        check_weights(folder, values, name, 2)
+        if kind == "dense":
+            check_weights(folder, values, name, 4)
+
+
+def fuse_queries(tensors: Tensors) -> Tensors:
+    """q, k and v in one tensor each."""
+    fused = dict(tensors)
+    for name, query in tensors.items():
+        if ".q_proj." in name:
+            parts = [fused.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            axis = PACKED_OUTPUTS.get(name.rpartition(".")[2], 0)
+            joined = torch.cat([part.view(torch.uint8) for part in parts] if query.dtype == FP8 else parts, axis)
+            fused[name.replace("q_proj", "qkv_proj")] = joined.view(query.dtype)
+    return fused
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "packed-asymmetric"])
+def test_fused_quantised_projections_come_apart(name: str, wide_targets: dict[str, Path], tmp_path: Path) -> None:
+    values = save_quantized(LAYOUTS[name], wide_targets["dense"], tmp_path / name)
+    file = tmp_path / name / "model.safetensors"
+    tensors = {key: x for key, x in load_file(file).items() if not key.endswith("weight_shape")}
+    save_file(fuse_queries(tensors), file)
+    check_weights(tmp_path / name, values, name, 4)
+
+
+def test_fused_experts_come_apart(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+    values = save_quantized(LAYOUTS["fp8-blocks"], wide_targets["experts"], tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    save_file(fuse_experts(load_file(file)), file)
+    check_weights(tmp_path / "fp8", values, "fp8-blocks", 2)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text((wide_targets["experts"] / "config.json").read_text())
+    save_file(fuse_experts(load_file(wide_targets["experts"] / "model.safetensors")), plain / "model.safetensors")
+    check_sums(plain, [2])
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_cut_blocks_and_groups_are_refused(name: str, tmp_path: Path) -> None:
+    """192 channels of an MLP would be one and a half of each."""
+    config = LlamaConfig(**WIDE.to_dict() | {"intermediate_size": 384})
+    save_random_target(config, tmp_path / "plain")
+    save_quantized(LAYOUTS[name], tmp_path / "plain", tmp_path / name)
+    with pytest.raises(ValueError, match=r"mlp\.\w+ has 384 \w+.*, which 2 ranks cut into 192; .* keeps 128 together"):
+        load(tmp_path / name, 0, 2)
+
+
+def test_cut_blocks_of_experts_are_refused(wide_targets: dict[str, Path], tmp_path: Path) -> None:
+    save_quantized(LAYOUTS["fp8-blocks"], wide_targets["experts"], tmp_path / "fp8")
+    save_gpt_oss(tmp_path / "mxfp4")
+    for folder, world, sizes in (
+        ("fp8", 4, "256 channels in an expert, which 4 ranks cut into 64"),
+        ("mxfp4", 2, "160 channels in an expert, which 2 ranks cut into 80"),
+    ):
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.experts has {sizes}"):
+            load(tmp_path / folder, 0, world)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3-window", "qwen3-moe"])
+def test_a_rank_reads_its_own_bytes_alone(
+    family: str, make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is loaded are views of the files, and each byte is that of one rank, but for norms and routers."""
+    path = make_target(family)
+    tensors = read_tensors(path)
+    loads: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(decoder, "read_tensors", lambda _path: dict(tensors))
+    monkeypatch.setattr(decoder, "load_weights", lambda _target, pieces, *_: loads.append(pieces))
+    for rank in range(2):
+        load(path, rank, 2)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    pieces = [tensor for rank in loads for tensor in rank.values()]
+    assert storages == {tensor.untyped_storage().data_ptr() for tensor in pieces}
+    repeated = sum(x.nbytes for name, x in tensors.items() if "norm" in name or name.endswith("mlp.gate.weight"))
+    assert sum(tensor.nbytes for tensor in pieces) == repeated + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_cache_scales_are_those_of_the_heads(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    tensors = load_file(make_target("llama") / "model.safetensors")
+    (tmp_path / "config.json").write_text((make_target("llama") / "config.json").read_text())
+    scales = {"k": torch.tensor([1.0, 2.0]), "v": torch.tensor([3.0, 4.0])}
+    tensors |= {f"model.layers.0.self_attn.{name}_scale": scale for name, scale in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for world, heads in ((1, [slice(0, 2)]), (2, [slice(0, 1), slice(1, 2)])):
+        for rank, head in enumerate(heads):
+            first, *rest = load(tmp_path, rank, world).cache_scales
+            assert rest == [None] * 3
+            assert first is not None
+            assert first.tolist() == [scale[head].tolist() for scale in scales.values()]
+
+
+def test_a_rank_has_local_sizes(make_target: Callable[[str], Path]) -> None:
+    spec = load_config(make_target("qwen2-moe"))
+    local = spec.shard(1, 4)
+    assert local == spec.shard(0, 4)
+    assert spec.shard(0, 1) is spec
+    sizes = (local.vocab_size, local.intermediate_size, local.num_heads, local.num_kv_heads, local.hidden_size)
+    assert sizes == (30, 12, 1, 1, 32)
+    experts = local.layers[1].mlp
+    assert isinstance(experts, MoESpec)
+    assert (experts.num_experts, experts.intermediate_size, experts.shared_size) == (6, 6, 10)
+
+
+@pytest.mark.parametrize(
+    ("family", "rank", "world", "fields", "message"),
+    [
+        ("llama", 0, 3, {}, "num_attention_heads is 4, and 3 ranks do not divide it"),
+        ("llama", 0, 4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, and 4 ranks"),
+        ("llama", 0, 2, {"vocab_size": 121}, "vocab_size is 121, and 2 ranks"),
+        ("llama", 0, 2, {"intermediate_size": 47}, "intermediate_size is 47, and 2 ranks"),
+        ("llama", 2, 2, {}, "rank is 2 of 2 ranks; it must be at least 0 and below 2"),
+        ("llama", 0, 0, {}, "rank is 0 of 0 ranks"),
+        ("olmo2", 0, 2, {}, r"over all heads of a token \(projection_norm\), .*; use 1 rank in place of 2"),
+    ],
+)
+def test_sizes_that_ranks_do_not_divide_are_refused(
+    family: str, rank: int, world: int, fields: dict[str, int], message: str, make_target: Callable[[str], Path]
+) -> None:
+    spec = replace(load_config(make_target(family)), **fields)
+    with pytest.raises(ValueError, match=message):
+        spec.shard(rank, world)
+
+
+def test_widths_of_experts_that_ranks_do_not_divide_are_refused(make_target: Callable[[str], Path]) -> None:
+    spec: TargetSpec = load_config(make_target("qwen2-moe"))
+    experts = spec.layers[1].mlp
+    assert isinstance(experts, MoESpec)
+    for name, label in (("intermediate_size", "the experts' intermediate size"), ("shared_size", "shared_expert_")):
+        with pytest.raises(ValueError, match=f"{label}.* is 7, and 2 ranks do not divide it"):
+            replace(experts, **{name: 7}).shard(2)
