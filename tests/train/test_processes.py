@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert all(math.isfinite(line["loss"]) for line in lines)
     rates = [line["lr"] for line in lines]
     assert rates == sorted(rates, reverse=True)
-    assert 0 < rates[-1] < 0.1 * rates[0]
+    assert 0 < rates[-1] < 0.15 * rates[0]  # a seventh: the decay is linear
     if begin[0] * begin[1] == go_on[0] * go_on[1]:
         main(arguments(tmp_path / "one", **ONE_EPOCH, data__batch_size=4))
         assert_like_run(tmp_path, tmp_path / "one", last_step=num_steps)
