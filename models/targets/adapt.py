@@ -11,6 +11,7 @@ from slipstream.models.targets.families import INTERLEAVED
 
 NORM = "norm.weight"  # the final one
 SCALES = ("weight_scale", "weight_scale_inv", "scales")  # of quantised weights, which they multiply
+ACROSS_OUTPUTS = ("qweight", "qzeros", "scales", "g_idx")  # AWQ's and GPTQ's, whose first axis is that of the inputs
 # Norms of a GLM-4 layer -> those of a Gemma layer, in the order of their use.
 GLM4_NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -66,11 +67,14 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
     rotated = layer.rope.rotary_dim(head_dim)
     heads = layer.num_heads if path.endswith("q_proj") else layer.num_kv_heads
     rows = heads * head_dim
-    if tensor.numel() == 1 or name == "weight_shape":
+    is_across = name in ACROSS_OUTPUTS
+    if not is_across and (tensor.numel() == 1 or name == "weight_shape"):
         return tensor
-    if name in SCALES and BLOCK % head_dim == 0 and tensor.shape[0] == -(-rows // BLOCK):  # heads lie within blocks
+    if (
+        not is_across and name in SCALES and BLOCK % head_dim == 0 and tensor.shape[0] == -(-rows // BLOCK)
+    ):  # heads lie within blocks
         return tensor
-    if tensor.shape[0] != rows:
+    if is_across or tensor.shape[0] != rows:
         raise ValueError(
             f"{key} is {list(tensor.shape)}: rows of {config.architecture} are reordered when they are loaded, which "
             "this format of weights does not allow; use a checkpoint in 16 bits, FP8 or symmetric 4 bits of "
@@ -82,8 +86,8 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
 
 
 def scaled(key: str, tensors: dict[str, Tensor], factor: float) -> Tensor:
-    """A tensor of a projection whose outputs are added to the residual, times `factor`: its bias, and of its weight and
-    the scales of that what is not a code; others as they are."""
+    """A tensor of a projection whose outputs are added to the residual, times `factor`: its bias, and the scales of its
+    weight, or the weight itself where it has none. Others as they are."""
     path, _, name = key.rpartition(".")
     tensor = tensors[key]
     if not path.endswith((".o_proj", ".down_proj")):

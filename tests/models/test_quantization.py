@@ -16,6 +16,7 @@ from slipstream.models.files.quantization import FP8Format, Int4Format, read_qua
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear, Int4Linear
 from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.adapt import adapt_values
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.pairwise import grouped
@@ -116,6 +117,15 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
     difference = (model(tokens[None]).logits[0] - logits(target, tokens)).square().mean()
     assert effect > 1e-8, "quantisation makes a difference"
     assert difference < (1e-5 if layout.inputs == "exact" else 0.2) * effect
+
+
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "g_idx"])
+def test_rows_of_inputs_are_not_taken_for_rows_of_heads(name: str, tmp_path: Path) -> None:
+    """As many inputs as outputs: the shape alone does not tell."""
+    save_random_target(copy.deepcopy(ADAPTED["ernie"]), tmp_path)
+    key = f"layers.0.self_attn.q_proj.{name}"
+    with pytest.raises(ValueError, match=f"{key} is .*reordered when they are loaded"):
+        adapt_values({key: torch.zeros(256, 32)}, load_config(tmp_path))
 
 
 @pytest.mark.parametrize(

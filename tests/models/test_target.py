@@ -82,6 +82,17 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
 
 
+def assert_same_logits(path: Path, config: TargetSpec, model: PreTrainedModel) -> None:
+    target = load_target(path, config, torch.float32, CPU)
+    attention = PackedAttention()
+    tokens = torch.arange(3, 40)
+    attention.plan(torch.arange(len(tokens))[None])
+    with torch.no_grad():
+        output = target.logits(target(tokens, attention)[0])
+        expected = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])
 def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path: Path) -> None:
     """Fields as on the hub (Gemma 3 of 2025); names as transformers writes them and as it has them in memory."""
@@ -106,14 +117,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
         save_file(tensors, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
-    target = load_target(tmp_path, config, torch.float32, CPU)
-    attention = PackedAttention()
-    tokens = torch.arange(3, 40)
-    attention.plan(torch.arange(len(tokens))[None])
-    with torch.no_grad():
-        output = target.logits(target(tokens, attention)[0])
-        expected = model(input_ids=tokens[None]).logits[0]
-    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+    assert_same_logits(tmp_path, config, model)
 
 
 VISION = {"hidden_size": 8, "intermediate_size": 8}
@@ -193,14 +197,7 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, tied: bool, l
         save_file({key: x.contiguous() for key, x in tensors.items()}, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert config.tie_word_embeddings == tied
-    target = load_target(tmp_path, config, torch.float32, CPU)
-    attention = PackedAttention()
-    tokens = torch.arange(3, 40)
-    attention.plan(torch.arange(len(tokens))[None])
-    with torch.no_grad():
-        output = target.logits(target(tokens, attention)[0])
-        expected = model(input_ids=tokens[None]).logits[0]
-    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+    assert_same_logits(tmp_path, config, model)
 
 
 def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: Callable[[str], Path]) -> None:
