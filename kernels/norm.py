@@ -74,15 +74,17 @@ def add_rms_norm_triton(
 
 
 @Op
-def norm_add_norm(residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, Tensor]:
+def norm_add_norm(
+    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(summed), summed) with summed = residual + rms_norm(delta), each rounded before the next; all (..., H).
-    weights (H,): of delta, of the sum."""
-    return add_rms_norm.reference(residual, rms_norm.reference(delta, weights[0], eps), weights[1], eps)
+    weights (H,) and eps: of delta, of the sum."""
+    return add_rms_norm.reference(residual, rms_norm.reference(delta, weights[0], eps[0]), weights[1], eps[1])
 
 
 @norm_add_norm.kernel()
 def norm_add_norm_triton(
-    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: float
+    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.result_type(residual, delta)
     normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
@@ -91,7 +93,7 @@ def norm_add_norm_triton(
     new = as_rows(delta)
     if len(old):
         _norm_add_norm[(len(old),)](
-            old, new, *weights, normed, summed, old.stride(0), new.stride(0), eps, **_launch(weights[0])
+            old, new, *weights, normed, summed, old.stride(0), new.stride(0), *eps, **_launch(weights[0])
         )
     return normed, summed
 
@@ -207,8 +209,8 @@ def _add_rms_norm(
 
 @triton.jit
 def _norm_add_norm(
-    residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride,
+    delta_eps, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -218,7 +220,7 @@ def _norm_add_norm(
     wait_for_inputs(PDL)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + eps)
+    scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + delta_eps)
     delta = (delta * scale * delta_weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
     tl.store(summed_ptr + row * SIZE + columns, summed, mask=mask)

@@ -100,7 +100,8 @@ def facts_of(device: str) -> DeviceFacts:
 def wide_activations(spec: Any) -> int:
     """Returns how many numbers a row has in a layer's widest products."""
     attention = spec.attention
-    heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    queries = 2 if attention.gate is None else 4  # with the gate, and what it multiplies
+    heads = (queries * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     return heads + 3 * int(spec.mlp.intermediate_size)
 
 

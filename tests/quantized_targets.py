@@ -25,7 +25,7 @@ from transformers import (
 from slipstream.models.layers.quantized import QuantizedLinear
 from slipstream.models.layers.quantized_experts import LinearExperts
 from slipstream.models.targets.decoder import Target
-from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, save_random_target
+from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, save_random_target
 
 CONFIG = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2})
 MOE_CONFIG = Qwen3MoeConfig(
@@ -221,7 +221,7 @@ def save_quantized(layout: Layout, plain: Path, folder: Path) -> Tensors:
     for name, tensor in load_file(plain / "model.safetensors").items():
         values[name] = tensor
         tensors[name] = tensor
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and ".vision_" not in name:
             stored, values[name] = layout.quantize(tensor)
             if layout.config:
                 del tensors[name]
@@ -320,7 +320,7 @@ def reference(layout: Layout, plain: Path, folder: Path, values: Tensors) -> Pre
     save_file(
         {name: value.contiguous() for name, value in values.items()}, dense / "model.safetensors", {"format": "pt"}
     )
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    model = load_model(dense, dtype=torch.float32)
     stored = load_file(folder / "model.safetensors")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and path.endswith("_proj"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
@@ -17,7 +17,7 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle
-from slipstream.tests.random_targets import roughen, shared_weights, target_states
+from slipstream.tests.random_targets import load_model, roughen, shared_weights, target_states
 
 SEED = 4  # with it, 10 to 50 % of the drafted tokens are accepted, greedy or not
 
@@ -94,7 +94,7 @@ def save_random_eagle(
 
 def load_float64(target: Path) -> PreTrainedModel:
     """The grouped products of experts are for narrower numbers."""
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
+    return load_model(target, dtype=torch.float64, experts_implementation="eager")
 
 
 def fit(projection: nn.Linear, x: Tensor, y: Tensor) -> None:

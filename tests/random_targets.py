@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -160,6 +162,33 @@ if hasattr(transformers, "InternLM3Config"):  # later than the oldest release th
         **SHAPE, head_dim=None, attention_bias=True, mlp_bias=True
     )
 
+MUSE: dict[str, Any] = {
+    **{"sliding_window": 9, "qk_scale_factor": 1.7, "output_multiplier": 0.4, "post_norm_eps": 0.01},
+    **{"head_dim": 16, "final_logit_softcapping": 3.0},
+}
+MUSE_VISION = {
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    **{"patch_size": 2, "pos_emb_height": 2, "pos_emb_width": 2},
+}
+
+
+def muse_glimmer(tied: bool = False, **fields: Any) -> PretrainedConfig:
+    text = transformers.MuseGlimmerTextConfig(**SHAPE | MUSE | fields)
+    tower = {"vision_config": dict(MUSE_VISION), "out_hidden_size": 32, "projector_hidden_size": 8}
+    return transformers.MuseGlimmerConfig(text_config=text, tie_word_embeddings=tied, **tower)
+
+
+if hasattr(transformers, "MuseGlimmerConfig"):  # later than the oldest release that the package allows
+    RELATIVES["muse-glimmer"] = muse_glimmer()
+    RELATIVES["muse-glimmer-unrotated"] = muse_glimmer(
+        tied=True,
+        attention_bias=True,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters=dict(YARN_ROPE),
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        layer_rope_theta=[10000.0, 0, 0, 10000.0],
+    )
+
 # With soft caps of scores or sinks, which attention backends may lack.
 CAPPED: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
@@ -177,11 +206,22 @@ CAPPED: dict[str, PretrainedConfig] = {
 def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:
     """Weights five times the usual spread, so that no two logits of a random model are close."""
     torch.manual_seed(seed)
-    config.initializer_range = 0.1
-    model = AutoModelForCausalLM.from_config(config).float()
+    config.get_text_config().initializer_range = 0.1
+    model = auto_class(config).from_config(config).float()
     roughen(model)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     model.save_pretrained(folder)
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Returns transformers' class that builds the model: some multimodal ones are no causal LMs to it."""
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+
+
+def load_model(path: Path, **options: Any) -> PreTrainedModel:
+    """Returns transformers' model of a folder, text part and head."""
+    return auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
 
 
 def roughen(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import Rotation
@@ -56,8 +57,8 @@ class Attention(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with q, k and v fused in one projection; q/k norms and sinks where the architecture has
-    them."""
+    """Grouped-query attention with q, k and v fused in one projection; q/k norms, sinks and a gate of the output where
+    the architecture has them."""
 
     def __init__(
         self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
@@ -76,17 +77,31 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
         self.k_norm = RMSNorm(k_size, eps, spec.norm_offset) if has_norms else None
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
+        self.gate_proj = None
+        if spec.gate is not None:
+            gates = spec.num_heads if spec.gate.by_head else spec.num_heads * spec.head_dim
+            self.gate_proj = Linear(input_size or hidden_size, gates)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         layer = self.layer
         rotation = attention.rotation(layer)
         if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
             q = rotated.unflatten(-1, (-1, self.head_dim))
-            return self.o_proj(attention.attend_stored(q, layer, mask).flatten(-2))
+            return self._project(attention.attend_stored(q, layer, mask), x)
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
         if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        return self.o_proj(attention.attend(q, k, v, layer, mask).flatten(-2))
+        return self._project(attention.attend(q, k, v, layer, mask), x)
+
+    def _project(self, attended: Tensor, x: Tensor) -> Tensor:
+        """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate."""
+        gate = self.spec.gate
+        if gate is None or self.gate_proj is None:
+            return self.o_proj(attended.flatten(-2))
+        factors = self.gate_proj(x)
+        factors = factors.sigmoid() if gate.activation == "sigmoid" else softplus(factors.float()).to(attended.dtype)
+        factors = factors.unflatten(-1, (-1, 1 if gate.by_head else self.head_dim))
+        return self.o_proj((attended * factors).flatten(-2))
 
     @property
     def layer(self) -> AttentionLayer:

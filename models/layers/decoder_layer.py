@@ -23,7 +23,12 @@ class DecoderLayer(nn.Module):
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
         """Norms whose output a single projection reads, or experts and their router."""
         reader = self.mlp.gate_up_proj if isinstance(self.mlp, GatedMLP) else self.mlp.experts
-        return [(self.input_layernorm, self.self_attn.qkv_proj), (self.post_attention_layernorm, reader)]
+        return [*self.input_readers, (self.post_attention_layernorm, reader)]
+
+    @property
+    def input_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
+        """The first of `norm_readers`; none where a gate reads attention's input, too."""
+        return [(self.input_layernorm, self.self_attn.qkv_proj)] if self.self_attn.gate_proj is None else []
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
@@ -48,12 +53,14 @@ class SandwichLayer(DecoderLayer):
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__(spec, index, hidden_size, eps)
+        post_eps = eps if spec.post_norm_eps is None else spec.post_norm_eps
+        self.post_attention_layernorm.eps = post_eps
         self.pre_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
-        self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
+        self.post_feedforward_layernorm = RMSNorm(hidden_size, post_eps, spec.norm_offset)
 
     @property
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
-        return [(self.input_layernorm, self.self_attn.qkv_proj)]
+        return self.input_readers
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None

@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
     def add_normed(self, residual: Tensor, delta: Tensor, inner: "RMSNorm") -> tuple[Tensor, Tensor]:
         """(self(summed), summed) with summed = residual + inner(delta) (..., H), in one kernel."""
-        return norm_add_norm(residual, delta, (inner.weight, self.weight), self.eps)
+        return norm_add_norm(residual, delta, (inner.weight, self.weight), (inner.eps, self.eps))
 
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
         """[self(x) ; other(y)] (..., 2 * H), in one kernel."""

@@ -27,7 +27,7 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
     if config.architecture == "Glm4ForCausalLM":
         tensors = {glm4_name(key): tensor for key, tensor in tensors.items()}
-    return tensors
+    return tensors | ones_of(config)
 
 
 def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
@@ -40,6 +40,15 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     if config.logit_divisor != 1 and NORM in tensors:
         tensors[NORM] = (tensors[NORM].float() / config.logit_divisor).to(tensors[NORM].dtype)
     return tensors
+
+
+def ones_of(config: TargetSpec) -> dict[str, Tensor]:
+    """Weights of norms that have none in files."""
+    names = {"embedding_norm.weight": config.hidden_size} if config.embedding_norm else {}
+    for index, layer in enumerate(config.layers):
+        if not layer.attention.norm_weights:
+            names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.attention.head_dim for name in "qk"}
+    return {name: torch.ones(size) for name, size in names.items()}
 
 
 def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:

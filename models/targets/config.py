@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.models.targets import families
-from slipstream.models.targets.families import Norms
+from slipstream.models.targets.families import Norms, OutputGate
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -173,12 +173,14 @@ class AttentionSpec:
     qk_norm: bool = False  # RMS norms of each head's queries and keys
     projection_norm: bool = False  # RMS norms of a token's queries and of its keys, all heads together (OLMo 2)
     norm_offset: bool = False  # they multiply by 1 + weight
+    norm_weights: bool = True  # files have weights of them; else these are 1
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None  # positions that a query sees, its own included; None: all up to it
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
     sinks: bool = False  # a learnt score per query head joins each softmax
+    gate: OutputGate | None = None
 
     @property
     def score_scale(self) -> float:
@@ -278,6 +280,7 @@ class LayerSpec:
     mlp: MLPSpec | MoESpec
     norms: Norms = "pre"
     norm_offset: bool = False  # norms multiply by 1 + weight
+    post_norm_eps: float | None = None  # of the norms of outputs; None: as that of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,13 +332,17 @@ class DecoderShape:
         mlp: Mapping[str, Any] | None = None,
         norms: Norms = "pre",
         norm_offset: bool = False,
+        post_norm_eps: float | None = None,
         **attention: Any,
     ) -> LayerSpec:
         """A layer of this shape; `attention` and `mlp` are the other fields of its AttentionSpec and MLPSpec."""
         same = ("num_heads", "num_kv_heads", "head_dim", "rope")
-        spec = AttentionSpec(**{name: getattr(self, name) for name in same} | attention, norm_offset=norm_offset)
+        has_offset = norm_offset and attention.get("norm_weights", True)
+        spec = AttentionSpec(**{name: getattr(self, name) for name in same} | attention, norm_offset=has_offset)
         mlp_spec = MLPSpec(intermediate_size=self.intermediate_size, **mlp or {})
-        return LayerSpec(attention=spec, mlp=mlp_spec, norms=norms, norm_offset=norm_offset)
+        return LayerSpec(
+            attention=spec, mlp=mlp_spec, norms=norms, norm_offset=norm_offset, post_norm_eps=post_norm_eps
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,6 +353,8 @@ class TargetSpec(DecoderShape):
     layers: tuple[LayerSpec, ...]
     tie_word_embeddings: bool = False
     norm_offset: bool = False  # of the final norm, as in LayerSpec
+    embedding_norm: bool = False
+    """An RMS norm without weights follows the embedding. Drafts read embeddings as they are in the table."""
     embedding_scale: float | None = None
     """Factor of the target's embeddings, rounded to their dtype. Drafts read embeddings as they are in the table."""
     logit_softcap: float | None = None
@@ -406,7 +415,8 @@ class TargetSpec(DecoderShape):
         shape = DecoderShape(**DecoderShape.read(values))
         activation = families.activation_of(values, traits)
         mlp = {"bias": bool(values.get(traits.mlp_bias, False)), "activation": activation}
-        layer = partial(shape.layer, mlp=mlp, norms=traits.norms, norm_offset=traits.norm_offset, **attention)
+        norms = {name: getattr(traits, name) for name in ("norms", "norm_offset", "post_norm_eps")}
+        layer = partial(shape.layer, mlp=mlp, **norms, **attention)
         ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
         for rope in ropes.values():
             if rope.partial != 1 and not traits.partial_rotary:
@@ -427,7 +437,8 @@ class TargetSpec(DecoderShape):
                 for spec, experts in zip(layers, experts_of(architecture, values, activation), strict=True)
             ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            norm_offset=traits.norm_offset,
+            norm_offset=traits.norm_offset and traits.final_norm_offset,
+            embedding_norm=traits.embedding_norm,
             embedding_scale=traits.embedding_scale,
             logit_softcap=traits.logit_softcap,
             residual_scale=traits.residual_scale,

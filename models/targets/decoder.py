@@ -54,6 +54,7 @@ class Target(nn.Module):
         self.layers = nn.ModuleList(
             LAYERS[spec.norms](spec, index, size, eps) for index, spec in enumerate(config.layers)
         )
+        self.embedding_norm = RMSNorm(size, eps) if config.embedding_norm else None
         self.norm = RMSNorm(size, eps, config.norm_offset)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -112,6 +113,8 @@ class Target(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (T,) -> (T, H), what the first layer reads."""
         embeds = self.embed_tokens(tokens)
+        if self.embedding_norm is not None:
+            return self.embedding_norm(embeds)
         scale = self.config.embedding_scale
         return embeds if scale is None else embeds * self.round(scale)
 

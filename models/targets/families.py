@@ -19,6 +19,7 @@ Windows = Literal["none", "alike", "by_layer"]
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "MuseGlimmerForConditionalGeneration": "MuseGlimmerForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
@@ -38,6 +39,16 @@ NOT_SERVED = (
 IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
 MAMBA_FIELDS = ("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads")
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGate:
+    """A gate on attention's output, before its projection: the activation of a product of the layer's input."""
+
+    activation: Literal["sigmoid", "softplus"]
+    """Softplus is computed in fp32."""
+    by_head: bool = False
+    """One factor for all dims of a head, else one for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +75,11 @@ class Traits:
     """Layers without positions (NoPE)."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
+    final_norm_offset: bool = True
+    """So does the one after the last layer."""
+    post_norm_eps: float | None = None
+    """Of the norms of outputs; None: `rms_norm_eps`."""
+    embedding_norm: bool = False
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     residual_scale: float = 1.0
@@ -118,6 +134,32 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
     """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
     base = gemma2(values)
     return replace(base, attention={"scale": base.attention["scale"], "qk_norm": True})
+
+
+def muse_glimmer(values: Mapping[str, Any]) -> Traits:
+    """Norms of queries and keys have no weights; the scale of queries is that of the scores. The final norm's weight
+    holds the factor of the logits once it is loaded (adapt.py). Raises ValueError for rotary bases by layer, of which
+    its code reads only whether they are 0: layers without positions."""
+    bases = values.get("layer_rope_theta") or ()
+    base = (values.get("rope_parameters") or {}).get("rope_theta")
+    if len(bases) != count_of(values, "num_hidden_layers") or set(bases) - {0, base}:
+        raise ValueError(
+            f"config.json: layer_rope_theta is {list(bases)!r}; it must have 0 or rope_theta, {base}, for each layer"
+        )
+    scale = number_of(values, "qk_scale_factor") * count_of(values, "head_dim") ** -0.5
+    attention = {"qk_norm": True, "norm_weights": False, "scale": scale}
+    return Traits(
+        attention=attention | {"gate": OutputGate(activation="sigmoid")},
+        activation="hidden_activation",
+        norms="sandwich",
+        unrotated=[index for index, theta in enumerate(bases) if not theta],
+        norm_offset=True,
+        final_norm_offset=False,
+        post_norm_eps=number_of(values, "post_norm_eps"),
+        embedding_norm=True,
+        logit_softcap=number_of(values, "final_logit_softcapping"),
+        logit_divisor=1 / number_of(values, "output_multiplier"),
+    )
 
 
 def gpt_oss(_values: Mapping[str, Any]) -> Traits:
@@ -218,6 +260,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
+    "MuseGlimmerForCausalLM": muse_glimmer,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoeForCausalLM": olmoe,

@@ -154,7 +154,9 @@ class DecoderTarget(FrozenTarget):
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
         first = len(self.layers) - num_layers
         specs = self.model.config.layers[first:]
-        are_alike = all(spec.norms == "pre" and spec.mlp.activation == "silu" for spec in specs)
+        are_alike = all(
+            spec.norms == "pre" and spec.mlp.activation == "silu" and spec.attention.gate is None for spec in specs
+        )
         layers = enumerate(list(self.layers)[first:] if are_alike else [])
         weights = {
             f"layers.{i}.{name}": x

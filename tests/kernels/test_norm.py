@@ -24,9 +24,9 @@ REAL = [(1, 4096), (32, 4096), (8192, 4096), (7, 8192), (3, 5120), (4096, 1000),
 SHAPES = [(1, 64), (3, 80), (5, 1000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 3.0) -> Tensor:
@@ -87,9 +87,9 @@ def test_norm_add_norm(kernel: Callable[..., Any], shape: tuple[int, int], dtype
     delta = random(shape, dtype, device, 1)
     weights = random(shape[1:], torch.float32, device, 2), random(shape[1:], torch.float32, device, 3)
     with poisoned():
-        result, summed = kernel(residual, delta, weights, EPS)
+        result, summed = kernel(residual, delta, weights, (0.5, EPS))
     # rounded twice
-    expected = residual.double() + normed(delta, weights[0])
+    expected = residual.double() + normed(delta, weights[0], 0.5)
     tolerance = 4 * TOLERANCES[dtype]
     torch.testing.assert_close(summed.double(), expected, atol=tolerance, rtol=tolerance)
     assert summed.dtype == dtype
@@ -142,9 +142,9 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     together = rms_norm.triton(x, weight, EPS)
     assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
     delta = random((40, 256), torch.float32, device, 2)
-    result, summed = norm_add_norm.triton(x, delta, (weight, weight), EPS)
+    result, summed = norm_add_norm.triton(x, delta, (weight, weight), (EPS, EPS))
     for row in range(0, 40, 7):
-        alone = norm_add_norm.triton(x[row : row + 1], delta[row : row + 1], (weight, weight), EPS)
+        alone = norm_add_norm.triton(x[row : row + 1], delta[row : row + 1], (weight, weight), (EPS, EPS))
         assert torch.equal(alone[0], result[row : row + 1])
         assert torch.equal(alone[1], summed[row : row + 1])
 

@@ -1,6 +1,7 @@
 """The frozen target against transformers' own output_hidden_states and logits."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
     VaultGemmaConfig,
 )
 
+from slipstream.models.drafts.base import HEAD
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets import frozen
 from slipstream.models.targets.config import AttentionSpec, ClampedSwiGLU, MoESpec, RopeConfig, TargetSpec
@@ -29,12 +31,23 @@ from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, 
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.pairwise import grouped
-from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, change_json, roughen
+from slipstream.tests.random_targets import (
+    CAPPED,
+    FAMILIES,
+    RELATIVES,
+    SHAPE,
+    change_json,
+    load_model,
+    roughen,
+    shared_weights,
+    target_states,
+)
 
 GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
 CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
 ALL = torch.arange(SHAPE["vocab_size"])
 NEWER = ("gemma2", "gemma3", "olmo2")
+LATER = ("muse-glimmer", "muse-glimmer-unrotated")
 CONFIGS |= {"gemma2": CAPPED["gemma2"], "olmo2": FAMILIES["olmo2"]}
 CONFIGS |= {"gemma3": Gemma3TextConfig(**SHAPE, **GEMMA), "mistral": MistralConfig(**SHAPE, sliding_window=3)}
 
@@ -136,6 +149,32 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
     assert ("layers.0.mlp.up_proj.weight" in weights) == (family not in NEWER), (
         "a draft's layers are pre-norm, with silu"
     )
+
+
+@pytest.mark.parametrize("family", [name for name in LATER if name in RELATIVES])
+def test_states_of_later_families_are_those_of_transformers(family: str, make_target: Callable[[str], Path]) -> None:
+    """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take."""
+    path = make_target(family)
+    model = load_model(path, dtype=torch.float32)
+    target = load_frozen_target(path, (2, 4, 0, 2), torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
+    divisor = target.model.config.logit_divisor
+    lengths = (17, 12)
+    tokens = torch.randint(3, 120, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    aux_states, final = target.aux_states(tokens, positions)
+    ends = zip(tokens[0].split(lengths), aux_states[0].split(lengths), final[0].split(lengths), strict=True)
+    for document, document_states, document_final in ends:
+        states = target_states(model, document)
+        states[4] = states[4] / divisor
+        expected = torch.cat([states[layer] for layer in (2, 4, 0, 2)], dim=-1)
+        torch.testing.assert_close(document_states, expected, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(document_final, states[4], atol=5e-5, rtol=1e-4)
+        with torch.no_grad():
+            logits = model(input_ids=document[None]).logits[0]
+        torch.testing.assert_close(target.logits(document_final, ALL)[0], logits, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(target.embed(tokens), shared_weights(model)[0][tokens])
+    assert target.initial_weights(2).keys() == {"norm.weight", HEAD}, "a draft's layers have no gates"
 
 
 @pytest.mark.gpu

@@ -15,10 +15,10 @@ from transformers import Ernie4_5Config, GraniteConfig
 from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear, Int4Linear
-from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.adapt import adapt_values
 from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.tests.models.saved_drafts import CPU, CausalAttention
+from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.quantized_targets import (
     BLOCKS,
@@ -33,7 +33,14 @@ from slipstream.tests.quantized_targets import (
     w4,
     w8,
 )
-from slipstream.tests.random_targets import GRANITE, SHAPE, change_json, save_random_target
+from slipstream.tests.random_targets import (
+    GRANITE,
+    RELATIVES,
+    SHAPE,
+    change_json,
+    muse_glimmer,
+    save_random_target,
+)
 
 HEAD = "lm_head"
 
@@ -57,8 +64,9 @@ def load(folder: Path, name: str = "", dtype: torch.dtype = torch.float32) -> Ta
 
 @torch.no_grad()
 def logits(target: Target, tokens: Tensor) -> Tensor:
-    rope = RotaryEmbedding(target.config.rope, target.config.head_dim, 256)
-    return target.logits(target(tokens, CausalAttention(rope, len(tokens)))[0])
+    attention = PackedAttention()
+    attention.plan(torch.arange(len(tokens))[None])
+    return target.logits(target(tokens, attention)[0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -93,6 +101,8 @@ ADAPTED = {
     "ernie, two heads in a block": Ernie4_5Config(**WIDE, head_dim=64),
     "granite": GraniteConfig(**WIDE, **GRANITE | {"attention_multiplier": 128**-0.5}),  # a factor of outputs
 }
+if "muse-glimmer" in RELATIVES:
+    ADAPTED["muse-glimmer"] = muse_glimmer(**WIDE, head_dim=128)  # a gate that reads what q, k and v read
 
 
 @grouped("family")
@@ -106,7 +116,7 @@ def test_quantised_files_are_adapted_too(family: str, name: str, tmp_path: Path)
     plain = tmp_path / "plain"
     save_random_target(copy.deepcopy(ADAPTED[family]), plain)
     values = save_quantized(layout, plain, tmp_path / name)
-    if family != "granite" and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
+    if family.startswith("ernie") and (name.startswith(("awq", "gptq")) or name == "packed-asymmetric"):
         with pytest.raises(ValueError, match="rows of Ernie4_5ForCausalLM are reordered when they are loaded"):
             load(tmp_path / name, name)
         return

@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -57,7 +56,17 @@ from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
-from slipstream.tests.random_targets import CAPPED, EXPERTS, FAMILIES, LONGROPE, RELATIVES, SHAPE, change_json, roughen
+from slipstream.tests.random_targets import (
+    CAPPED,
+    EXPERTS,
+    FAMILIES,
+    LONGROPE,
+    RELATIVES,
+    SHAPE,
+    change_json,
+    load_model,
+    roughen,
+)
 from slipstream.tests.sources import ROOT
 
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
@@ -68,7 +77,7 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     path = make_target(family)
     config = load_config(path)
     target = load_target(path, config, torch.float32, CPU)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference = load_model(path, dtype=torch.float32)
     tokens = torch.randint(3, config.vocab_size, (90,), generator=torch.Generator().manual_seed(1))
     attention = PackedAttention()
     attention.plan(torch.arange(len(tokens))[None])
@@ -151,6 +160,16 @@ def test_clipped_projections_are_refused(make_target: Callable[[str], Path], tmp
     values = json.loads((make_target("olmoe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"clip_qkv": 8.0}))
     with pytest.raises(ValueError, match=r"clip_qkv is 8\.0, and clipped queries, keys and values are not supported"):
+        load_config(tmp_path)
+
+
+@pytest.mark.skipif("muse-glimmer" not in RELATIVES, reason="this transformers does not know it")
+def test_rotary_bases_by_layer_are_refused(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers reads of them only whether they are 0."""
+    values = json.loads((make_target("muse-glimmer") / "config.json").read_text())
+    values["text_config"]["layer_rope_theta"] = [10000.0, 500.0, 10000.0, 0]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"layer_rope_theta is .* 500\.0.*; it must have 0 or rope_theta, 10000\.0"):
         load_config(tmp_path)
 
 
