@@ -61,7 +61,7 @@ class DryRun:
             width=plan.limits.most_nodes,
             device=torch.device("cpu"),
             vocab_size=plan.spec.vocab_size,
-            num_groups=len(plan.windows),
+            num_groups=len(plan.groups),
         )
         return state.nbytes
 
@@ -99,7 +99,7 @@ def facts_of(device: str) -> DeviceFacts:
 
 def wide_activations(spec: Any) -> int:
     """Returns how many numbers a row has in a layer's widest products."""
-    attention = spec.attention
+    attention = spec.mixer
     queries = 2 if attention.gate is None else 4  # with the gate, and what it multiplies
     heads = (queries * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     return heads + 3 * int(spec.mlp.intermediate_size)
@@ -146,9 +146,9 @@ def _networks(run: DryRun) -> Iterator[str]:
 
 
 def _kv(plan: EnginePlan) -> Iterator[str]:
-    for window, size in zip(plan.windows, plan.page_bytes, strict=True):
+    for retention, size in zip(plan.groups, plan.page_bytes, strict=True):
         if size:
-            layers = "of layers that see all tokens" if window is None else f"of layers that see the last {window}"
+            layers = "of layers that see " + ("all tokens" if retention == "all" else f"the last {retention}")
             yield f"KV cache, {layers}: {size // plan.config.page_size:,} bytes a token"
 
 

@@ -228,7 +228,7 @@ def _nested_layers(values: Mapping[str, Any], target: TargetSpec, choices: Choic
     count = target.num_layers
     if choices.aux_layers is not None:
         return next((ids for ids in (outputs, inputs) if ids == list(choices.aux_layers)), outputs)
-    has_sinks = any(layer.attention.sinks for layer in target.layers)  # gpt-oss
+    has_sinks = any(layer.mixer.sinks for layer in target.layers)  # gpt-oss
     if min(inputs) >= 0 and (max(ids) == count or has_sinks or ids == [2, count // 2, count - 3]):
         return inputs
     if ids[0] in (0, 1) or max(ids) > count:  # refused later: no target has these
@@ -293,7 +293,7 @@ class Midlayer(nn.Module):
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
+        self.self_attn = SelfAttention(config.layers[0].mixer, 0, size, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = feed_forward(size, config.layers[0].mlp)
         self.norm_before_residual = config.norm_before_residual

@@ -15,7 +15,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
-        self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
+        self.self_attn = SelfAttention(spec.mixer, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.mlp = feed_forward(hidden_size, spec.mlp)
 
@@ -76,7 +76,7 @@ class PostNormLayer(nn.Module):
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
+        self.self_attn = SelfAttention(spec.mixer, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.mlp = feed_forward(hidden_size, spec.mlp)
         self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)

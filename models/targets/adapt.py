@@ -46,8 +46,8 @@ def ones_of(config: TargetSpec) -> dict[str, Tensor]:
     """Weights of norms that have none in files."""
     names = {"embedding_norm.weight": config.hidden_size} if config.embedding_norm else {}
     for index, layer in enumerate(config.layers):
-        if not layer.attention.norm_weights:
-            names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.attention.head_dim for name in "qk"}
+        if not layer.mixer.norm_weights:
+            names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in "qk"}
     return {name: torch.ones(size) for name, size in names.items()}
 
 
@@ -71,7 +71,7 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
     path, _, name = key.rpartition(".")
     if not path.endswith((".q_proj", ".k_proj")):
         return tensor
-    layer = config.layers[0].attention
+    layer = config.layers[0].mixer
     head_dim = layer.head_dim
     rotated = layer.rope.rotary_dim(head_dim)
     heads = layer.num_heads if path.endswith("q_proj") else layer.num_kv_heads

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.models.targets import families
 from slipstream.models.targets.families import Norms, OutputGate
@@ -162,6 +162,19 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(next(iter(sections.values()), {}))
 
 
+class KVShape(NamedTuple):
+    """The shape of what a layer's cache keeps of a token."""
+
+    parts: int  # 2: keys and values
+    heads: int
+    head_dim: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of a row."""
+        return self.parts * self.heads * self.head_dim
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Self-attention of one layer. Backends serve every field, or refuse it by name."""
@@ -185,6 +198,10 @@ class AttentionSpec:
     @property
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(2, self.num_kv_heads, self.head_dim)
 
     def shard(self, world: int) -> "AttentionSpec":
         """Returns one of `world` ranks' part."""
@@ -273,10 +290,10 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """A decoder layer: attention, then an MLP or a mixture of them, each with RMS norms: "pre", of its input; "post",
-    of its output before that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
+    """A decoder layer: a mixer of tokens, then an MLP or a mixture of MLPs, each with RMS norms: "pre", of its input;
+    "post", of its output before that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
 
-    attention: AttentionSpec
+    mixer: AttentionSpec
     mlp: MLPSpec | MoESpec
     norms: Norms = "pre"
     norm_offset: bool = False  # norms multiply by 1 + weight
@@ -340,9 +357,7 @@ class DecoderShape:
         has_offset = norm_offset and attention.get("norm_weights", True)
         spec = AttentionSpec(**{name: getattr(self, name) for name in same} | attention, norm_offset=has_offset)
         mlp_spec = MLPSpec(intermediate_size=self.intermediate_size, **mlp or {})
-        return LayerSpec(
-            attention=spec, mlp=mlp_spec, norms=norms, norm_offset=norm_offset, post_norm_eps=post_norm_eps
-        )
+        return LayerSpec(mixer=spec, mlp=mlp_spec, norms=norms, norm_offset=norm_offset, post_norm_eps=post_norm_eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,8 +409,7 @@ class TargetSpec(DecoderShape):
             vocab_size=quotient("vocab_size", self.vocab_size, world),
             intermediate_size=quotient("intermediate_size", size, world) if is_dense else size,
             layers=tuple(
-                replace(layer, attention=layer.attention.shard(world), mlp=layer.mlp.shard(world))
-                for layer in self.layers
+                replace(layer, mixer=layer.mixer.shard(world), mlp=layer.mlp.shard(world)) for layer in self.layers
             ),
         )
 

@@ -247,9 +247,9 @@ def load_target(
         target = local
     tensors = adapt_values(tensors, spec)
     if scales and has_fp8_cache(path):
-        cache_scales = read_cache_scales(scales, [layer.attention for layer in config.layers], path)
+        cache_scales = read_cache_scales(scales, [layer.mixer for layer in config.layers], path)
         target.cache_scales = tuple(
-            rank_heads(scale, layer.attention.num_kv_heads, rank, world)
+            rank_heads(scale, layer.mixer.num_kv_heads, rank, world)
             for scale, layer in zip(cache_scales, spec.layers, strict=True)
         )
     target.quantization = formats

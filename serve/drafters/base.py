@@ -106,7 +106,7 @@ class NetworkDrafter(Drafter):
     @classmethod
     def plan(cls, draft: str, options: Any, target: TargetSpec) -> DraftPlan:
         config = read_draft_config(cls.Network, resolve(draft), target, Choices.of(options))
-        layers = tuple(layer.attention for layer in config.layers)
+        layers = tuple(layer.mixer for layer in config.layers)
         if options.window is not None:
             layers = tuple(with_window(layer, options.window) for layer in layers)
         plan = cls.plan_network(options, config)

@@ -130,7 +130,7 @@ class Drafter(base.NetworkDrafter):
         self.options = options
         self.topk = options.topk
         self.head = replace(vocabulary.head, softcap=config.final_logit_softcapping)
-        self.layers: dict[int, list[int]] = {}  # by KV group
+        self.layers: list[list[int]] = []  # by cache
         self.last_context: Tensor | None = None  # (R, H) of each request's last committed token, for heads that read it
         self.first_slot = config.first_slot
         self.depth = options.depth(config)
@@ -184,12 +184,13 @@ class Drafter(base.NetworkDrafter):
         assert attention is not None
         self.embed = target.embed_tokens
         self.attention = attention
-        groups = attention.kv.groups
-        layers = {
-            group: [layer for layer, number in enumerate(groups) if number == group] for group in attention.kv.caches
-        }
+        places = attention.kv.places
+        layers = [
+            [layer for layer, (cache, _) in enumerate(places) if cache == index]
+            for index in range(len(attention.kv.caches))
+        ]
         if layers != self.layers:  # else as at the last call
-            self.contexts = {group: self.module.stack_context(layers[group]) for group in layers}
+            self.contexts = [self.module.stack_context(members) for members in layers]
             self.layers = layers
         if self.join is not None and self.join.reads_context:
             sizes = len(state.lengths), self.module.config.hidden_size
@@ -201,12 +202,10 @@ class Drafter(base.NetworkDrafter):
         if self.last_context is not None:
             self.last_context[rows.requests] = context[rows.last]
         rope = self.attention.ropes[0]
-        for group, (weight, bias, k_norm) in self.contexts.items():
-            slots = rows.slots.of(group)
-            cache = self.attention.kv.flat(group)
-            scales = self.attention.kv.scales.get(group)
+        for cache, (weight, bias, k_norm) in zip(self.attention.kv.caches, self.contexts, strict=True):
+            slots = rows.slots.of(cache.group)
             kv = linear(context, weight, bias)
-            store_context(kv, k_norm, eps, rope.cos, rope.sin, rows.positions, slots, cache, scales)
+            store_context(kv, k_norm, eps, rope.cos, rope.sin, rows.positions, slots, cache.flat, cache.scales)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:

@@ -182,7 +182,7 @@ def calibrate(plan: EnginePlan, networks: Networks) -> tuple[Sequence[Sequence[T
     text = read_user_text(config) or read_text(None)
     tokens = tokens_of(text, plan.path, plan.max_model_len, config.trust_remote_code)
     num_pages = -(-(len(tokens) + plan.limits.reserve) // config.page_size)
-    passes = make_passes(plan, networks, [1 + num_pages] * len(plan.windows), num_pages)
+    passes = make_passes(plan, networks, [1 + num_pages] * len(plan.groups), num_pages)
     prefill(ModelRunner(passes), tokens, max(plan.widths), plan.limits.prompts_by)
     source = f"{len(tokens)} tokens of {config.calibration_file or 'bundled text'}"
     return [scales_of(kv) for kv in passes.kv], source
@@ -192,7 +192,7 @@ def measure(plan: EnginePlan, networks: Networks) -> int:
     """Returns the bytes that passes need on a GPU, by running the largest ones over a cache of one dump page."""
     if plan.device.type == "cpu":
         return 0
-    passes = make_passes(plan, networks, [1] * len(plan.windows), plan.pages_for(plan.max_model_len))
+    passes = make_passes(plan, networks, [1] * len(plan.groups), plan.pages_for(plan.max_model_len))
     return passes.state.nbytes + measure_workspace(passes, plan)
 
 
@@ -208,12 +208,12 @@ def make_passes(plan: EnginePlan, networks: Networks, num_pages: Sequence[int], 
     config = plan.config
     device = plan.device.device
     size = config.page_size
-    num_groups = len(plan.windows)
+    num_groups = len(plan.groups)
     state = RequestState(
         config.max_running, pages_per_slot, size, plan.limits.most_nodes, device, plan.spec.vocab_size, num_groups
     )
     kv = [
-        NetworkKV.allocate(network.layers, plan.windows, num_pages, size, plan.dtype, device, scales)
+        NetworkKV.allocate(network.layers, plan.groups, num_pages, size, plan.dtype, device, scales)
         for network, scales in zip(plan.networks, networks.scales, strict=True)
     ]
     layers = chain(*(network.layers for network in plan.networks))
@@ -247,9 +247,9 @@ def make_cache(plan: EnginePlan, space: Space) -> PageCache:
     log_kv_cache(plan, space)
     size = plan.config.page_size
     groups = [
-        WindowPages(pages, size, window, plan.max_reserve)
-        for window, pages in zip(plan.windows, space.num_pages, strict=True)
-        if window is not None
+        WindowPages(pages, size, retention, plan.max_reserve)
+        for retention, pages in zip(plan.groups, space.num_pages, strict=True)
+        if retention != "all"
     ]
     return PageCache(space.num_pages[0], size, groups)
 

@@ -96,8 +96,8 @@ def prefill(runner: ModelRunner, tokens: Sequence[int], width: int, prompts_by: 
 
 def scales_of(kv: NetworkKV) -> list[Tensor]:
     """Returns (2, G) fp32 scales of each layer, by the numbers in its cache, not yet in FP8, after the dump page."""
-    largest = {group: cache[:, :, 1:].abs().amax(dim=(2, 3, 5)).float() for group, cache in kv.caches.items()}
-    scales = [MARGIN / LARGEST * largest[group][place] for group, place in kv.places]
+    largest = [cache.pages[:, :, 1:].abs().amax(dim=(2, 3, 5)).float() for cache in kv.caches]
+    scales = [MARGIN / LARGEST * largest[cache][place] for cache, place in kv.places]
     return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
 

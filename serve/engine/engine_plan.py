@@ -25,7 +25,7 @@ from slipstream.serve.engine.graph_keys import GraphKeys, most_node_rows
 from slipstream.serve.engine.plan import MAX_STEPS_IN_FLIGHT
 from slipstream.serve.engine.planner import Limits
 from slipstream.serve.options import EngineConfig, find_target
-from slipstream.serve.runner.kv import Windows, find_windows, page_bytes
+from slipstream.serve.runner.kv import Groups, find_groups, page_bytes
 
 FORCED_NODES = 16  # nodes of a proposal that a grammar forces, root included
 FORCED_ROWS = 64  # rows that captured passes have for these beside roots, if the drafter needs fewer
@@ -94,7 +94,7 @@ class EnginePlan:
     device: DeviceFacts
     dtype: torch.dtype
     networks: tuple[NetworkPlan, ...]  # the target and, if its KV is kept, the draft
-    windows: Windows
+    groups: Groups  # of caches
     max_model_len: int  # before the size of the cache limits it
     widths: tuple[int, ...]  # numbers of nodes that the draft network may propose
     usual_nodes: int  # most nodes of a proposal, but for those that grammars force
@@ -115,9 +115,9 @@ class EnginePlan:
 
     @property
     def page_bytes(self) -> list[int]:
-        """Bytes of a page, by KV group."""
+        """Bytes of a page, by cache group."""
         networks = [(network.layers, network.kv_dtype) for network in self.networks]
-        return page_bytes(networks, self.windows, self.config.page_size)
+        return page_bytes(networks, self.groups, self.config.page_size)
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns the pages of a request of that many tokens."""
@@ -180,7 +180,7 @@ def plan_engine(
         device=device,
         dtype=dtype,
         networks=networks,
-        windows=find_windows(chain(*(network.layers for network in networks)), max_model_len),
+        groups=find_groups(chain(*(network.layers for network in networks)), max_model_len),
         max_model_len=max_model_len,
         widths=tuple(sorted(widths)),
         usual_nodes=usual_nodes,
@@ -204,7 +204,7 @@ def kv_formats(networks: Sequence[NetworkPlan], device: DeviceFacts, dtype: torc
 def plan_networks(
     config: EngineConfig, spec: TargetSpec, draft: DraftPlan, dtype: torch.dtype, device: DeviceFacts
 ) -> tuple[NetworkPlan, ...]:
-    target_layers = tuple(layer.attention for layer in spec.layers)
+    target_layers = tuple(layer.mixer for layer in spec.layers)
     kinds = [(target_layers, config.has_fp8_cache), (draft.layers, draft.kv_cache_dtype == "fp8")]
     networks = []
     for layers, is_fp8 in kinds if draft.layers else kinds[:1]:

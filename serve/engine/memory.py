@@ -66,7 +66,7 @@ def pools_of(plan: EnginePlan, pages: int, copies: int) -> list[int]:
     config = plan.config
     pools = [pages]
     chunks = -(-config.prompt_tokens // config.page_size) + config.max_running
-    for window in filter(None, plan.windows):
+    for window in (retention for retention in plan.groups if retention != "all"):
         window_pages = pages_of_window(window, plan.max_reserve, config.page_size)
         pools.append(min(pages, copies * config.max_running * window_pages + chunks))
     return pools
@@ -90,8 +90,8 @@ def fit_to_cache(plan: EnginePlan, num_pages: int) -> int:
 
 def log_kv_cache(plan: EnginePlan, space: Space) -> None:
     page_size = plan.config.page_size
-    for window, pages, size in zip(plan.windows, space.num_pages, plan.page_bytes, strict=True):
-        span = "all" if window is None else f"the last {window}"
+    for retention, pages, size in zip(plan.groups, space.num_pages, plan.page_bytes, strict=True):
+        span = "all" if retention == "all" else f"the last {retention}"
         message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
         if size:
             logger.info(message, span, (pages - 1) * page_size, pages * size / 1e9)

@@ -289,10 +289,10 @@ class Runner:
             lengths = layout.segment_lengths[:num_requests, None]
             requests = layout.segment_slots[:num_requests, None]
             for network in self.kv:
-                for group in network.caches:
-                    sources = self.state.slots(requests, lengths + nodes, group)
-                    destinations = self.state.slots(requests, lengths + order, group)
-                    move_rows(network.flat(group), sources, destinations)
+                for cache in network.caches:
+                    sources = self.state.slots(requests, lengths + nodes, cache.group)
+                    destinations = self.state.slots(requests, lengths + order, cache.group)
+                    move_rows(cache.flat, sources, destinations)
 
     def _chains(self, layout: Layout, num_requests: int, host: HostShape | None) -> AttentionMetadata:
         """Describes the pass's rows to the drafter: nodes in the order in which they were accepted are a chain, as

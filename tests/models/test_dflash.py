@@ -261,7 +261,7 @@ def test_whether_slots_see_later_ones_in_a_window(values: Values, mask: str, dra
     draft.change(values=values)
     loaded = draft.load()
     assert loaded.masks == [mask] * 2
-    assert [layer.attention.window for layer in loaded.config.layers] == [6, 6]
+    assert [layer.mixer.window for layer in loaded.config.layers] == [6, 6]
     assert DFlashConfig.from_json(loaded.config.to_json(), draft.target) == loaded.config
 
 

@@ -285,7 +285,7 @@ def test_ids_in_eagle_config_count_outputs_or_inputs(
     ids: tuple[int, ...], sinks: bool, expected: tuple[int, ...] | None, draft: SavedDraft
 ) -> None:
     (layer,) = draft.target.layers[:1]
-    layer = replace(layer, attention=replace(layer.attention, sinks=sinks))
+    layer = replace(layer, mixer=replace(layer.mixer, sinks=sinks))
     draft.target = replace(draft.target, layers=(layer,) * 12)
     draft.change(
         values={"drafter": None, "target_num_layers": None, AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: ids}}

@@ -280,9 +280,9 @@ def test_gpt_oss_is_read() -> None:
     assert trained.layers[0].mlp == MoESpec(
         num_experts=4, top_k=2, intermediate_size=48, activation=ClampedSwiGLU(), bias=True, transposed=True
     )
-    attention = trained.layers[0].attention
+    attention = trained.layers[0].mixer
     assert (attention.window, attention.sinks, attention.qkv_bias, attention.output_bias) == (9, True, True, True)
-    assert trained.layers[1].attention.window is None
+    assert trained.layers[1].mixer.window is None
     assert attention.rope.scaling["truncate"] is False
 
 

@@ -125,7 +125,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
         tensors = {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
         save_file(tensors, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
-    assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
+    assert [layer.mixer.window for layer in config.layers] == [9, None, 9, None]
     assert_same_logits(tmp_path, config, model)
 
 
@@ -183,7 +183,7 @@ def test_internlm3_is_read_without_its_code(make_target: Callable[[str], Path], 
     (tmp_path / "config.json").write_text(json.dumps(values))
     expected = load_config(make_target("internlm3-bias"))
     assert load_config(tmp_path) == replace(expected, architecture="InternLM3ForCausalLM")
-    assert all(layer.attention.qkv_bias and layer.attention.output_bias for layer in expected.layers)
+    assert all(layer.mixer.qkv_bias and layer.mixer.output_bias for layer in expected.layers)
 
 
 def hub_name(name: str, wrapper: str) -> str:

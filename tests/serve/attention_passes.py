@@ -15,7 +15,7 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import KVSlots, NetworkKV
+from slipstream.serve.runner.kv import KVSlots, LayerCache, NetworkKV
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.attention_layers import asking_layer
 
@@ -145,7 +145,7 @@ class Scene:
             [-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, count))] for count in case.query_lens
         ]
         self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
-        self.kv = NetworkKV({GROUP: self.cache}, ((GROUP, 0), (GROUP, 1)), (self.layer().spec,) * NUM_LAYERS)
+        self.kv = NetworkKV((LayerCache(GROUP, self.cache),), ((0, 0), (0, 1)), (self.layer().spec,) * NUM_LAYERS)
 
     def metadata(self, spare: int = 9) -> AttentionMetadata:
         """`spare`: how far the host's bounds lie above the true lengths; a prompt's are exact."""

@@ -60,8 +60,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 def caches_of(engine: Engine) -> list[Tensor]:
-    """(L, 2, slots, G, D) of each network and KV group."""
-    return [network.flat(group) for network in engine.runner.passes.kv for group in network.caches]
+    """(L, 2, slots, G, D) of each cache of each network."""
+    return [cache.flat for network in engine.runner.passes.kv for cache in network.caches]
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:

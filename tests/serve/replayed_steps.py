@@ -48,7 +48,7 @@ def record_steps(engine: Engine, requests: Sequence[Request], file: Path, patch:
 def digest(runner: ModelRunner) -> str:
     """Hashes the KV of all networks, but for the dump page, and what is stored for each request."""
     size = runner.state.page_size
-    tensors = [kv.flat(group)[:, :, size:] for kv in runner.passes.kv for group in kv.caches]
+    tensors = [cache.flat[:, :, size:] for kv in runner.passes.kv for cache in kv.caches]
     tensors += [tensor[: runner.state.padding] for tensor in runner.state.stored]
     hashed = hashlib.sha256()
     for tensor in tensors:

@@ -401,12 +401,12 @@ class Stage:
     def extended(self, rows: PassRows, aux_states: Tensor) -> Tensor:
         """The drafter's KV afterwards."""
         self.drafter.extend(rows, aux_states)
-        return self.drafter.attention.kv.flat(0)
+        return self.drafter.attention.kv.caches[0].flat
 
     def attach(self) -> SDPABackend:
         """A new, empty cache."""
         layers = self.drafter.module.attention_specs
-        kv = NetworkKV.allocate(layers, (None,), [5], 16, torch.float32, torch.device("cpu"))
+        kv = NetworkKV.allocate(layers, ("all",), [5], 16, torch.float32, torch.device("cpu"))
         attention = SDPABackend(kv, [RotaryEmbedding(layers[0].rope, layers[0].head_dim, 64)] * len(layers))
         self.drafter.attach(self.target, self.metadata.state, attention)
         attention.plan(self.metadata)
@@ -444,7 +444,7 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
     cache = stage.extended(rows_of(stage.metadata), stage.aux_states)
-    torch.testing.assert_close(cache, attention.kv.flat(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache, attention.kv.caches[0].flat, atol=1e-5, rtol=1e-5)
     assert cache[:, :, stage.metadata.slots.of(0)].count_nonzero() == cache.count_nonzero() > 0
 
 
@@ -471,7 +471,7 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     assert verified.nodes[0, :5].tolist() == [*path, -1]
     runner = Runner(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
     runner._extend(layout, verified, stage.aux_states)
-    cache = attention.kv.flat(0)[:, :, stage.metadata.slots.of(0)[:4]]
+    cache = attention.kv.caches[0].flat[:, :, stage.metadata.slots.of(0)[:4]]
     torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
 
 

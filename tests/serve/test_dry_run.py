@@ -49,7 +49,7 @@ def test_weights_and_kv_are_those_of_the_engine(target: Path, draft: Path) -> No
         target=str(target), draft=str(draft), dtype="bfloat16", device="cpu", page_size=16, kv_cache_tokens=512
     )
     engine = build_engine(config)
-    pages = sum(cache.nbytes for kv in engine.runner.passes.kv for cache in kv.caches.values())
+    pages = sum(cache.pages.nbytes for kv in engine.runner.passes.kv for cache in kv.caches)
     assert pages == 33 * sum(run.plan.page_bytes)
     assert run.state_bytes() == engine.runner.state.nbytes
 

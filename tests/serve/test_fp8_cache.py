@@ -22,7 +22,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
-from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.kv import LayerCache, NetworkKV
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.random_targets import CAPPED, FAMILIES, SHAPE, save_random_target
 from slipstream.tests.serve.attention_passes import GROUP, LAYER, Pass, Scene
@@ -267,11 +267,10 @@ def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
     scales = [torch.tensor([[0.02, 0.03], [0.015, 0.04]])] * 2
     per_head = torch.stack(scales)[:, :, None, None, :, None]
     scene.kv = NetworkKV(
-        {GROUP: encode(scene.cache, per_head)},
+        (LayerCache(GROUP, encode(scene.cache, per_head), torch.stack(scales)),),
         scene.kv.places,
         scene.kv.specs,
         torch.float32,
-        {GROUP: torch.stack(scales)},
     )
     attention = SDPABackend(scene.kv, scene.ropes)
     metadata = scene.metadata()
@@ -281,8 +280,8 @@ def test_sdpa_attends_to_what_it_has_stored(mask: Any) -> None:
     oracle.plan(plain.metadata())
     q = oracle.rotate_and_store(*plain.qkv, plain.layer(with_norms=True))
     new = plain.cache.flatten(2, 3)[LAYER][:, plain.written]
-    stored = scene.kv.caches[GROUP].flatten(2, 3)[LAYER].view(torch.uint8)[:, scene.written].view(E4M3)
+    stored = scene.kv.caches[0].flat[LAYER].view(torch.uint8)[:, scene.written].view(E4M3)
     expected = encode(new, scales[LAYER][:, None, :, None])
     assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
-    plain.cache.copy_(decode(scene.kv.caches[GROUP], per_head, torch.float32))
+    plain.cache.copy_(decode(scene.kv.caches[0].pages, per_head, torch.float32))
     torch.testing.assert_close(out, oracle.attend_stored(q, plain.layer(), mask), atol=1e-5, rtol=1e-5)

@@ -73,7 +73,7 @@ class TreeDrafter(base.Drafter):
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.state = state
-        self.numbers = attention.kv.flat(0)[0, 0, :, 0, 0]
+        self.numbers = attention.kv.caches[0].flat[0, 0, :, 0, 0]
 
     def admit(self, slot: int, tokens: list[int]) -> None:
         (self.known[slot],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)

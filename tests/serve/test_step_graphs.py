@@ -120,9 +120,8 @@ def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
     check_states(engine.runner, eager.runner)
     page_size = engine.config.page_size
     for kv, eager_kv in zip(engine.runner.passes.kv, eager.runner.passes.kv, strict=True):
-        for group in kv.caches:
-            places = torch.arange(page_size, kv.flat(group).shape[2])
-            captured_cache, other = (network.flat(group)[:, :, places] for network in (kv, eager_kv))
+        for layers, eager_layers in zip(kv.caches, eager_kv.caches, strict=True):
+            captured_cache, other = (flat[:, :, page_size:] for flat in (layers.flat, eager_layers.flat))
             torch.testing.assert_close(captured_cache, other, rtol=1e-4, atol=1e-4)
 
 
