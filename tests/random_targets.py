@@ -156,11 +156,38 @@ RELATIVES: dict[str, PretrainedConfig] = {
     ),
 }
 
-if hasattr(transformers, "InternLM3Config"):  # later than the oldest release that the package allows
-    RELATIVES["internlm3"] = transformers.InternLM3Config(**SHAPE, head_dim=16)
-    RELATIVES["internlm3-bias"] = transformers.InternLM3Config(
-        **SHAPE, head_dim=None, attention_bias=True, mlp_bias=True
-    )
+SWASH = {**GRANITE, **BY_LAYER, "layer_rope_theta": [10000.0, 0, 500.0, 10000.0], "logits_scaling": 0.7}
+MOE = {"num_local_experts": 5, "num_experts_per_tok": 2}
+TYPED = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
+# Name of transformers' class, which older releases may lack, and fields.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone": ("ExaoneConfig", {"rope_parameters": dict(LLAMA3_ROPE)}),
+    "exaone-tied": ("ExaoneConfig", {"head_dim": 16, "tie_word_embeddings": True}),
+    "flex-olmo": ("FlexOlmoConfig", OLMOE),
+    "flex-olmo-norm": ("FlexOlmoConfig", {**OLMOE, "norm_topk_prob": True, "attention_bias": True}),
+    "granite-moe": ("GraniteMoeConfig", {**GRANITE, **MOE, "logits_scaling": 0.25}),
+    "granite-moe-tied": ("GraniteMoeConfig", {**GRANITE, **MOE, "tie_word_embeddings": True, "attention_bias": True}),
+    "granite-moe-shared": ("GraniteMoeSharedConfig", {**GRANITE, **MOE, "shared_intermediate_size": 40}),
+    "granite-moe-unshared": ("GraniteMoeSharedConfig", {**MOE, "shared_intermediate_size": 0}),
+    "granite-moe-swa": ("GraniteMoeSWAConfig", {**SWASH, **MOE, "shared_intermediate_size": 40}),
+    "granite-swa": ("GraniteSWAConfig", SWASH),
+    "granite-swa-bias": ("GraniteSWAConfig", {"sliding_window": 9, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumConfig", {"head_dim": 8}),
+    "helium-bias": ("HeliumConfig", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("HyperCLOVAXConfig", {**GRANITE, "logits_scaling": 0.25}),
+    "hyperclovax-bare": ("HyperCLOVAXConfig", {**GRANITE, "use_post_norm": False, "tie_word_embeddings": True}),
+    "internlm3": ("InternLM3Config", {"head_dim": 16}),
+    "internlm3-bias": ("InternLM3Config", {"head_dim": None, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoderConfig", {"head_dim": 16}),
+    "mellum": ("MellumConfig", {**TYPED, "mlp_layer_types": ["dense", "sparse"] * 2}),
+    "mellum-plain": ("MellumConfig", {**EXPERTS, "norm_topk_prob": False, "attention_bias": True}),
+    "vaultgemma": ("VaultGemmaConfig", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+}
+RELATIVES |= {
+    name: getattr(transformers, kind)(**SHAPE | fields)
+    for name, (kind, fields) in NAMED.items()
+    if hasattr(transformers, kind)
+}
 
 MUSE: dict[str, Any] = {
     **{"sliding_window": 9, "qk_scale_factor": 1.7, "output_multiplier": 0.4, "post_norm_eps": 0.01},

@@ -68,10 +68,10 @@ class ExpertWeights(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """An MLP's output that is added to the experts', times the sigmoid of a gate."""
+    """An MLP's output that is added to the experts', times the sigmoid of a gate where there is one."""
 
     output: Tensor  # (T, H)
-    gate: Tensor  # (T, 1)
+    gate: Tensor | None = None  # (T, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def mix_experts(
     for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
         total = total + routing.weights[:, index, None] * output.float()
     if shared is not None:
-        total = total + shared.gate.float().sigmoid() * shared.output.float()
+        factor = 1.0 if shared.gate is None else shared.gate.float().sigmoid()
+        total = total + factor * shared.output.float()
     return total.to(x.dtype)
 
 
@@ -185,7 +186,7 @@ def mix_experts_triton(
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    assert shared is None or (shared.output.is_contiguous() and shared.gate.is_contiguous())
+    assert all(tensor is None or tensor.is_contiguous() for tensor in shared or ())
     if tiling is None and (pair_outputs := _fp8_outputs(inputs, routing, weights)) is not None:
         _sum_all(pair_outputs, routing.weights, shared, out)
         return out
@@ -531,7 +532,9 @@ def _sum_outputs(
         total += weight[:, None] * output.to(tl.float32)
     cells = row.to(tl.int64)[:, None] * size + column[None, :]
     if shared_ptr is not None:
-        gate = tl.load(gates_ptr + row, mask=row < num_rows, other=0.0).to(tl.float32)
         shared = tl.load(shared_ptr + cells, mask=inside, other=0.0).to(tl.float32)
-        total += (1.0 / (1.0 + tl.exp(-gate)))[:, None] * shared
+        if gates_ptr is not None:
+            gate = tl.load(gates_ptr + row, mask=row < num_rows, other=0.0).to(tl.float32)
+            shared *= (1.0 / (1.0 + tl.exp(-gate)))[:, None]
+        total += shared
     tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -106,10 +106,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the `top_k` experts of each token, and a shared expert where the family has one.
-
-    Qwen3-MoE, Qwen2-MoE, Mixtral and gpt-oss.
-    """
+    """The weighted sum of the `top_k` experts of each token, and a shared expert where the family has one."""
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
@@ -118,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = self.shared_expert_gate = None
         if spec.shared_size:
             self.shared_expert = GatedMLP(hidden_size, MLPSpec(intermediate_size=spec.shared_size))
-            self.shared_expert_gate = Linear(hidden_size, 1)
+            self.shared_expert_gate = Linear(hidden_size, 1) if spec.shared_gate else None
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """x (..., H), quantised (T, H) -> the same shape."""
@@ -129,8 +126,9 @@ class MixtureOfExperts(nn.Module):
     def _mix(self, x: Tensor | QuantizedRows) -> Tensor:
         rows = plain_rows(x)
         shared = None
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared = Shared(self.shared_expert(rows), self.shared_expert_gate(rows))
+        if self.shared_expert is not None:
+            gate = self.shared_expert_gate
+            shared = Shared(self.shared_expert(rows), None if gate is None else gate(rows))
         return self.experts(x, self.gate(rows, self.experts.least_rows), shared)
 
 

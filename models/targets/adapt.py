@@ -3,6 +3,9 @@
 Letters: E experts, I their intermediate size, H hidden, D head dim, R rotated dims of a head.
 """
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,12 +15,49 @@ from slipstream.models.targets.families import INTERLEAVED
 NORM = "norm.weight"  # the final one
 SCALES = ("weight_scale", "weight_scale_inv", "scales")  # of quantised weights, which they multiply
 ACROSS_OUTPUTS = ("qweight", "qzeros", "scales", "g_idx")  # AWQ's and GPTQ's, whose first axis is that of the inputs
-# Norms of a GLM-4 layer -> those of a Gemma layer, in the order of their use.
-GLM4_NORMS = {
-    "post_self_attn_layernorm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "post_mlp_layernorm": "post_feedforward_layernorm",
+EXAONE = {  # 3 and 3.5
+    "transformer.wte": "embed_tokens",
+    "transformer.h": "layers",
+    "transformer.ln_f": "norm",
+    "attn.attention": "self_attn",
+    "out_proj": "o_proj",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "c_fc_0": "gate_proj",
+    "c_fc_1": "up_proj",
+    "c_proj": "down_proj",
 }
+HYPERCLOVAX = {  # with norms of outputs
+    "post_norm1": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_norm2": "post_feedforward_layernorm",
+}
+GRANITE_MOE = {
+    "mlp.input_linear.weight": "mlp.experts.gate_up_proj",
+    "mlp.output_linear.weight": "mlp.experts.down_proj",
+    "mlp.router.layer": "mlp.gate",
+    "mlp.router": "mlp.gate",
+    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+}
+# Architecture -> parts of its files' names and what they are here.
+NAMES: dict[str, dict[str, str]] = {
+    "ExaoneForCausalLM": EXAONE,
+    "Glm4ForCausalLM": {  # those of a Gemma layer
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSWAForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE,
+    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "LlamaForCausalLM": EXAONE,  # of files that transformers wrote
+    "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},
+}
+FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
+OUTPUTS = (".o_proj", ".down_proj")
+OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
 BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 
@@ -25,8 +65,9 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
     """Returns a target's tensors by their names in `Target`, with the axes in the order of its layers: views."""
     if config.architecture == "Qwen3MoeForCausalLM":
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
-    if config.architecture == "Glm4ForCausalLM":
-        tensors = {glm4_name(key): tensor for key, tensor in tensors.items()}
+    names = NAMES.get(config.architecture)
+    if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
+        tensors = renamed(tensors, names)
     return tensors | ones_of(config)
 
 
@@ -36,7 +77,8 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     if config.architecture in INTERLEAVED:
         tensors = {key: in_halves(key, tensor, config) for key, tensor in tensors.items()}
     if config.residual_scale != 1:
-        tensors = {key: scaled(key, tensors, config.residual_scale) for key in tensors}
+        ends = OUTPUTS if config.layers[0].norms == "pre" else OUTPUT_NORMS
+        tensors = {key: scaled(key, tensors, config.residual_scale, ends) for key in tensors}
     if config.logit_divisor != 1 and NORM in tensors:
         tensors[NORM] = (tensors[NORM].float() / config.logit_divisor).to(tensors[NORM].dtype)
     return tensors
@@ -59,10 +101,11 @@ def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:
     return tensor.transpose(1, 2) if is_turned else tensor
 
 
-def glm4_name(key: str) -> str:
-    path, _, name = key.rpartition(".")
-    layer, _, norm = path.rpartition(".")
-    return f"{layer}.{GLM4_NORMS[norm]}.{name}" if norm in GLM4_NORMS else key
+def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors with parts of their names, between dots, replaced; all at once, as parts may change places."""
+    longest_first = sorted(names, key=len, reverse=True)
+    part = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
+    return {part.sub(lambda match: names[match[0]], key): tensor for key, tensor in tensors.items()}
 
 
 def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
@@ -94,14 +137,14 @@ def in_halves(key: str, tensor: Tensor, config: TargetSpec) -> Tensor:
     return tensor.unflatten(0, (heads, head_dim))[:, order].flatten(0, 1)
 
 
-def scaled(key: str, tensors: dict[str, Tensor], factor: float) -> Tensor:
-    """A tensor of a projection whose outputs are added to the residual, times `factor`: its bias, and the scales of its
+def scaled(key: str, tensors: Mapping[str, Tensor], factor: float, layers: tuple[str, ...]) -> Tensor:
+    """A tensor of `layers`, whose outputs are added to the residual, times `factor`: the bias, and the scales of the
     weight, or the weight itself where it has none. Others as they are."""
-    path, _, name = key.rpartition(".")
+    path, _, name = FUSED_EXPERTS.sub(".experts.down_proj.weight", key).rpartition(".")
     tensor = tensors[key]
-    if not path.endswith((".o_proj", ".down_proj")):
+    if not path.endswith(layers):
         return tensor
-    has_scales = any(f"{path}.{scale}" in tensors for scale in SCALES)
+    has_scales = f"{path}_scale_inv" in tensors or any(f"{path}.{scale}" in tensors for scale in SCALES)
     if name == "bias" or name in SCALES or (name == "weight" and not has_scales):
         return (tensor.float() * factor).to(tensor.dtype)
     return tensor

@@ -264,7 +264,9 @@ class MoESpec:
     """The weights are a softmax over the chosen experts' scores, else over all. "Softmax, top-k, divide by the sum" and
     "top-k, softmax" both are the former."""
     shared_size: int = 0
-    """Intermediate size of an MLP that every token takes as well, times the sigmoid of a learnt gate; 0: none."""
+    """Intermediate size of an MLP that every token takes as well; 0: none."""
+    shared_gate: bool = True
+    """That MLP's output is multiplied by the sigmoid of a learnt gate."""
     activation: ClampedSwiGLU | None = None
     """None: silu(gate) * up."""
     bias: bool = False
@@ -439,10 +441,11 @@ class TargetSpec(DecoderShape):
                     "delete it"
                 )
             rope.check(shape.head_dim)
-        layers = [
-            layer(window=window, rope=replace(ropes[window is not None], rotates=index not in traits.unrotated))
-            for index, window in enumerate(windows_of(values, traits))
-        ]
+        layers = []
+        for index, window in enumerate(windows_of(values, traits)):
+            rope = replace(ropes[window is not None], rotates=index not in traits.unrotated)
+            theta = traits.rope_thetas.get(index, rope.theta)
+            layers.append(layer(window=window, rope=replace(rope, theta=theta)))
         return cls(
             **shape.shape(),
             architecture=architecture,
@@ -499,12 +502,10 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
     count = values["num_hidden_layers"]
     if architecture not in families.MIXTURES:
         return [None] * count
-    is_qwen = architecture.startswith("Qwen")
-    is_olmoe = architecture == "OlmoeForCausalLM"
+    family = families.MIXTURES[architecture]
     is_gpt_oss = architecture == "GptOssForCausalLM"
     if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
         raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
-    has_shared = architecture == "Qwen2MoeForCausalLM"
     has_hf_name = "num_experts" in values
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
@@ -512,16 +513,39 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
     spec = MoESpec(
         num_experts=families.count_of(values, "num_experts" if has_hf_name else "num_local_experts"),
         top_k=families.count_of(values, "num_experts_per_tok"),
-        intermediate_size=families.count_of(values, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        normalise=bool(values.get("norm_topk_prob", False)) if is_qwen or is_olmoe else True,
-        shared_size=families.count_of(values, "shared_expert_intermediate_size") if has_shared else 0,
+        intermediate_size=families.count_of(values, family.size),
+        normalise=not family.normalise or bool(values.get(family.normalise)),
+        shared_size=shared_size_of(values, family),
+        shared_gate=family.shared_gate,
         activation=clamped_swiglu(values) if is_gpt_oss else None,
         bias=is_gpt_oss,
         transposed=is_gpt_oss,
     )
-    step = values.get("decoder_sparse_step") or 1
-    dense = set(values.get("mlp_only_layers") or ())
-    return [spec if not is_qwen or (layer not in dense and (layer + 1) % step == 0) else None for layer in range(count)]
+    dense = dense_layers(values, family)
+    return [None if layer in dense else spec for layer in range(count)]
+
+
+def shared_size_of(values: Mapping[str, Any], family: families.Mixture) -> int:
+    """Returns the intermediate size of the shared expert; 0 where there is none."""
+    name = family.shared
+    may_lack = not family.shared_gate and values.get(name) == 0
+    return families.count_of(values, name) if name and not may_lack else 0
+
+
+def dense_layers(values: Mapping[str, Any], family: families.Mixture) -> set[int]:
+    """Returns the layers that have an MLP in place of a mixture. Raises ValueError for other kinds of layers."""
+    layers = range(values["num_hidden_layers"])
+    if family.layers == "by_step":
+        step = values.get("decoder_sparse_step") or 1
+        return {layer for layer in layers if (layer + 1) % step} | set(values.get("mlp_only_layers") or ())
+    kinds = values.get("mlp_layer_types")
+    if family.layers == "all" or kinds is None:
+        return set()
+    if not isinstance(kinds, Sequence) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types is {kinds!r}; it must be dense or sparse for each of {len(layers)} layers"
+        )
+    return {layer for layer in layers if kinds[layer] == "dense"}
 
 
 def clamped_swiglu(values: Mapping[str, Any]) -> ClampedSwiGLU:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OTHER_PARTS = ("visual.", "mtp.")  # the tower of Qwen2.5-VL, layers that predict more tokens
 MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -158,14 +159,14 @@ def load_config(path: Path, trust_remote_code: bool = False) -> TargetSpec:
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors by their names in `Target`; of a multimodal checkpoint only the text part's, which
-    `language_model` or `model.language_model` precedes, or that is all but `visual` (Qwen2.5-VL's files)."""
+    `language_model` or `model.language_model` precedes, or that is all but OTHER_PARTS."""
     prefix = "language_model."
     head = HEAD.removesuffix("weight")
     is_multimodal = any(key.removeprefix("model.").startswith(prefix) for key in tensors)
     renamed = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("model.")
-        if name.startswith((prefix, head)) if is_multimodal else not name.startswith("visual."):
+        if name.startswith((prefix, head)) if is_multimodal else not name.startswith(OTHER_PARTS):
             renamed[target_name(name.removeprefix(prefix))] = tensor
     return renamed
 

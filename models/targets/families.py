@@ -8,7 +8,9 @@ gpt-oss (2508.10925).
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+from slipstream.models.targets.unserved import NEEDS
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -30,14 +32,17 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
 }
 ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# `refusal` appends this to its reason; README's table and docs/serving.md list the same.
+# `refusal` appends this to its reason; README's table and docs/families.md list the same.
 NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets (gated delta nets, Mamba, RWKV), multi-head latent "
     "attention (MLA), encoder-decoders, image inputs, LoRA adapters on targets, or a target over several GPUs"
 )
 # Fields that only such models have.
 IMAGE_FIELDS = ("img_processor", "embd_layer", "vision_lora")  # Phi-3-vision and Phi-4-multimodal, with code of theirs
-MAMBA_FIELDS = ("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads")
+MAMBA_FIELDS = (
+    *("mamba_d_state", "mamba_d_conv", "ssm_cfg", "ssm_state_size", "state_size", "linear_num_key_heads"),
+    "conv_L_cache",
+)
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"}
 
 
@@ -73,6 +78,8 @@ class Traits:
     """`partial_rotary_factor` decides how much of a head is rotated."""
     unrotated: Collection[int] = ()
     """Layers without positions (NoPE)."""
+    rope_thetas: Mapping[int, float] = field(default_factory=dict)
+    """Bases of layers that have one of their own."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     final_norm_offset: bool = True
@@ -84,6 +91,23 @@ class Traits:
     logit_softcap: float | None = None
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The fields of a family's configs that its experts depend on."""
+
+    size: str = "intermediate_size"
+    """Of one expert."""
+    normalise: str = ""
+    """Whether the weights of the chosen experts are divided by their sum; empty: they are."""
+    shared: str = ""
+    """Size of an expert that every token takes; empty: there is none."""
+    shared_gate: bool = False
+    """That expert has a gate."""
+    layers: Literal["all", "by_step", "by_type"] = "all"
+    """The layers that have experts: all, those that `decoder_sparse_step` and `mlp_only_layers` leave, or those that
+    `mlp_layer_types` calls sparse."""
 
 
 def llama(_values: Mapping[str, Any]) -> Traits:
@@ -130,6 +154,10 @@ def gemma2(values: Mapping[str, Any]) -> Traits:
     )
 
 
+def vault_gemma(values: Mapping[str, Any]) -> Traits:
+    return replace(gemma2(values), norms="pre")
+
+
 def gemma3(values: Mapping[str, Any]) -> Traits:
     """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
     base = gemma2(values)
@@ -173,6 +201,10 @@ def olmo2(_values: Mapping[str, Any]) -> Traits:
 
 def olmo3(values: Mapping[str, Any]) -> Traits:
     return replace(olmo2(values), windows="by_layer")
+
+
+def flex_olmo(values: Mapping[str, Any]) -> Traits:
+    return olmo2(values)
 
 
 def olmoe(values: Mapping[str, Any]) -> Traits:
@@ -239,6 +271,49 @@ def granite(values: Mapping[str, Any]) -> Traits:
     )
 
 
+def granite_swa(values: Mapping[str, Any]) -> Traits:
+    """Granite with windows, sinks and a rotary base for each layer; those with 0 do not rotate."""
+    base = granite(values)
+    thetas = values.get("layer_rope_theta")
+    count = count_of(values, "num_hidden_layers")
+    if not isinstance(thetas, list) or len(thetas) != count or not all(is_number(theta) for theta in thetas):
+        raise ValueError(f"config.json: layer_rope_theta is {thetas!r}; it must be a number for each of {count} layers")
+    return replace(
+        base,
+        attention={**base.attention, "sinks": True},
+        windows="by_layer",
+        unrotated=[index for index, theta in enumerate(thetas) if not theta],
+        rope_thetas={index: float(theta) for index, theta in enumerate(thetas) if theta},
+    )
+
+
+def granite_moe_swa(values: Mapping[str, Any]) -> Traits:
+    return replace(granite_swa(values), mlp_bias="")
+
+
+def hyperclovax(values: Mapping[str, Any]) -> Traits:
+    """Granite with norms of outputs, unless `use_post_norm` is off, and a factor of logits in place of a divisor."""
+    return replace(
+        granite(values),
+        norms="sandwich" if values["use_post_norm"] else "pre",
+        logit_divisor=1 / number_of(values, "logits_scaling"),
+    )
+
+
+def helium(values: Mapping[str, Any]) -> Traits:
+    """Its pairs of rotated dims stand side by side (INTERLEAVED)."""
+    biases = {"qkv_bias": bool(values["attention_bias"]), "output_bias": False}
+    return Traits(attention=biases, windows="none", mlp_bias="mlp_bias")
+
+
+def mellum(_values: Mapping[str, Any]) -> Traits:
+    return Traits(attention={"qk_norm": True})
+
+
+def granite_moe(values: Mapping[str, Any]) -> Traits:
+    return replace(granite(values), mlp_bias="")
+
+
 def phi3(_values: Mapping[str, Any]) -> Traits:
     """Fused projections and longrope, files and fields say."""
     return Traits(windows="alike", attention_bias=False, partial_rotary=True)
@@ -248,6 +323,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "CwmForCausalLM": cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
+    "ExaoneForCausalLM": llama,
+    "FlexOlmoForCausalLM": flex_olmo,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "GemmaForCausalLM": gemma,
@@ -255,8 +332,16 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeSWAForCausalLM": granite_moe_swa,
+    "GraniteMoeSharedForCausalLM": granite_moe,
+    "GraniteSWAForCausalLM": granite_swa,
+    "HeliumForCausalLM": helium,
+    "HyperCLOVAXForCausalLM": hyperclovax,
+    "IQuestCoderForCausalLM": llama,
     "InternLM3ForCausalLM": llama,
     "LlamaForCausalLM": llama,
+    "MellumForCausalLM": mellum,
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
@@ -271,13 +356,30 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
+    "VaultGemmaForCausalLM": vault_gemma,
 }
 # Families that rotate dims 2 i and 2 i + 1 of a head together, and not i and i + half.
-INTERLEAVED = frozenset({"Ernie4_5ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM"})
+INTERLEAVED = frozenset({"Ernie4_5ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"})
+GRANITE_MOE_SHARED = Mixture(shared="shared_intermediate_size")
 # The families that have experts.
-MIXTURES = frozenset(
-    {"GptOssForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
-)
+MIXTURES: dict[str, Mixture] = {
+    "FlexOlmoForCausalLM": Mixture(normalise="norm_topk_prob"),
+    "GptOssForCausalLM": Mixture(),
+    "GraniteMoeForCausalLM": Mixture(),
+    "GraniteMoeSWAForCausalLM": GRANITE_MOE_SHARED,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "MellumForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_type"),
+    "MixtralForCausalLM": Mixture(),
+    "OlmoeForCausalLM": Mixture(normalise="norm_topk_prob"),
+    "Qwen2MoeForCausalLM": Mixture(
+        size="moe_intermediate_size",
+        normalise="norm_topk_prob",
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+        layers="by_step",
+    ),
+    "Qwen3MoeForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_step"),
+}
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
@@ -312,9 +414,14 @@ def count_of(values: Mapping[str, Any], name: str) -> int:
 def number_of(values: Mapping[str, Any], name: str) -> float:
     """The field `name` of a config. Raises ValueError unless it is a number above 0."""
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_number(value) or value == 0:
         raise ValueError(f"config.json: {name} is {value!r}; it must be a number above 0")
     return value
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def cap_of(values: Mapping[str, Any], name: str) -> float | None:
@@ -368,4 +475,4 @@ def _reason(values: Mapping[str, Any]) -> str:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
     if fields.get("use_bidirectional_attention"):
         return "its attention is bidirectional (use_bidirectional_attention), so it does not continue text"
-    return ""
+    return f"it needs {NEEDS[name]}" if name in NEEDS else ""

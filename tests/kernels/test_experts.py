@@ -87,8 +87,17 @@ def loop(
             output = down[expert] @ inputs(activate(hidden, weights.clamped))
             total += share * (output + (0 if down_bias is None else down_bias[expert]))
         rows.append(total)
-    added = 0 if shared is None else shared.gate.double().sigmoid() * shared.output.double()
-    return torch.stack(rows) + added
+    if shared is None:
+        return torch.stack(rows)
+    factor = 1 if shared.gate is None else shared.gate.double().sigmoid()
+    return torch.stack(rows) + factor * shared.output.double()
+
+
+def random_shared(kind: str, rows: int, size: int, dtype: torch.dtype, device: str) -> Shared | None:
+    """Outputs of a shared expert: "gated", "plain" without a gate, or "none"."""
+    outputs = random_rows(rows, size + 1, dtype, device)
+    gate = outputs[:, size:].contiguous() if kind == "gated" else None
+    return None if kind == "none" else Shared(outputs[:, :size].contiguous(), gate)
 
 
 def quantized_matrix(kind: str, outputs: int, inputs: int, experts: int, device: str) -> tuple[ExpertMatrix, Tensor]:
@@ -209,18 +218,15 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
 @grouped()
 @each_device
 @pytest.mark.parametrize(
-    ("shape", "dtype", "is_gpt_oss", "has_shared"), rotating(SHAPES, DTYPES, [True, False], [False, True])
+    ("shape", "dtype", "is_gpt_oss", "sharing"), rotating(SHAPES, DTYPES, [True, False], ["none", "gated", "plain"])
 )
 def test_outputs_are_those_of_a_loop_over_tokens(
-    shape: tuple[int, ...], dtype: torch.dtype, is_gpt_oss: bool, has_shared: bool, device: str
+    shape: tuple[int, ...], dtype: torch.dtype, is_gpt_oss: bool, sharing: str, device: str
 ) -> None:
     rows, size, _, experts, top_k = shape
     router, bias, weights = random_layer(shape[1:], dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
-    shared_outputs = random_rows(rows, size + 1, dtype, device)
-    shared = (
-        Shared(shared_outputs[:, :size].contiguous(), shared_outputs[:, size:].contiguous()) if has_shared else None
-    )
+    shared = random_shared(sharing, rows, size, dtype, device)
     expected = loop(x, route.reference(x, router, bias, top_k, True), weights, shared)
     tolerance = {"atol": 4 * TOLERANCES[dtype], "rtol": 4 * TOLERANCES[dtype]}
     mixed = mix_experts.reference(x, route.reference(x, router, bias, top_k, True), weights, shared)
@@ -234,8 +240,8 @@ def test_outputs_are_those_of_a_loop_over_tokens(
 
 
 @each_device
-@pytest.mark.parametrize(("is_gpt_oss", "has_shared"), [(True, False), (False, True)])
-def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: bool, device: str) -> None:
+@pytest.mark.parametrize(("is_gpt_oss", "sharing"), [(True, "none"), (False, "gated"), (False, "plain")])
+def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, sharing: str, device: str) -> None:
     """Experts whose sizes are no multiples of a tile's; full blocks and others."""
     rows = 150
     size = 320
@@ -244,10 +250,7 @@ def test_large_tiles_give_the_bits_of_small_ones(is_gpt_oss: bool, has_shared: b
     dtype = torch.float16
     router, bias, weights = random_layer((size, 200, experts, top_k), dtype, device, is_gpt_oss)
     x = random_rows(rows, size, dtype, device)
-    shared_outputs = random_rows(rows, size + 1, dtype, device)
-    shared = (
-        Shared(shared_outputs[:, :size].contiguous(), shared_outputs[:, size:].contiguous()) if has_shared else None
-    )
+    shared = random_shared(sharing, rows, size, dtype, device)
     routing = route_triton(x, router, bias, top_k, True, block_rows=grouped_gemm.LARGE_ROWS)
     with poisoned():
         mixed = mix_experts_triton(x, routing, weights, shared)

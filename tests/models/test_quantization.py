@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Ernie4_5Config, GraniteConfig
@@ -101,6 +102,8 @@ ADAPTED = {
     "ernie, two heads in a block": Ernie4_5Config(**WIDE, head_dim=64),
     "granite": GraniteConfig(**WIDE, **GRANITE | {"attention_multiplier": 128**-0.5}),  # a factor of outputs
 }
+if "hyperclovax" in RELATIVES:
+    ADAPTED["hyperclovax"] = transformers.HyperCLOVAXConfig(**WIDE, **GRANITE)  # a factor of the norms of outputs
 if "muse-glimmer" in RELATIVES:
     ADAPTED["muse-glimmer"] = muse_glimmer(**WIDE, head_dim=128)  # a gate that reads what q, k and v read
 

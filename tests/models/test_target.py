@@ -13,14 +13,21 @@ import transformers
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
+    Cohere2Config,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LongcatFlashConfig,
     Mistral3ForConditionalGeneration,
     MistralConfig,
+    NemotronConfig,
+    NemotronHConfig,
     Phi3Config,
     PixtralVisionConfig,
     PretrainedConfig,
@@ -54,6 +61,7 @@ from slipstream.models.targets.config import (
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.families import NOT_SERVED, TEXT_PARTS
 from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.models.targets.unserved import NEEDS
 from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.pairwise import grouped
 from slipstream.tests.random_targets import (
@@ -287,6 +295,13 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
         (DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]), "MLA"),
         (Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "hybrid"),
         (JambaConfig(architectures=["JambaForCausalLM"]), "hybrid"),
+        (NemotronHConfig(architectures=["NemotronHForCausalLM"]), "hybrid"),
+        (FalconH1Config(architectures=["FalconH1ForCausalLM"]), "hybrid"),
+        (Lfm2Config(architectures=["Lfm2ForCausalLM"]), "hybrid"),
+        (LongcatFlashConfig(architectures=["LongcatFlashForCausalLM"]), "MLA"),
+        (NemotronConfig(architectures=["NemotronForCausalLM"]), "needs LayerNorm, MLPs without a gate"),
+        (Cohere2Config(architectures=["Cohere2ForCausalLM"]), "needs LayerNorm, attention and MLP in parallel"),
+        (Llama4TextConfig(architectures=["Llama4ForCausalLM"]), "needs attention in chunks"),
         (Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]), "reads images"),
         (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], use_bidirectional_attention=True), "bidirectional"),
         (
@@ -335,7 +350,20 @@ def test_a_config_is_refused_before_transformers_or_its_code_reads_it(
             load_config(tmp_path, trust)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def table_of(title: str) -> dict[str, str]:
+    """Class -> description, of a table of the page of families."""
+    part = (ROOT / "docs/families.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): text for names, text in rows for name in names.split(", ")}
+
+
+def test_a_page_lists_families_that_are_served_and_what_others_need() -> None:
+    assert table_of("Served").keys() == ARCHITECTURES | TEXT_PARTS.keys()
+    assert table_of("Refused") == NEEDS
+    assert not ARCHITECTURES & NEEDS.keys()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/families.md"])
 def test_pages_list_what_is_not_served(page: str) -> None:
     text = " ".join((ROOT / page).read_text().split())
     for name in (
