@@ -16,7 +16,6 @@ from slipstream.models.drafts.heads.selector import CandidateSelector
 from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
-from slipstream.train.block_losses import mix_of
 from slipstream.train.blocks import draw_anchors, find_blocks
 from slipstream.train.dflash import DFlashTraining
 from slipstream.train.eagle3 import Eagle3Training
@@ -103,16 +102,16 @@ def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
 
 
 def teacher_flops(training: DFlashTraining, counting: int, in_whole_blocks: int) -> dict[str, int]:
-    """The target's head at slots with a loss, forward only: over the draft's vocabulary if a loss reads all of it, else
+    """The target's head at slots with a loss, forward only: over the draft's vocabulary for a confidence head, else
     over the candidates of the selector, or of LiLiCorr in whole blocks."""
-    losses = training.losses
-    config = training.draft.config
+    draft = training.draft
+    config = draft.config
     row = 2 * config.hidden_size
-    if mix_of(losses).reads_teacher or training.draft.head(ConfidenceHead) is not None:
+    if draft.head(ConfidenceHead) is not None:
         return {"teacher": row * len(training.head.rows) * counting}
-    if losses["selector_tv"]:
+    if draft.head(CandidateSelector) is not None:
         return {"teacher": row * config.num_candidates * counting}
-    return {"teacher": row * config.num_candidates * in_whole_blocks} if losses["scorer_regret"] else {}
+    return {"teacher": row * config.num_candidates * in_whole_blocks} if draft.head(LiLiCorr) is not None else {}
 
 
 def block_head_flops(draft: DFlash, counting: int) -> dict[str, int]:

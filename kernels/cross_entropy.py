@@ -1,5 +1,6 @@
 """Losses of a draft over its vocabulary, fused, so that no softmax is written: against the target's distribution
-(`soft_cross_entropy`), against labels (`label_cross_entropy`), and mixtures of both (`mixed_cross_entropy`).
+(`soft_cross_entropy`), and against labels, alone (`label_cross_entropy`) or along with the overlap of the two
+distributions (`taught_cross_entropy`).
 
 With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
@@ -14,13 +15,12 @@ With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
 The forward kernel reads each row once (tv and lk twice) with running maxima (Milakov & Gimelshein 2018, arXiv
 1805.02867), one program per row; the backward kernel recomputes both softmaxes from a row's saved maxima and sums and
-can write the gradient over the student's logits. Labels and mixtures need no backward kernel: a program reads its row
-two or three times.
+can write the gradient over the student's logits. Labels need no backward kernel: a program reads its row two or three
+times.
 Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 and the teacher's logit is -inf;
 the others treat -inf as probability 0. The references compute float64 logits in float64.
 """
 
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -337,27 +337,12 @@ def _label_cross_entropy(
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Weights of a row's losses: `ce` against its label, the others against the teacher, as above."""
-
-    ce: float = 0.0
-    kl: float = 0.0
-    tv: float = 0.0
-    lk: float = 0.0
-    lk_lambda: float = 0.0
-
-    @property
-    def reads_teacher(self) -> bool:
-        return any((self.kl, self.tv, self.lk, self.lk_lambda))
-
-
 @Op
-def mixed_cross_entropy(
-    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, mix: Mix, *, with_gradient: bool
+def taught_cross_entropy(
+    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, *, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses (N,), each the mixture times its weight; cross-entropies (N,) against the labels; overlaps sum min(p, q)
-    (N,), all fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
+    """(losses (N,), each a cross-entropy times its weight; cross-entropies (N,) against the labels; overlaps
+    sum min(p, q) (N,), all fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
 
     logits, teacher (N, V) of any float type, rows may be strided; labels (N,) int64 in 0 .. V - 1; weights (N,) fp32.
     `with_gradient` overwrites the logits with the gradient of their row's loss, computed in fp32 and rounded once; a
@@ -368,30 +353,18 @@ def mixed_cross_entropy(
     best = logits.argmax(dim=-1)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_q = logits.to(dtype).log_softmax(dim=-1)
-    log_p = teacher.to(dtype).log_softmax(dim=-1)
     q = log_q.exp()
-    p = log_p.exp()
     entropies = -log_q.gather(1, label).squeeze(1)
-    divergence = _expectation(p, log_p - log_q)
-    overlap = torch.minimum(p, q).sum(dim=-1)
-    share = torch.exp(-ETA.value * overlap)
-    floor = overlap.clamp(min=LEAST_OVERLAP.value)
-    kl = mix.kl + mix.lk_lambda * share
-    tv = mix.tv + mix.lk_lambda * (1 - share)
-    losses = mix.ce * entropies + kl * divergence + tv * (1 - overlap) - mix.lk * floor.log()
+    overlap = torch.minimum(teacher.to(dtype).log_softmax(dim=-1).exp(), q).sum(dim=-1)
     if with_gradient:
-        tv = tv + torch.where(overlap > LEAST_OVERLAP.value, mix.lk / floor, 0.0)
-        below = (q < p).to(dtype) + 0.5 * (q == p)
-        slope = q * ((q * below).sum(dim=-1, keepdim=True) - below)
-        gradient = mix.ce * q.scatter_add(1, label, torch.full_like(label, -1, dtype=dtype))
-        gradient = gradient + kl.unsqueeze(1) * (q - p) + tv.unsqueeze(1) * slope
+        gradient = q.scatter_add_(1, label, torch.full_like(label, -1, dtype=dtype))
         logits.copy_((gradient * weights.unsqueeze(1)).masked_fill_((weights == 0).unsqueeze(1), 0.0))
-    return (losses * weights).masked_fill(weights == 0, 0.0).float(), entropies.float(), overlap.float(), best
+    return (entropies * weights).masked_fill(weights == 0, 0.0).float(), entropies.float(), overlap.float(), best
 
 
-@mixed_cross_entropy.kernel(when=on_gpu)
-def mixed_cross_entropy_triton(
-    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, mix: Mix, *, with_gradient: bool
+@taught_cross_entropy.kernel(when=on_gpu)
+def taught_cross_entropy_triton(
+    logits: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor, *, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, V = logits.shape
     assert teacher.shape == logits.shape
@@ -401,18 +374,17 @@ def mixed_cross_entropy_triton(
     losses, entropies, overlaps = torch.empty(3, N, dtype=torch.float32, device=logits.device)
     best = torch.empty(N, dtype=torch.int64, device=logits.device)
     if N:
-        _mixed_cross_entropy[(N,)](
+        _taught_cross_entropy[(N,)](
             logits, teacher, labels, weights, losses, entropies, overlaps, best, logits.stride(0), teacher.stride(0), V,
-            float(mix.ce), float(mix.kl), float(mix.tv), float(mix.lk), float(mix.lk_lambda),
             WITH_GRADIENT=with_gradient, TILE=_tile(V), num_warps=NUM_WARPS,
         )  # fmt: skip
     return losses, entropies, overlaps, best
 
 
 @triton.jit
-def _mixed_cross_entropy(
+def _taught_cross_entropy(
     logits_ptr, teacher_ptr, labels_ptr, weights_ptr, losses_ptr, entropies_ptr, overlaps_ptr, best_ptr,
-    stride, teacher_stride, V, ce, kl, tv, lk, lk_lambda, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    stride, teacher_stride, V, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
@@ -425,7 +397,6 @@ def _mixed_cross_entropy(
     s_total = 0.0
     t_peak = -1e30
     t_total = 0.0
-    moment = 0.0  # as in _soft_forward
     best_values = tl.full((TILE,), float("-inf"), tl.float32)
     best_columns = lanes
     for start in range(0, V, TILE):
@@ -436,44 +407,30 @@ def _mixed_cross_entropy(
         best_values = tl.maximum(s, best_values)
         s_next = tl.maximum(s_peak, tl.max(s, axis=0))
         t_next = tl.maximum(t_peak, tl.max(t, axis=0))
-        t_scale = tl.exp(t_peak - t_next)
-        t_exp = tl.exp(t - t_next)
-        terms = t_exp * tl.where(t_exp > 0.0, (t - t_next) - (s - s_next), 0.0)
-        moment = (moment + t_total * ((t_peak - t_next) - (s_peak - s_next))) * t_scale + tl.sum(terms, axis=0)
         s_total = s_total * tl.exp(s_peak - s_next) + tl.sum(tl.exp(s - s_next), axis=0)
-        t_total = t_total * t_scale + tl.sum(t_exp, axis=0)
+        t_total = t_total * tl.exp(t_peak - t_next) + tl.sum(tl.exp(t - t_next), axis=0)
         s_peak = s_next
         t_peak = t_next
 
     s_log = tl.log(s_total)
     t_log = tl.log(t_total)
     overlap = 0.0
-    second = 0.0
     for start in range(0, V, TILE):
         q = tl.exp(_load_tile(logits_ptr, start + lanes, V) - s_peak - s_log)
         p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
         overlap += tl.sum(tl.minimum(p, q), axis=0)
-        second += tl.sum(q * _is_below(q, p), axis=0)
     entropy = s_peak - label_logit + s_log
-    share = tl.exp(-(overlap * ETA))
-    floor = tl.maximum(overlap, LEAST_OVERLAP)
-    kl += lk_lambda * share
-    tv += lk_lambda * (1.0 - share)
-    loss = ce * entropy + kl * (moment / t_total + s_log - t_log) + tv * (1.0 - overlap) - lk * tl.log(floor)
     weight = tl.load(weights_ptr + row)
-    tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, loss * weight))
+    tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, entropy * weight))
     tl.store(entropies_ptr + row, entropy)
     tl.store(overlaps_ptr + row, overlap)
     peak = tl.max(best_values, axis=0)
     tl.store(best_ptr + row, tl.min(tl.where(best_values == peak, best_columns, V - 1), axis=0).to(tl.int64))
     if WITH_GRADIENT:
-        tv += tl.where(overlap > LEAST_OVERLAP, lk / floor, 0.0)
         tl.debug_barrier()  # every warp has read the row before one writes over it
         for start in range(0, V, TILE):
             columns = start + lanes
             q = tl.exp(_load_tile(logits_ptr, columns, V) - s_peak - s_log)
-            p = tl.exp(_load_tile(teacher_ptr, columns, V) - t_peak - t_log)
-            gradient = ce * (q - tl.where(columns == label, 1.0, 0.0)) + kl * (q - p)
-            gradient = (gradient + tv * q * (second - _is_below(q, p))) * weight
+            gradient = (q - tl.where(columns == label, 1.0, 0.0)) * weight
             gradient = tl.where(weight == 0.0, 0.0, gradient)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)

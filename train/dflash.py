@@ -8,7 +8,7 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.kernels.cross_entropy import Mix
 from slipstream.kernels.speculation.lattice import walk_lattice
 from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
-from slipstream.models.drafts.heads.base import TokenLosses
+from slipstream.models.drafts.heads.base import Head, TokenLosses
 from slipstream.models.drafts.heads.confidence import ConfidenceHead
 from slipstream.models.drafts.heads.table import heads_of
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
-from slipstream.train.block_losses import NO_LOSSES, loss_weights, mix_of, reads_teacher
 from slipstream.train.block_slots import Networks, Read, Slots
 from slipstream.train.blocks import (
     Blocks,
@@ -41,7 +39,7 @@ from slipstream.train.calibration import Calibrator
 from slipstream.train.dflash_options import DFlashOptions, DraftOptions
 from slipstream.train.draft_setup import train
 from slipstream.train.loop import leave_processes
-from slipstream.train.losses import Bias, TargetHead, head_losses, mixed_losses, rows_at_once
+from slipstream.train.losses import Bias, TargetHead, head_losses, rows_at_once, weighted_losses
 from slipstream.train.state_source import target_states
 from slipstream.train.target_files import TargetFiles
 from slipstream.train.text_noise import NOISE_COST
@@ -70,15 +68,11 @@ class DFlashTraining(DraftTraining):
                 f"draft.confidence_head is true together with draft.{join.Config.option}; train one of them"
             )
         self.calibrator = None if confidence is None else Calibrator(self.draft, confidence)
-        self.weigh(loss_weights(self.draft.heads))
+        self.losses = loss_weights(self.draft.heads)
+        self.reads_final_state = any(head.is_taught for head in self.draft.heads)
         self.head = TargetHead(self.target, self.target_ids)
         rows = torch.arange(len(self.target_ids), device="cpu")
         self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
-
-    def weigh(self, losses: Mapping[str, float]) -> None:
-        """Takes the weights of the losses by name; others have none."""
-        self.losses = {**NO_LOSSES, **losses}
-        self.reads_final_state = reads_teacher(self.losses, self.draft.heads)
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
@@ -123,8 +117,7 @@ class DFlashTraining(DraftTraining):
             losses, overlaps = head.loss(slots, tokens, self.losses)
             tokens = tokens if overlaps is None else tokens._replace(overlaps=overlaps)
             for name, (values, weights) in losses.items():
-                if self.losses[name]:
-                    total = total + self.losses[name] * (weights * values).sum()
+                total = total + self.losses[name] * (weights * values).sum()
                 metrics[name] = torch.stack((values.detach().sum(), (weights > 0).sum().to(values.dtype)))
         return total, metrics
 
@@ -172,28 +165,26 @@ class DFlashTraining(DraftTraining):
         """The losses over the vocabulary, and the candidates that the other heads score."""
         config = self.draft.config
         join = self.draft.joining
-        mix = mix_of(self.losses)
         scores_candidates = join is not None and join.trains_candidates
         shape = len(slots.states), config.num_candidates
         candidates = torch.empty(shape, dtype=torch.int64, device=self.device) if scores_candidates else None
         cap = config.final_logit_softcapping
         states = slots.scaled_states
         bias = None if join is None else join.bias(slots.states, slots.previous)
-        reads = mix.reads_teacher or (self.calibrator is not None and not scores_candidates)
+        reads = self.calibrator is not None and not scores_candidates
         if bias is None and not reads:
             entropies, best = head_losses(states, self.head.rows, slots.labels, cap=cap, candidates=candidates)
             weights = self.weights(slots, entropies)
-            total = mix.ce * (slots.gather(weights) * entropies).sum()
+            total = self.losses["ce"] * (slots.gather(weights) * entropies).sum()
             return TokenLosses(total, entropies, None, best, candidates, weights)
         weights = self.weights(slots, lambda: self.entropies(states, slots, bias))
         final = slots.read.final[slots.taught_by] if reads else states[:0]
         teach = (lambda part: self.head.teach(final[part])) if reads else None
-        losses = mixed_losses(
+        losses = weighted_losses(
             states,
             self.head.rows,
             slots.labels,
-            slots.gather(weights),
-            mix,
+            self.losses["ce"] * slots.gather(weights),
             teach,
             bias=bias,
             cap=cap,
@@ -207,7 +198,7 @@ class DFlashTraining(DraftTraining):
         """(M,) cross-entropies against the text, for weights that depend on them."""
         weights = torch.ones(len(states), device=states.device)
         cap = self.draft.config.final_logit_softcapping
-        return mixed_losses(states, self.head.rows, slots.labels, weights, Mix(ce=1.0), bias=bias, cap=cap).entropies
+        return weighted_losses(states, self.head.rows, slots.labels, weights, bias=bias, cap=cap).entropies
 
     def weights(self, slots: Slots, losses: Tensor | Callable[[], Tensor]) -> Tensor:
         """(N, K) fp32 of the slots; a block's weights sum to at most 1, so that the loss stays near that of one token,
@@ -319,6 +310,14 @@ class DFlashTraining(DraftTraining):
         with torch.autocast(self.device.type, enabled=False):
             logits = self.draft.unary(states.to(self.head.rows.dtype) @ self.head.rows.t())
         return self.head.ids[(logits.float() + noise).argmax(dim=-1)]
+
+
+def loss_weights(heads: Sequence[Head]) -> dict[str, float]:
+    """Weights of the losses of a draft with these heads: those that did best (docs/dflash.md, "Losses")."""
+    weights = {"ce": 1.0}
+    for head in heads:
+        weights |= head.loss_weights
+    return weights
 
 
 @torch.no_grad()

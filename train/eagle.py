@@ -55,7 +55,7 @@ class EagleTraining(ChainTraining):
             return self.target.logits(step.teacher[part], self.target_ids)[0]
 
         regression = (regression_losses(step.states, step.teacher) * step.row_weights).sum()
-        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights, "soft_ce")
+        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights)
         loss = regression + self.token_weight * entropy
         return self.options.ttt_decay**index * loss, self.head.ids[rows], {"feature_loss": regression}
 

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cross_entropy import (
-    Kind,
-    Mix,
-    label_cross_entropy,
-    mixed_cross_entropy,
-    soft_cross_entropy,
-)
+from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy, taught_cross_entropy
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.text_noise import RowValues, best_with_noise
@@ -128,16 +122,16 @@ def capped(logits: Tensor, cap: float | None, *, with_slope: bool) -> tuple[Tens
     return (cap * ratio).to(logits.dtype), (1 - ratio.square()).to(logits.dtype) if with_slope else None
 
 
-class MixedLosses(NamedTuple):
+class WeightedLosses(NamedTuple):
     """Losses of rows that are read through a frozen head."""
 
-    total: Tensor  # the rows' mixtures times their weights, summed; what has a gradient
+    total: Tensor  # the rows' cross-entropies times their weights, summed; what has a gradient
     entropies: Tensor  # (N,) fp32 cross-entropies against the labels
     overlaps: Tensor  # (N,) fp32 sum min(p, q), by which the target accepts what the draft samples; 0 without a teacher
     best: Tensor  # (N,) best rows of the head
 
 
-class _MixedLoss(torch.autograd.Function):
+class _WeightedLoss(torch.autograd.Function):
     """As _FrozenHeadLoss, of rows whose weights are known beforehand: so a bias' rows can be trained, too, and their
     gradient is summed up along with the loss."""
 
@@ -176,20 +170,19 @@ class _MixedLoss(torch.autograd.Function):
         return *scaled, None, None
 
 
-def mixed_losses(
+def weighted_losses(
     states: Tensor,
     head: Tensor,
     labels: Tensor,
     weights: Tensor,
-    mix: Mix,
     teach: Teach | None = None,
     *,
     bias: Bias | None = None,
     cap: float | None = None,
     candidates: Tensor | None = None,
-) -> MixedLosses:
-    """Losses of logits states @ head.T, capped, plus `bias`, in the mixture `mix`, against labels (N,), rows of the
-    head, and what `teach` gives; `weights` (N,) fp32 of the rows. Without `teach` the mixture is of `ce` alone.
+) -> WeightedLosses:
+    """Cross-entropies of logits states @ head.T, capped, plus `bias`, against labels (N,), rows of the head, times
+    `weights` (N,) fp32; and their overlaps with what `teach` gives.
 
     states (N, H), head (Vd, H) frozen. `candidates` (N, k) int64 is filled with each row's best by the capped logits,
     without the bias, in order.
@@ -206,14 +199,14 @@ def mixed_losses(
         row_weights = weights[part]
         label = labels[part]
         if teach is not None:
-            losses = mixed_cross_entropy(logits, teach(part), label, row_weights, mix, with_gradient=with_gradient)
+            losses = taught_cross_entropy(logits, teach(part), label, row_weights, with_gradient=with_gradient)
             return losses, logits, slope
         entropies, best = label_cross_entropy(logits, label, with_gradient=with_gradient)
         if with_gradient:
-            logits *= (mix.ce * row_weights).to(logits.dtype).unsqueeze(1)
-        return (mix.ce * row_weights * entropies, entropies, torch.zeros_like(entropies), best), logits, slope
+            logits *= row_weights.to(logits.dtype).unsqueeze(1)
+        return (row_weights * entropies, entropies, torch.zeros_like(entropies), best), logits, slope
 
-    return MixedLosses(*_MixedLoss.apply(states, features, rows, head, loss_of))
+    return WeightedLosses(*_WeightedLoss.apply(states, features, rows, head, loss_of))
 
 
 class _GatheredLogits(torch.autograd.Function):
@@ -250,17 +243,15 @@ def gathered_parts(candidates: Tensor, head: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(candidates), size)]
 
 
-def distillation_loss(
-    states: Tensor, head: Tensor, teach: Teach, weights: Tensor, kind: Kind = "soft_ce"
-) -> tuple[Tensor, Tensor]:
-    """Distance `kind` of the head's distribution at `states` (N, H) to the one that `teach` gives, times `weights`
+def distillation_loss(states: Tensor, head: Tensor, teach: Teach, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the head's distribution at `states` (N, H) against the one that `teach` gives, times `weights`
     (N,) fp32, summed; and the best row of the head (Vd, H) at each state (N,)."""
 
     def loss_of(part: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         teacher = teach(part)
         with torch.enable_grad():
             leaf = states.detach().requires_grad_()
-            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], kind, in_place=head.is_cuda)
+            losses, best = soft_cross_entropy(leaf @ head.t(), teacher, weights[part], in_place=head.is_cuda)
             (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         return losses.detach(), best, gradient
 

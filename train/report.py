@@ -55,7 +55,6 @@ TITLES = {
     "selector_ce": "Selector: cross-entropy against the text",
     "selector_tv": "Selector: total variation to the target",
     "scorer_ce": "LiLiCorr: cross-entropy against the text",
-    "scorer_hinge": "LiLiCorr: margin that the text's candidate lacks",
     "scorer_regret": "LiLiCorr: expected loss of the target's logit",
     "confidence": "Confidence head: binary cross-entropy",
     "tokens_per_second": "Throughput: supervised tokens per second",

@@ -83,7 +83,7 @@ class TokenLosses(NamedTuple):
     """Losses of the M slots over the vocabulary."""
 
     total: Tensor  # weighted, summed
-    entropies: Tensor  # (M,) with a gradient where nothing but `ce` is weighed and no head adds a bias
+    entropies: Tensor  # (M,) with a gradient where `overlaps` are not read and no head adds a bias
     overlaps: Tensor | None  # (M,) sum min(p, q) by which the target accepts what the draft samples, if computed
     best: Tensor  # (M,) rows of the head
     candidates: Tensor | None  # (M, k) rows of the head, best first
@@ -107,9 +107,8 @@ class Head(nn.Module, ABC):
     """Parameters with a row for each of the draft's tokens."""
     is_identity: ClassVar[bool] = True
     """Whether a draft that gets the head drafts what it did before."""
-    loss_names: ClassVar[tuple[str, ...]] = ()
-    taught_losses: ClassVar[tuple[str, ...]] = ()
-    """Names of the losses that read the target's distribution."""
+    is_taught: ClassVar[bool] = False
+    """Whether its losses read the target's distribution."""
     loss_weights: ClassVar[Mapping[str, float]] = {}
     """Weights of all losses in drafts with the head (docs/dflash.md)."""
 

@@ -80,8 +80,7 @@ class ConfidenceHead(Head):
     Config = ConfidenceConfig
     name = "confidence_head"
     modelopt_names = {"confidence_proj.": "confidence_head.proj."}
-    loss_names = ("confidence",)
-    taught_losses = ("confidence",)
+    is_taught = True
     loss_weights = {"confidence": 0.1}
 
     def __init__(self, config: ConfidenceConfig, sizes: BlockSizes, heads: Sequence[Head]) -> None:

@@ -3,7 +3,6 @@
 Losses, of blocks whose tokens the draft's vocabulary has, up to the first that is no candidate:
 
     scorer_ce       cross-entropy of a slot's scores after the text's token before, against the text
-    scorer_hinge    by how much the best other candidate fails to fall short of the text by MARGIN
     scorer_regret   by how much the target prefers the text to what the scores choose
 """
 
@@ -29,7 +28,6 @@ from slipstream.models.layers.norm import RMSNorm
 
 NUM_FEATURES = 5  # of a candidate
 SPREAD = 0.02  # standard deviation of the factor heads: zeros on both sides would get no gradient
-MARGIN = 2.0  # of scorer_hinge, in scores
 
 
 class ScorerMLP(nn.Module):
@@ -99,8 +97,7 @@ class LiLiCorr(JoiningHead):
     reads_context = True
     trains_candidates = True
     overlaps = False
-    loss_names = ("scorer_ce", "scorer_hinge", "scorer_regret")
-    taught_losses = ("scorer_regret",)
+    is_taught = True
     loss_weights = {"ce": 1.0, "scorer_ce": 0.25, "scorer_regret": 0.25}
 
     def __init__(self, config: LiLiCorrConfig, sizes: BlockSizes, heads: Sequence[Head]) -> None:
@@ -181,7 +178,7 @@ class LiLiCorr(JoiningHead):
         embedded = slots.embed(rows).unflatten(0, shape)
         start, edges = self(embedded, log_probs, slots.hidden[blocks], slots.context(blocks))
         scored_slots = scorer_slots(start, edges, rows.unflatten(0, shape), labels.view(shape))
-        teacher = slots.teacher(rows, slot_numbers).unflatten(0, shape) if weights["scorer_regret"] else None
+        teacher = slots.teacher(rows, slot_numbers).unflatten(0, shape)
         slot_weights = tokens.weights[blocks]
         losses = scorer_losses(scored_slots, teacher)
         return HeadLosses({name: (values, slot_weights) for name, values in losses.items()})
@@ -224,20 +221,14 @@ def scorer_slots(start: Tensor, edges: Tensor, rows: Tensor, labels: Tensor) -> 
     return ScorerSlots(scores.float(), places, inside)
 
 
-def scorer_losses(slots: ScorerSlots, teacher: Tensor | None) -> dict[str, Tensor]:
+def scorer_losses(slots: ScorerSlots, teacher: Tensor) -> dict[str, Tensor]:
     """`teacher` (B, K, k): the target's logits of the candidates -> losses (B, K) by name, 0 outside the prefix."""
     scores = slots.scores
     gold = slots.places.unsqueeze(2)
     gold_scores = scores.gather(2, gold).squeeze(2)
-    if scores.shape[2] > 1:
-        best_others = scores.scatter(2, gold, -torch.inf).amax(dim=2)
-    else:
-        best_others = gold_scores - MARGIN
+    regret = F.relu(teacher.gather(2, gold) - teacher)
     losses = {
         "scorer_ce": scores.logsumexp(dim=2) - gold_scores,
-        "scorer_hinge": F.relu(MARGIN + best_others - gold_scores),
+        "scorer_regret": (scores.softmax(dim=2) * regret).sum(dim=2),
     }
-    if teacher is not None:
-        regret = F.relu(teacher.gather(2, gold) - teacher)
-        losses["scorer_regret"] = (scores.softmax(dim=2) * regret).sum(dim=2)
     return {name: loss * slots.inside for name, loss in losses.items()}

@@ -54,8 +54,7 @@ class CandidateSelector(FactoredHead):
     name = "candidate_selector"
     by_token = ("successor_codebook",)
     trains_candidates = True
-    loss_names = ("selector_ce", "selector_tv")
-    taught_losses = ("selector_tv",)
+    is_taught = True
     loss_weights = {"ce": 0.1, "selector_ce": 0.1, "selector_tv": 0.9}
 
     def __init__(self, config: SelectorConfig, sizes: BlockSizes, heads: Sequence[Head]) -> None:
@@ -78,15 +77,16 @@ class CandidateSelector(FactoredHead):
         assert tokens.candidates is not None
         rows, places = with_labels(tokens.candidates, slots.labels)
         scores = self(slots.states, slots.logits(rows), slots.previous.unsqueeze(1), rows).squeeze(1).float()
-        losses = {"selector_ce": F.cross_entropy(scores, places, reduction="none")}
+        probabilities = scores.softmax(dim=-1)
+        teacher = slots.teacher(rows)
+        losses = {
+            "selector_ce": F.cross_entropy(scores, places, reduction="none"),
+            "selector_tv": 1 - torch.minimum(probabilities, teacher.float().softmax(dim=-1)).sum(dim=-1),
+        }
         overlaps = None
-        if weights["selector_tv"] or weights["confidence"]:
-            probabilities = scores.softmax(dim=-1)
-            teacher = slots.teacher(rows)
-            losses["selector_tv"] = 1 - torch.minimum(probabilities, teacher.float().softmax(dim=-1)).sum(dim=-1)
-            if weights["confidence"]:
-                target = (teacher - slots.normalisers().unsqueeze(1)).exp()
-                overlaps = torch.minimum(target, probabilities.detach()).sum(dim=-1)
+        if "confidence" in weights:
+            target = (teacher - slots.normalisers().unsqueeze(1)).exp()
+            overlaps = torch.minimum(target, probabilities.detach()).sum(dim=-1)
         slot_weights = slots.gather(tokens.weights)
         return HeadLosses({name: (values, slot_weights) for name, values in losses.items()}, overlaps)
 
