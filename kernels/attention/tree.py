@@ -27,7 +27,7 @@ from slipstream.kernels.speculation.verify import MAX_NODES, unpack
 
 Mask = Literal["causal", "tree", "block"]
 
-MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
+MAX_HEAD_DIM = 512  # wider tiles do not fit in registers and shared memory
 PROGRAMS = 264  # two at a time on each of the 132 multiprocessors of an H100 or H200
 SMALL_PROGRAMS = 396  # three each with 16 rows and heads of up to 128; more programs queue
 FEW_REQUESTS = 4  # up to here the device is not full, and longer tiles mean fewer latencies in sequence
@@ -243,20 +243,26 @@ def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
         return Blocks(min(rows, 16), 16, 4, 2)
     if D > 128:
         rows = min(rows, 64)
-        return Blocks(rows, 32, 8 if rows * D > 64 * 128 else 4, 3)
+        return Blocks(rows, 32, 8 if rows * D > 64 * 128 else 4, 3 if D <= 256 else 2)
     if rows == 16 and B <= FEW_REQUESTS:
         return Blocks(rows, 128, 4, 2)
     return Blocks(rows, 64, 8 if rows == 128 else 4, 3)
 
 
 def fit_blocks(blocks: Blocks, block_dim: int, element_size: int, memory: int) -> Blocks:
-    """Shortens the pipeline if tiles exceed `memory`, a program's bytes of shared memory (99 KB on sm_86, 89 and 120).
+    """Shortens the pipeline if tiles exceed `memory`, a program's bytes of shared memory (99 KB on sm_86, 89 and 120),
+    and then lowers the tiles, down to 16 rows.
 
     A pipeline of n stages holds n - 1 tiles of K and V.
     """
     loaded = blocks.rows + 2 * blocks.tokens * (blocks.stages - 1)  # rows of q, k and v
     needed = (loaded * block_dim + blocks.rows * blocks.tokens) * element_size + 4 * blocks.rows
-    return blocks if needed <= memory else blocks._replace(stages=2)
+    if needed <= memory:
+        return blocks
+    if blocks.stages > 2:
+        return fit_blocks(blocks._replace(stages=2), block_dim, element_size, memory)
+    is_low = blocks.rows <= 16
+    return blocks if is_low else fit_blocks(blocks._replace(rows=blocks.rows // 2), block_dim, element_size, memory)
 
 
 def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:

@@ -99,6 +99,7 @@ CASES = {
     "D 96": Case(nodes=NODES[:4], chunks=((33, 50),), D=96, mask="tree"),
     "D 128": Case(nodes=NODES[:4], chunks=((33, 50),), D=128, mask="tree"),
     "D 256": Case(nodes=NODES[:4], chunks=((33, 50),), D=256, mask="tree"),
+    "D 512": Case(nodes=NODES[:4], chunks=((33, 20),), Q=8, G=1, D=512, mask="tree"),
 }
 IN_GATE = (
     "both",
@@ -128,6 +129,7 @@ GPU_CASES = {
     "window": replace(REAL, window=500),
     "pages of one token": replace(REAL, page_size=1),
     "D 256": replace(REAL, D=256, Q=16),
+    "D 512": replace(REAL, D=512, Q=16, G=2),
     "D 64": replace(REAL, D=64, Q=64, page_size=64),
     "sinks, window": replace(REAL, D=64, Q=64, window=128, sinks=True),
     "sinks and a cap": replace(REAL, sinks=True, softcap=5.0),
@@ -501,7 +503,11 @@ def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monke
 @grouped("dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    "name", ["busy", "window", "D 256", "D 64", "64 nodes", "pages of one token", "sinks, window", "sinks and a cap"]
+    "name",
+    [
+        *("busy", "window", "D 256", "D 512", "D 64", "64 nodes", "pages of one token", "sinks, window"),
+        "sinks and a cap",
+    ],
 )
 @torch.inference_mode()
 def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dtype) -> None:
@@ -544,7 +550,7 @@ def test_real_shapes(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["busy", "window", "D 256", "D 64", "one long request", "sinks, window", "sinks and a cap"]
+    "name", ["busy", "window", "D 256", "D 512", "D 64", "one long request", "sinks, window", "sinks and a cap"]
 )
 @torch.inference_mode()
 def test_bits_in_bf16(name: str) -> None:

@@ -139,7 +139,10 @@ def test_parts_shrink_as_the_batch_grows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "head_dim", "window", "has_codes"),
-    [(128, 128, 0, 0), (64, 256, 0, 0), (64, 128, 0, 0), (64, 128, 9, 0), (128, 128, 0, 1), (64, 256, 0, 1)],
+    [
+        *((128, 128, 0, 0), (64, 256, 0, 0), (64, 128, 0, 0), (64, 128, 9, 0), (128, 128, 0, 1), (64, 256, 0, 1)),
+        *((16, 512, 0, 0), (64, 512, 0, 0), (64, 512, 0, 1)),
+    ],
 )
 def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int, has_codes: int) -> None:
     """sm_86, 89 and 120 have 99 KB; the compiler says how much a program takes."""
