@@ -216,6 +216,35 @@ if hasattr(transformers, "MuseGlimmerConfig"):  # later than the oldest release 
         layer_rope_theta=[10000.0, 0, 0, 10000.0],
     )
 
+if hasattr(transformers, "Gemma4TextConfig"):
+    GEMMA4 = SHAPE | {
+        **{"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 6, "global_head_dim": 16},
+        **{"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        "final_logit_softcapping": 3.0,
+    }
+    PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 130}
+    RELATIVES["gemma4"] = transformers.Gemma4TextConfig(
+        **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision"
+    )
+    RELATIVES["gemma4-shared"] = transformers.Gemma4TextConfig(
+        **GEMMA4 | PER_LAYER, num_kv_shared_layers=3, use_double_wide_mlp=True
+    )
+    RELATIVES["gemma4-odd"] = transformers.Gemma4TextConfig(
+        **GEMMA4 | PER_LAYER | {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 2},
+        hidden_activation="silu",
+        attention_bias=True,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=1,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.7},
+        },
+    )
+if hasattr(transformers, "Gemma4UnifiedTextConfig"):
+    unified = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+    RELATIVES["gemma4-unified"] = transformers.Gemma4UnifiedTextConfig(**unified, num_kv_shared_layers=2)
+
 # With soft caps of scores or sinks, which attention backends may lack.
 CAPPED: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
@@ -256,6 +285,9 @@ def roughen(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
             parameter.data += (1.0 if name.endswith("sinks") else 0.2) * torch.randn_like(parameter)
+    for name, buffer in module.named_buffers():
+        if name.endswith("layer_scalar"):  # of Gemma 4
+            buffer += 0.2 * torch.randn_like(buffer)
 
 
 def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

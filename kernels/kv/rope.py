@@ -67,13 +67,15 @@ def rotate_and_store(
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, R) fp32 tables whose halves
     are equal ("half" convention); positions, slots (T,) int64; keys, values (slots, G, D)
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
-    scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale.
+    scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale. G = 0: stores nothing.
     Returns the rotated q (T, Q, D), contiguous.
     """
     q, k = norm_heads(q, k, norms)
     # (T, 1, R)
     cos = cos[positions, None]
     sin = sin[positions, None]
+    if not k.shape[1]:
+        return rotate_halves(q, cos, sin)
     if scales is None:
         keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
         values.index_copy_(0, slots, v)
@@ -152,7 +154,7 @@ def rotate_and_store_triton(
 ) -> Tensor:
     (T, Q, D), G = q.shape, k.shape[1]
     assert all(x.stride(-1) == 1 for x in (q, k, v))
-    assert scales is None or (scales.shape == (2, G) and scales.is_contiguous())
+    assert scales is None or not G or (scales.shape == (2, G) and scales.is_contiguous())
     assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
     out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
     programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)

@@ -47,7 +47,7 @@ class Attention(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """Norms q and k if the layer has norms, writes k and v, rotates q (..., Q, D) and returns the attention output
-        (..., Q, D).
+        (..., Q, D). k and v (..., 0, D) of a layer with a `kv_source` are not written; its queries see that one's.
 
         mask: "causal" a query sees the tokens up to its own; "tree" the committed tokens and its ancestors; "block" the
         committed tokens and its whole block. A windowed layer sees of these the positions above the query's minus the
@@ -67,15 +67,17 @@ class SelfAttention(nn.Module):
         self.id = id
         self.spec = spec
         self.head_dim = spec.head_dim
-        self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
+        kv_parts = 0 if spec.kv_source is not None else 1 if spec.key_is_value else 2
+        self.sizes = [spec.num_heads, *[spec.num_kv_heads] * kv_parts]
+        parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=False)}
         self.qkv_proj = Linear(input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.o_proj = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
         has_norms = spec.qk_norm or spec.projection_norm
         normed_heads = self.sizes if spec.projection_norm else (1, 1)
-        q_size, k_size = (heads * spec.head_dim for heads in normed_heads[:2])
+        q_size, *k_size = (heads * spec.head_dim for heads in normed_heads[: min(kv_parts, 1) + 1])
         self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
-        self.k_norm = RMSNorm(k_size, eps, spec.norm_offset) if has_norms else None
+        self.k_norm = RMSNorm(k_size[0], eps, spec.norm_offset) if has_norms and k_size else None
+        self.v_norm = RMSNorm(spec.head_dim, eps) if spec.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
         self.gate_proj = None
         if spec.gate is not None:
@@ -88,10 +90,18 @@ class SelfAttention(nn.Module):
         if rotation is not None and (rotated := self.qkv_proj.rotated(x, rotation)) is not None:
             q = rotated.unflatten(-1, (-1, self.head_dim))
             return self._project(attention.attend_stored(q, layer, mask), x)
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
+        q, k, v = self._heads(x)
         if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         return self._project(attention.attend(q, k, v, layer, mask), x)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., H) -> q (..., Q, D), k and v (..., G, D), without heads where the layer reads those of another."""
+        q, *kv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
+        if not kv:
+            return q, q[..., :0, :], q[..., :0, :]
+        v = kv[-1]
+        return q, kv[0], v if self.v_norm is None else self.v_norm(v)
 
     def _project(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended (..., Q, D) -> (..., H), gated by the layer's input x (..., H) where it has a gate."""
@@ -109,9 +119,10 @@ class SelfAttention(nn.Module):
 
     @property
     def norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None or self.spec.projection_norm:
+        if self.q_norm is None or self.spec.projection_norm:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        k_norm = self.k_norm or self.q_norm  # where there are no keys, it does not count
+        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps)
 
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:

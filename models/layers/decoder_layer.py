@@ -1,12 +1,14 @@
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
-from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.moe import Experts, feed_forward
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import LayerSpec
-from slipstream.models.targets.families import Norms
+from slipstream.models.targets.config import LayerSpec, MLPSpec
+from slipstream.models.targets.families import Norms, PerLayerSpec
 
 
 class DecoderLayer(nn.Module):
@@ -32,7 +34,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The layer's input is residual + delta (..., H), written to `out` if given; so is its output.
 
         The next norm computes the sum, both in one kernel.
@@ -44,6 +46,8 @@ class DecoderLayer(nn.Module):
     def norm_input(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's input, normed and as it is."""
         if delta is None:
+            if out is not None:
+                out.copy_(residual)
             return self.input_layernorm(residual), residual
         return self.input_layernorm.add(residual, delta, out)
 
@@ -64,11 +68,64 @@ class SandwichLayer(DecoderLayer):
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         normed, residual = self.norm_input(residual, delta, out)
         attended = self.self_attn(normed, attention, mask)
         normed, residual = self.pre_feedforward_layernorm.add_normed(residual, attended, self.post_attention_layernorm)
         return residual, self.post_feedforward_layernorm(self.mlp(normed))
+
+
+class ScaledLayer(SandwichLayer):
+    """A sandwich whose output a learnt number multiplies; before that it may add a part of a second embedding of its
+    token, gated by the output (Gemma 4)."""
+
+    def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
+        super().__init__(spec, index, hidden_size, eps)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+        self.is_silu = isinstance(spec.mlp, MLPSpec) and spec.mlp.activation == "silu"
+        self.per_layer_input_gate = None
+        if spec.per_layer_size:
+            self.per_layer_input_gate = Linear(hidden_size, spec.per_layer_size)
+            self.per_layer_projection = Linear(spec.per_layer_size, hidden_size)
+            self.post_per_layer_input_norm = RMSNorm(hidden_size, eps)
+
+    def forward(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        attention: Attention,
+        mask: Mask,
+        out: Tensor | None = None,
+        per_layer: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """per_layer (..., P): the layer's part of the second embedding."""
+        residual, delta = super().forward(residual, delta, attention, mask, out)
+        assert delta is not None
+        total = residual + delta
+        if self.per_layer_input_gate is not None and per_layer is not None:
+            gate = self.per_layer_input_gate(total)
+            gate = F.silu(gate) if self.is_silu else F.gelu(gate, approximate="tanh")
+            total = total + self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer))
+        return total * self.layer_scalar, None
+
+
+class PerLayerInputs(nn.Module):
+    """The second embedding of tokens: what a table has of them, and a projection of their first one."""
+
+    def __init__(self, spec: PerLayerSpec, num_layers: int, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.size = spec.size
+        self.embed_tokens = Embedding(spec.vocab_size, num_layers * spec.size)
+        self.model_projection = Linear(hidden_size, num_layers * spec.size)
+        self.projection_norm = RMSNorm(spec.size, eps)
+
+    def forward(self, tokens: Tensor, embeds: Tensor) -> Tensor:
+        """tokens (T,) and embeds (T, H) -> (T, L, P)."""
+        table = self.embed_tokens(tokens)
+        scale = torch.tensor(self.size**0.5, dtype=table.dtype, device="cpu").item()
+        projected = self.model_projection(embeds) * embeds.shape[-1] ** -0.5
+        projected, table = (x.unflatten(-1, (-1, self.size)) for x in (projected, table * scale))
+        return (self.projection_norm(projected) + table) * 2.0**-0.5
 
 
 class PostNormLayer(nn.Module):
@@ -95,3 +152,9 @@ LAYERS: dict[Norms, type[DecoderLayer | PostNormLayer]] = {
     "post": PostNormLayer,
     "sandwich": SandwichLayer,
 }
+
+
+def decoder_layer(spec: LayerSpec, index: int, hidden_size: int, eps: float) -> DecoderLayer | PostNormLayer:
+    """Builds the layer of `spec`."""
+    kind = ScaledLayer if spec.scaled else LAYERS[spec.norms]
+    return kind(spec, index, hidden_size, eps)

@@ -36,6 +36,11 @@ def _inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tup
         return torch.zeros(rotary_dim // 2), 1.0
     if rope.rope_type == "default":
         return 1.0 / rope.theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
+    if rope.rope_type == "proportional":
+        count = int(rope.scaling["partial_rotary_factor"] * rotary_dim // 2)
+        turning = 1.0 / rope.theta ** (torch.arange(0, 2 * count, 2).float() / rotary_dim)
+        still = torch.zeros(rotary_dim // 2 - count)
+        return torch.cat((turning, still)) / rope.scaling.get("factor", 1.0), 1.0
     from transformers import PretrainedConfig  # here: the import takes a second
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -43,6 +43,11 @@ GRANITE_MOE = {
 # Architecture -> parts of its files' names and what they are here.
 NAMES: dict[str, dict[str, str]] = {
     "ExaoneForCausalLM": EXAONE,
+    "Gemma4ForCausalLM": {
+        "embed_tokens_per_layer": "per_layer_inputs.embed_tokens",
+        "per_layer_model_projection": "per_layer_inputs.model_projection",
+        "per_layer_projection_norm": "per_layer_inputs.projection_norm",
+    },
     "Glm4ForCausalLM": {  # those of a Gemma layer
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -58,6 +63,7 @@ NAMES: dict[str, dict[str, str]] = {
 FUSED_EXPERTS = re.compile(r"\.experts\.down_proj(?=_scale_inv$|$)")
 OUTPUTS = (".o_proj", ".down_proj")
 OUTPUT_NORMS = (".post_attention_layernorm", ".post_feedforward_layernorm")
+UNREAD = ("k_proj.", "v_proj.", "k_norm.")  # in files of Gemma 4, of layers that read keys and values of another
 BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 
@@ -68,6 +74,8 @@ def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Ten
     names = NAMES.get(config.architecture)
     if names is not None and (names is not HYPERCLOVAX or config.layers[0].norms == "sandwich"):
         tensors = renamed(tensors, names)
+    unread = tuple(f"layers.{index}.self_attn.{name}" for index in readers(config) for name in UNREAD)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(unread)} if unread else tensors
     return tensors | ones_of(config)
 
 
@@ -88,9 +96,14 @@ def ones_of(config: TargetSpec) -> dict[str, Tensor]:
     """Weights of norms that have none in files."""
     names = {"embedding_norm.weight": config.hidden_size} if config.embedding_norm else {}
     for index, layer in enumerate(config.layers):
-        if not layer.mixer.norm_weights:
-            names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in "qk"}
+        norms = ("" if layer.mixer.norm_weights else "qk") + ("v" if layer.mixer.value_norm else "")
+        names |= {f"layers.{index}.self_attn.{name}_norm.weight": layer.mixer.head_dim for name in norms}
     return {name: torch.ones(size) for name, size in names.items()}
+
+
+def readers(config: TargetSpec) -> list[int]:
+    """Layers that read the keys and values of another."""
+    return [index for index, layer in enumerate(config.layers) if layer.mixer.kv_source is not None]
 
 
 def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:

@@ -23,12 +23,16 @@ SHARED = ("kv_scale", "attn.kv_scale", "k_proj.kv_scale")  # of keys and values
 def read_cache_scales(
     tensors: Mapping[str, Tensor], layers: Sequence[AttentionSpec], path: Path
 ) -> tuple[Tensor | None, ...]:
-    """Scales of each layer (2, G) fp32, for keys and values; None where the file lacks either.
+    """Scales of each layer (2, G) fp32, for keys and values, or of the layer whose it reads; None where the file lacks
+    either.
 
     tensors: by names without "model.". Raises ValueError for scales that are not numbers above 0, one or one per head.
     """
-    scales = []
+    scales: list[Tensor | None] = []
     for index, spec in enumerate(layers):
+        if spec.kv_source is not None:
+            scales.append(scales[spec.kv_source])
+            continue
         prefix = f"layers.{index}.self_attn."
         pair = []
         for names in NAMES.values():

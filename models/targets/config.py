@@ -1,12 +1,12 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.models.targets import families
-from slipstream.models.targets.families import Norms, OutputGate
+from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
 
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
@@ -41,6 +41,7 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
     "longrope": ("factor", ORIGINAL),
+    "proportional": ("partial_rotary_factor",),
 }
 ROPE_LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
 ROPE_TYPES = tuple(ROPE_NUMBERS)
@@ -90,6 +91,9 @@ class RopeConfig:
             may_lack = rope_type == "longrope" or (rope_type == "yarn" and "factor" in parameters)
             if may_lack and parameters.get("factor") is None:
                 parameters["factor"] = longest / families.number_of({ORIGINAL: original}, ORIGINAL)
+        if rope_type == "proportional":  # rotates whole heads, most of their dims by 0
+            parameters["partial_rotary_factor"] = partial
+            partial = 1.0
         theta = families.number_of({"rope_theta": theta}, "rope_theta")
         partial = families.number_of({"partial_rotary_factor": partial}, "partial_rotary_factor")
         return cls(float(theta), rope_type, {} if rope_type == "default" else parameters, float(partial))
@@ -115,9 +119,11 @@ class RopeConfig:
     def of_draft(self) -> "RopeConfig":
         """The rotary embedding of drafts for such a target: the same base and scaling, of whole heads, which every
         engine can serve. For longrope the base alone: its frequencies depend on the context length that is served,
-        which differs in training, and a draft must see the angles that it was trained with."""
-        longrope: dict[str, Any] = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
-        return replace(self, partial=1.0, rotates=True, **longrope)
+        which differs in training, and a draft must see the angles that it was trained with. And for a proportional
+        one, which is of heads of another size."""
+        is_plain = self.rope_type in ("longrope", "proportional")
+        plain: dict[str, Any] = {"rope_type": "default", "scaling": {}} if is_plain else {}
+        return replace(self, partial=1.0, rotates=True, **plain)
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial)
@@ -165,7 +171,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 class KVShape(NamedTuple):
     """The shape of what a layer's cache keeps of a token."""
 
-    parts: int  # 2: keys and values
+    parts: int  # 2: keys and values; 0: none, of a layer that reads another's
     heads: int
     head_dim: int
 
@@ -194,6 +200,9 @@ class AttentionSpec:
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
     sinks: bool = False  # a learnt score per query head joins each softmax
     gate: OutputGate | None = None
+    value_norm: bool = False  # an RMS norm of each head's values, without weights
+    key_is_value: bool = False  # values are what keys are before their norm
+    kv_source: int | None = None  # the layer whose keys and values it reads; None: it has its own
 
     @property
     def score_scale(self) -> float:
@@ -201,7 +210,16 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(2, self.num_kv_heads, self.head_dim)
+        return KVShape(2 if self.kv_source is None else 0, self.num_kv_heads, self.head_dim)
+
+    def check(self) -> None:
+        """Raises ValueError for numbers of heads, or of their dims, that cannot be."""
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_key_value_heads is {self.num_kv_heads}; it must divide num_attention_heads, "
+                f"{self.num_heads}"
+            )
+        self.rope.check(self.head_dim)
 
     def shard(self, world: int) -> "AttentionSpec":
         """Returns one of `world` ranks' part."""
@@ -300,6 +318,8 @@ class LayerSpec:
     norms: Norms = "pre"
     norm_offset: bool = False  # norms multiply by 1 + weight
     post_norm_eps: float | None = None  # of the norms of outputs; None: as that of the others
+    scaled: bool = False  # a learnt number multiplies what the layer gives
+    per_layer_size: int = 0  # of this layer's part of the tokens' second embedding, see PerLayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +394,7 @@ class TargetSpec(DecoderShape):
     """An RMS norm without weights follows the embedding. Drafts read embeddings as they are in the table."""
     embedding_scale: float | None = None
     """Factor of the target's embeddings, rounded to their dtype. Drafts read embeddings as they are in the table."""
+    per_layer: PerLayerSpec | None = None
     logit_softcap: float | None = None
     """The target's logits x become c * tanh(x / c). A draft's own logits stay raw."""
     residual_scale: float = 1.0
@@ -426,26 +447,10 @@ class TargetSpec(DecoderShape):
         (name,) = values["architectures"][:1]
         values = families.text_part(values)
         traits = families.traits_of(values)
-        bias = traits.attention_bias and bool(values.get("attention_bias", False))
-        attention = {"qkv_bias": bias, "output_bias": bias, **traits.attention}
         shape = DecoderShape(**DecoderShape.read(values))
         activation = families.activation_of(values, traits)
         mlp = {"bias": bool(values.get(traits.mlp_bias, False)), "activation": activation}
-        norms = {name: getattr(traits, name) for name in ("norms", "norm_offset", "post_norm_eps")}
-        layer = partial(shape.layer, mlp=mlp, **norms, **attention)
-        ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
-        for rope in ropes.values():
-            if rope.partial != 1 and not traits.partial_rotary:
-                raise ValueError(
-                    f"config.json: partial_rotary_factor is {rope.partial}, but {architecture} rotates whole heads; "
-                    "delete it"
-                )
-            rope.check(shape.head_dim)
-        layers = []
-        for index, window in enumerate(windows_of(values, traits)):
-            rope = replace(ropes[window is not None], rotates=index not in traits.unrotated)
-            theta = traits.rope_thetas.get(index, rope.theta)
-            layers.append(layer(window=window, rope=replace(rope, theta=theta)))
+        layers = layers_of(values, traits, partial(shape.layer, mlp=mlp))
         return cls(
             **shape.shape(),
             architecture=architecture,
@@ -457,6 +462,7 @@ class TargetSpec(DecoderShape):
             norm_offset=traits.norm_offset and traits.final_norm_offset,
             embedding_norm=traits.embedding_norm,
             embedding_scale=traits.embedding_scale,
+            per_layer=traits.per_layer,
             logit_softcap=traits.logit_softcap,
             residual_scale=traits.residual_scale,
             logit_divisor=traits.logit_divisor,
@@ -472,6 +478,40 @@ def check_supported(values: Mapping[str, Any]) -> None:
         why = f": {reason}" if reason else ""
         architectures = ", ".join(sorted(ARCHITECTURES | families.TEXT_PARTS.keys()))
         raise ValueError(f"architecture {name} cannot be a target{why}; supported: {architectures}")
+
+
+def layers_of(
+    values: Mapping[str, Any], traits: families.Traits, dense_layer: Callable[..., LayerSpec]
+) -> list[LayerSpec]:
+    """The layers, without experts, from a transformers config; `dense_layer` makes one of the fields that differ from
+    the model's. Raises ValueError for heads that cannot be."""
+    bias = traits.attention_bias and bool(values.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "output_bias": bias, **traits.attention}
+    norms = {name: getattr(traits, name) for name in ("norms", "norm_offset", "post_norm_eps")}
+    if values.get("per_layer_config") and not traits.attention_by_layer:
+        raise ValueError(
+            f"config.json: per_layer_config is {values['per_layer_config']!r}, but the layers of "
+            f"{families.architecture_of(values)} have one shape; delete it"
+        )
+    kinds = {False: "full_attention", True: "sliding_attention"}  # by whether windowed
+    ropes = {windowed: RopeConfig.from_json(values, kind) for windowed, kind in kinds.items()}
+    for rope in ropes.values():
+        if rope.partial != 1 and not traits.partial_rotary:
+            raise ValueError(
+                f"config.json: partial_rotary_factor is {rope.partial}, but {families.architecture_of(values)} rotates "
+                "whole heads; delete it"
+            )
+    layers = []
+    for index, window in enumerate(windows_of(values, traits)):
+        rope = replace(ropes[window is not None], rotates=index not in traits.unrotated)
+        rope = replace(rope, theta=traits.rope_thetas.get(index, rope.theta))
+        differing = traits.attention_by_layer[index] if traits.attention_by_layer else {}
+        layer = dense_layer(**norms, **attention | {"window": window, "rope": rope, **differing})
+        layer.mixer.check()
+        if traits.mlp_sizes:
+            layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=traits.mlp_sizes[index]))
+        layers.append(replace(layer, **traits.layer))
+    return layers
 
 
 def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int | None]:

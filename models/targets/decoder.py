@@ -17,7 +17,7 @@ from slipstream.models.files.quantization import Quantization, has_fp8_cache, re
 from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors, without_group_ids
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
-from slipstream.models.layers.decoder_layer import LAYERS
+from slipstream.models.layers.decoder_layer import PerLayerInputs, decoder_layer
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
@@ -52,9 +52,10 @@ class Target(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         size = config.hidden_size
         eps = config.rms_norm_eps
-        self.layers = nn.ModuleList(
-            LAYERS[spec.norms](spec, index, size, eps) for index, spec in enumerate(config.layers)
-        )
+        self.per_layer_inputs = None
+        if config.per_layer is not None:
+            self.per_layer_inputs = PerLayerInputs(config.per_layer, len(config.layers), size, eps)
+        self.layers = nn.ModuleList(decoder_layer(spec, index, size, eps) for index, spec in enumerate(config.layers))
         self.embedding_norm = RMSNorm(size, eps) if config.embedding_norm else None
         self.norm = RMSNorm(size, eps, config.norm_offset)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
@@ -102,14 +103,23 @@ class Target(nn.Module):
         """
         residual = self.embed(tokens)
         delta = None
+        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, residual)
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
         for index in self.kinds if is_short() else range(self.config.num_layers):
-            residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1))
-        assert delta is not None
-        hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
+            part = () if inputs is None else (inputs[:, index],)
+            residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1), *part)
+        hidden = self._norm(residual, delta, states.get(self.config.num_layers - 1))
         if self.config.num_layers in states:
             states[self.config.num_layers].copy_(hidden)
         return hidden, aux_states
+
+    def _norm(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> Tensor:
+        """The final norm of residual + delta, which goes to `out`."""
+        if delta is not None:
+            return self.norm.add(residual, delta, out)[0]
+        if out is not None:
+            out.copy_(residual)
+        return self.norm(residual)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (T,) -> (T, H), what the first layer reads."""

@@ -6,7 +6,7 @@ gpt-oss (2508.10925).
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -20,6 +20,8 @@ Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     "MuseGlimmerForConditionalGeneration": "MuseGlimmerForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
@@ -57,11 +59,26 @@ class OutputGate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerSpec:
+    """A second embedding of tokens, of which each layer reads a part (Gemma 4)."""
+
+    vocab_size: int
+    size: int
+    """Of a layer's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """Traits of all layers of a family, unless `attention` says otherwise."""
 
     attention: Mapping[str, Any] = field(default_factory=dict)
     """Fields of AttentionSpec."""
+    attention_by_layer: Sequence[Mapping[str, Any]] = ()
+    """Those that differ by layer."""
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of LayerSpec."""
+    mlp_sizes: Sequence[int] = ()
+    """Intermediate size of each layer's MLP; empty: `intermediate_size` for all."""
     activation: str = "hidden_act"
     """The config's field that names it."""
     norms: Norms = "pre"
@@ -87,6 +104,7 @@ class Traits:
     post_norm_eps: float | None = None
     """Of the norms of outputs; None: `rms_norm_eps`."""
     embedding_norm: bool = False
+    per_layer: PerLayerSpec | None = None
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     residual_scale: float = 1.0
@@ -162,6 +180,82 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
     """Gemma 2 with norms of queries and keys, and without a cap of scores: its code reads that field in vain."""
     base = gemma2(values)
     return replace(base, attention={"scale": base.attention["scale"], "qk_norm": True})
+
+
+def gemma4(values: Mapping[str, Any]) -> Traits:
+    """Gemma 4: full layers have heads of their own size, and may have no values but their keys; the last layers may
+    read keys and values of earlier ones. Scores are not scaled."""
+    hidden = count_of(values, "hidden_size")
+    if values.get("enable_moe_block"):
+        raise ValueError("config.json: enable_moe_block is true, and experts beside an MLP are not supported")
+    per_layer = None
+    if values.get("hidden_size_per_layer_input"):
+        sizes = {"vocab_size": "vocab_size_per_layer_input", "size": "hidden_size_per_layer_input"}
+        per_layer = PerLayerSpec(**{name: count_of(values, key) for name, key in sizes.items()})
+        if per_layer.vocab_size < count_of(values, "vocab_size"):
+            raise ValueError(
+                f"config.json: vocab_size_per_layer_input is {per_layer.vocab_size}; it must be at least vocab_size, "
+                f"{values['vocab_size']}"
+            )
+    by_layer = _gemma4_attention(values)
+    is_wide = [bool(values.get("use_double_wide_mlp")) and "kv_source" in layer for layer in by_layer]
+    return Traits(
+        attention={"qk_norm": True, "scale": 1.0},
+        attention_by_layer=by_layer,
+        layer={"scaled": True, "per_layer_size": per_layer.size if per_layer else 0},
+        mlp_sizes=[count_of(values, "intermediate_size") * (2 if wide else 1) for wide in is_wide],
+        activation="hidden_activation",
+        norms="sandwich",
+        embedding_scale=hidden**0.5,
+        per_layer=per_layer,
+        logit_softcap=cap_of(values, "final_logit_softcapping"),
+    )
+
+
+def _gemma4_attention(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Fields of each layer's AttentionSpec. Raises ValueError for layers that read keys and values of none before
+    them, and for fields by layer that its code does not read, or not so."""
+    count = count_of(values, "num_hidden_layers")
+    kinds = values.get("layer_types") or []
+    is_equal = bool(values.get("attention_k_eq_v"))
+    full = _gemma4_heads(values, kinds)
+    first = count - int(values.get("num_kv_shared_layers") or 0)
+    sources = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if set(kinds) - sources.keys():
+        raise ValueError(
+            f"config.json: num_kv_shared_layers is {values.get('num_kv_shared_layers')}; of {count} layers, one of "
+            "each kind of layer_types must come before them"
+        )
+    layers = []
+    for index, kind in enumerate(kinds):
+        layer = dict(full) if kind == "full_attention" else {}
+        if index >= first:
+            layer["kv_source"] = sources[kind]
+        else:
+            layer |= {"value_norm": True, "key_is_value": is_equal and kind == "full_attention"}
+        layers.append(layer)
+    return layers
+
+
+def _gemma4_heads(values: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, int]:
+    """Fields of AttentionSpec by which full layers differ: `per_layer_config`, into which transformers puts
+    `global_head_dim` and `num_global_key_value_heads`."""
+    by_layer = {int(index): fields for index, fields in (values.get("per_layer_config") or {}).items()}
+    if not by_layer:
+        heads = values.get("num_global_key_value_heads") if values.get("attention_k_eq_v") else None
+        fields = {"head_dim": values.get("global_head_dim"), "num_key_value_heads": heads}
+        fields = {name: value for name, value in fields.items() if value is not None}
+    else:
+        fields = next(iter(by_layer.values()))
+        full = {index for index, kind in enumerate(kinds) if kind == "full_attention"}
+        is_read = fields.keys() <= {"head_dim", "num_key_value_heads"}
+        if not is_read or by_layer != dict.fromkeys(full, fields):
+            raise ValueError(
+                f"config.json: per_layer_config is {by_layer!r}; it may have head_dim and num_key_value_heads, the "
+                "same for all layers that layer_types calls full_attention"
+            )
+    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    return {names[name]: count_of(fields, name) for name in fields}
 
 
 def muse_glimmer(values: Mapping[str, Any]) -> Traits:
@@ -327,6 +421,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "FlexOlmoForCausalLM": flex_olmo,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
@@ -473,6 +569,6 @@ def _reason(values: Mapping[str, Any]) -> str:
     reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
     if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"
-    if fields.get("use_bidirectional_attention"):
+    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # the latter: only within an image
         return "its attention is bidirectional (use_bidirectional_attention), so it does not continue text"
     return f"it needs {NEEDS[name]}" if name in NEEDS else ""

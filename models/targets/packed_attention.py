@@ -25,6 +25,7 @@ class PackedAttention(Attention):
     def __init__(self) -> None:
         self._ropes: dict[tuple[RopeConfig, int], RotaryEmbedding] = {}
         self._length = 0  # positions of their tables
+        self._latest: dict[tuple[int | None, int, int], tuple[int, Tensor, Tensor]] = {}  # layer, k and v, by kind
 
     def plan(self, positions: Tensor) -> None:
         """positions (B, S) of the rows' tokens, from 0 in each document; padding tokens are documents of one."""
@@ -46,9 +47,20 @@ class PackedAttention(Attention):
         rope = self._rope(layer.spec, q.device)
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
+        k, v = self._shared(k, v, layer)
         if q.is_cuda and takes(v) and spec.softcap is None:
             return self._attend_all(q, k, v, layer)
         return self._attend_each(q, k, v, layer)
+
+    def _shared(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        """k and v, or those of the layer that it reads: the last one with heads and a window like its own."""
+        spec = layer.spec
+        kind = spec.window, spec.num_kv_heads, spec.head_dim
+        if spec.kv_source is None:
+            self._latest[kind] = layer.id, k, v
+        source, k, v = self._latest[kind]
+        assert source in (spec.kv_source, layer.id)
+        return k, v
 
     def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:
         key = (spec.rope, spec.head_dim)

@@ -142,6 +142,8 @@ class Backend(base.Backend):
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        if layer.spec.kv_source is not None:  # k and v have no heads
+            return
         keys, values = self.flat[layer.id]
         slots = self.slots.of(self.groups[layer.id])
         if (scales := self.scales[layer.id]) is not None:

@@ -65,7 +65,7 @@ class NetworkKV:
     """The KV of one network."""
 
     caches: tuple[LayerCache, ...]
-    places: tuple[tuple[int, int], ...]  # by layer: the index of its cache, and its place in that
+    places: tuple[tuple[int, int], ...]  # by layer: the index of its cache, and its place in that; or its source's
     specs: tuple[AttentionSpec, ...]  # by layer
     dtype: torch.dtype | None = None  # of queries; None: that of the caches
 
@@ -85,7 +85,8 @@ class NetworkKV:
         dtype: of queries and of KV or, with `scales`, (K, G) fp32 of each layer, of queries alone: KV is in e4m3."""
         members: dict[tuple[int, KVShape], list[int]] = {}  # layers by group and shape
         for layer, spec in enumerate(specs):
-            members.setdefault((group_of(spec, groups), spec.kv_shape), []).append(layer)
+            if spec.kv_source is None:
+                members.setdefault((group_of(spec, groups), spec.kv_shape), []).append(layer)
         caches = []
         places: dict[int, tuple[int, int]] = {}
         for index, ((group, row), layers) in enumerate(sorted(members.items())):
@@ -94,7 +95,8 @@ class NetworkKV:
             stacked = None if scales is None else torch.stack([scales[layer] for layer in layers]).contiguous()
             caches.append(LayerCache(group, pages, stacked))
             places |= {layer: (index, place) for place, layer in enumerate(layers)}
-        return cls(tuple(caches), tuple(places[layer] for layer in range(len(specs))), tuple(specs), dtype)
+        sources = (layer if spec.kv_source is None else spec.kv_source for layer, spec in enumerate(specs))
+        return cls(tuple(caches), tuple(places[source] for source in sources), tuple(specs), dtype)
 
     @property
     def query_dtype(self) -> torch.dtype:

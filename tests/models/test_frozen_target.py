@@ -47,7 +47,7 @@ GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention"
 CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
 ALL = torch.arange(SHAPE["vocab_size"])
 NEWER = ("gemma2", "gemma3", "olmo2")
-LATER = ("muse-glimmer", "muse-glimmer-unrotated")
+LATER = ("gemma4", "gemma4-shared", "gemma4-odd", "gemma4-unified", "muse-glimmer", "muse-glimmer-unrotated")
 CONFIGS |= {"gemma2": CAPPED["gemma2"], "olmo2": FAMILIES["olmo2"]}
 CONFIGS |= {"gemma3": Gemma3TextConfig(**SHAPE, **GEMMA), "mistral": MistralConfig(**SHAPE, sliding_window=3)}
 
@@ -156,7 +156,8 @@ def test_states_of_later_families_are_those_of_transformers(family: str, make_ta
     """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take."""
     path = make_target(family)
     model = load_model(path, dtype=torch.float32)
-    target = load_frozen_target(path, (2, 4, 0, 2), torch.device("cpu"))
+    last = len(model.get_decoder().layers)
+    target = load_frozen_target(path, (2, last, 0, 2), torch.device("cpu"))
     assert isinstance(target, DecoderTarget)
     divisor = target.model.config.logit_divisor
     lengths = (17, 12)
@@ -166,10 +167,10 @@ def test_states_of_later_families_are_those_of_transformers(family: str, make_ta
     ends = zip(tokens[0].split(lengths), aux_states[0].split(lengths), final[0].split(lengths), strict=True)
     for document, document_states, document_final in ends:
         states = target_states(model, document)
-        states[4] = states[4] / divisor
-        expected = torch.cat([states[layer] for layer in (2, 4, 0, 2)], dim=-1)
+        states[last] = states[last] / divisor
+        expected = torch.cat([states[layer] for layer in (2, last, 0, 2)], dim=-1)
         torch.testing.assert_close(document_states, expected, atol=5e-5, rtol=1e-4)
-        torch.testing.assert_close(document_final, states[4], atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(document_final, states[last], atol=5e-5, rtol=1e-4)
         with torch.no_grad():
             logits = model(input_ids=document[None]).logits[0]
         torch.testing.assert_close(target.logits(document_final, ALL)[0], logits, atol=2e-5, rtol=1e-4)

@@ -106,6 +106,11 @@ if "hyperclovax" in RELATIVES:
     ADAPTED["hyperclovax"] = transformers.HyperCLOVAXConfig(**WIDE, **GRANITE)  # a factor of the norms of outputs
 if "muse-glimmer" in RELATIVES:
     ADAPTED["muse-glimmer"] = muse_glimmer(**WIDE, head_dim=128)  # a gate that reads what q, k and v read
+if "gemma4" in RELATIVES:
+    sizes = {"head_dim": 128, "global_head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]}
+    ADAPTED["gemma4"] = transformers.Gemma4TextConfig(  # a layer without v_proj
+        **WIDE, **sizes, sliding_window=9, attention_k_eq_v=True, hidden_size_per_layer_input=0
+    )
 
 
 @grouped("family")

@@ -51,6 +51,21 @@ class Sum(nn.Module):
         return torch.stack([module(*inputs) for module in self.ranks]).sum(0)
 
 
+class AttentionSum(Sum):
+    """A sum over ranks, each of which keeps the keys and values of its heads for later layers."""
+
+    def __init__(self, modules: Sequence[nn.Module], attentions: Sequence[PackedAttention]) -> None:
+        super().__init__(modules)
+        self.attentions = attentions
+
+    def forward(self, x: Tensor, attention: PackedAttention, *inputs: Any) -> Tensor:
+        outputs = []
+        for module, rank_attention in zip(self.ranks, self.attentions, strict=True):
+            rank_attention.plan(attention.positions[None])
+            outputs.append(module(x, rank_attention, *inputs))
+        return torch.stack(outputs).sum(0)
+
+
 class SharedVocabulary(nn.Module):
     """Embeds tokens by the ranks that have their rows."""
 
@@ -76,11 +91,12 @@ class LockStep:
         self.target = copy.copy(ranks[0])
         self.target._modules = dict(ranks[0]._modules)
         self.target.embed_tokens = SharedVocabulary([rank.embed_tokens for rank in ranks])
+        attentions = [PackedAttention() for _ in ranks]
         layers = []
         for parts in zip(*(rank.layers for rank in ranks), strict=True):
             layer = copy.copy(parts[0])
             layer._modules = dict(parts[0]._modules)
-            layer.self_attn = Sum([part.self_attn for part in parts])
+            layer.self_attn = AttentionSum([part.self_attn for part in parts], attentions)
             layer.mlp = Sum([part.mlp for part in parts])
             layers.append(layer)
         self.target.layers = nn.ModuleList(layers)

@@ -140,7 +140,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
 VISION = {"hidden_size": 8, "intermediate_size": 8}
 TOWER = {**VISION, "depth": 1, "num_heads": 1, "patch_size": 2, "out_hidden_size": SHAPE["hidden_size"]}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedConfig]] = {
+WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedConfig | None]] = {
     "qwen2.5-vl": (
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLTextConfig(**SHAPE, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]}),
@@ -162,6 +162,10 @@ WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedCon
         PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14),
     ),
 }
+for wrapper, name in (("Gemma4", "gemma4-shared"), ("Gemma4Unified", "gemma4-unified")):
+    if name in RELATIVES:
+        kind = getattr(transformers, f"{wrapper}ForConditionalGeneration")
+        WRAPPERS[name] = (kind, RELATIVES[name], None)
 
 
 def test_clipped_projections_are_refused(make_target: Callable[[str], Path], tmp_path: Path) -> None:

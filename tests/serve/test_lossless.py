@@ -102,7 +102,9 @@ BLOCKS = [
     "lilicorr tree",
 ]
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
-LATER = [name for name in ("muse-glimmer",) if name in RELATIVES]  # than the oldest transformers that we allow
+LATER = [
+    name for name in ("gemma4", "gemma4-shared", "muse-glimmer") if name in RELATIVES
+]  # than the oldest transformers that we allow
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]
 

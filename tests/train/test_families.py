@@ -1,5 +1,6 @@
 """Targets whose layers are not a draft's, through the real programs."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from slipstream.tests.train.runs import Arguments
 from slipstream.train import dflash, eagle3
 from slipstream.train.trackers import read_metrics
 
-LATER = [name for name in ("muse-glimmer",) if name in RELATIVES]  # than the oldest transformers that we allow
+LATER = [
+    name for name in ("gemma4-shared", "muse-glimmer") if name in RELATIVES
+]  # than the oldest transformers that we allow
 
 
 def make_target(family: str, tokenizer_of: Path, folder: Path) -> Path:
@@ -47,5 +50,6 @@ def test_a_block_draft_takes_no_layers_of_other_kinds(
     flags = [flag for flag in flags if "ttt" not in flag]
     flags += ["--draft.block_size=4", "--draft.num_layers=2", "--draft.mask_token_id=7"]
     dflash.main(flags)
-    assert "the layers start at random: the target's last 2, of 4, are not of the draft's" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search("the layers start at random: the target's last 2, of [46], are not of the draft's", printed)
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval_accept_length"] >= 1
