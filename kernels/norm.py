@@ -143,6 +143,7 @@ class HeadNorms(NamedTuple):
     q: Tensor
     k: Tensor
     eps: float
+    last: bool = False  # they follow the rotation (Hunyuan)
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:

@@ -159,6 +159,8 @@ RELATIVES: dict[str, PretrainedConfig] = {
 SWASH = {**GRANITE, **BY_LAYER, "layer_rope_theta": [10000.0, 0, 500.0, 10000.0], "logits_scaling": 0.7}
 MOE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 TYPED = {**BY_LAYER, **EXPERTS, "rope_parameters": TWO_ROPES, "head_dim": 16}
+GROWTH = {**YARN_ROPE, "original_max_position_embeddings": 8, "factor": 32.0, "llama_4_scaling_beta": 0.4}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 # Name of transformers' class, which older releases may lack, and fields.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone": ("ExaoneConfig", {"rope_parameters": dict(LLAMA3_ROPE)}),
@@ -174,6 +176,12 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-swa-bias": ("GraniteSWAConfig", {"sliding_window": 9, "attention_bias": True, "mlp_bias": True}),
     "helium": ("HeliumConfig", {"head_dim": 8}),
     "helium-bias": ("HeliumConfig", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": ALPHA}),
+    "hunyuan-tied": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": dict(YARN_ROPE)},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"num_experts": 5, "moe_topk": [1, 2, 3, 2], "head_dim": 16}),
     "hyperclovax": ("HyperCLOVAXConfig", {**GRANITE, "logits_scaling": 0.25}),
     "hyperclovax-bare": ("HyperCLOVAXConfig", {**GRANITE, "use_post_norm": False, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 16}),
@@ -181,6 +189,16 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("IQuestCoderConfig", {"head_dim": 16}),
     "mellum": ("MellumConfig", {**TYPED, "mlp_layer_types": ["dense", "sparse"] * 2}),
     "mellum-plain": ("MellumConfig", {**EXPERTS, "norm_topk_prob": False, "attention_bias": True}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": dict(GROWTH)}),
+    "ministral3-window": (
+        "Ministral3Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 19,
+            "rope_parameters": LLAMA3_ROPE | {"llama_4_scaling_beta": 0.3},
+            "tie_word_embeddings": True,
+        },
+    ),
     "vaultgemma": ("VaultGemmaConfig", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
 }
 RELATIVES |= {

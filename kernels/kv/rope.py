@@ -61,27 +61,38 @@ def rotate_and_store(
     values: Tensor,
     norms: HeadNorms | None = None,
     scales: Tensor | None = None,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Norms q and k if `norms` are given, rotates them by their positions, and stores k and v in their slots.
 
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, R) fp32 tables whose halves
     are equal ("half" convention); positions, slots (T,) int64; keys, values (slots, G, D)
-    one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
-    scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale. G = 0: stores nothing.
+    one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once between norm and rotation.
+    scales (2, G) fp32, of keys and of values: the cache then holds e4m3 codes, x / scale. query_scales (P,) fp32:
+    factors of q by position. G = 0: stores nothing.
     Returns the rotated q (T, Q, D), contiguous.
     """
-    q, k = norm_heads(q, k, norms)
+    is_last = norms is not None and norms.last
+    if not is_last:
+        q, k = norm_heads(q, k, norms)
     # (T, 1, R)
     cos = cos[positions, None]
     sin = sin[positions, None]
+    dtype = q.dtype
+    k = rotate_halves(k if scales is None or is_last else k.float(), cos, sin)
+    if query_scales is not None:
+        q = q.float() * query_scales[positions, None, None]
+    q = rotate_halves(q, cos, sin).to(dtype)
+    if is_last:
+        q, k = norm_heads(q, k, norms)
     if not k.shape[1]:
-        return rotate_halves(q, cos, sin)
+        return q
     if scales is None:
-        keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
+        keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
     else:
-        store_encoded(rotate_halves(k.float(), cos, sin), v, slots, keys, values, scales)
-    return rotate_halves(q, cos, sin)
+        store_encoded(k, v, slots, keys, values, scales)
+    return q
 
 
 def store_encoded(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -151,19 +162,21 @@ def rotate_and_store_triton(
     values: Tensor,
     norms: HeadNorms | None = None,
     scales: Tensor | None = None,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     (T, Q, D), G = q.shape, k.shape[1]
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert scales is None or not G or (scales.shape == (2, G) and scales.is_contiguous())
     assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
+    assert query_scales is None or query_scales.is_contiguous()
     out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
     programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)
-    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    q_norm, k_norm, eps, is_last = norms or (None, None, 0.0, False)
     _rotate_and_store[(T, programs)](
-        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, scales, eps,
+        q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, scales, query_scales, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], Q, G,
-        D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=4,
-        **pdl_options(q.device),
+        D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, NORM_LAST=is_last,
+        num_warps=4, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
@@ -171,9 +184,10 @@ def rotate_and_store_triton(
 @triton.jit
 def _rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, out_ptr,
-    q_norm_ptr, k_norm_ptr, scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    v_token_stride, v_head_stride, Q, G,
-    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    q_norm_ptr, k_norm_ptr, scales_ptr, query_scales_ptr, eps, q_token_stride, q_head_stride, k_token_stride,
+    k_head_stride, v_token_stride, v_head_stride, Q, G,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM_LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
     dim = tl.arange(0, HALF)[None, :]
@@ -187,12 +201,18 @@ def _rotate_and_store(
     has_queries = part < query_parts
     head = (part - tl.where(has_queries, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
     inside = (head < tl.where(has_queries, Q, G)) & (dim < D // 2)
-    angle = tl.load(positions_ptr + token) * R + dim
+    position = tl.load(positions_ptr + token)
+    angle = position * R + dim
     cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
     if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride
-        _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, None, dim, D, R)
+        if query_scales_ptr is not None:
+            factor = tl.load(query_scales_ptr + position)
+            cos *= factor
+            sin *= factor
+        target = out_ptr + (token * Q + head) * D
+        _rotate_heads(q, target, cos, sin, inside, q_norm_ptr, eps, None, dim, D, R, NORM_LAST)
     else:
         cell = (tl.load(slots_ptr + token) * G + head) * D
         k = k_ptr + token * k_token_stride + head * k_head_stride
@@ -201,7 +221,7 @@ def _rotate_and_store(
         v_scale = None
         if scales_ptr is not None:
             k_scale, v_scale = _load_scales(scales_ptr, head, G)
-        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R)
+        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, k_scale, dim, D, R, NORM_LAST)
         _copy_heads(v, values_ptr + cell + dim, inside, v_scale, D)
 
 
@@ -226,21 +246,30 @@ def _rotate_kernel(
     sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0) * sign
     source = x_ptr + token * token_stride + head * head_stride
     inside = (head < num_heads) & (dim < D // 2)
-    _rotate_heads(source, out_ptr + (token * num_heads + head) * D, cos, sin, inside, None, 0.0, None, dim, D, R)
+    target = out_ptr + (token * num_heads + head) * D
+    _rotate_heads(source, target, cos, sin, inside, None, 0.0, None, dim, D, R, False)
 
 
 @triton.jit
-def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, scale, dim, D: tl.constexpr, R: tl.constexpr):
+def _rotate_heads(
+    source, target, cos, sin, inside, norm_ptr, eps, scale, dim, D: tl.constexpr, R: tl.constexpr,
+    NORM_LAST: tl.constexpr,
+):  # fmt: skip
     """source, target (HEADS, 1): pointers to heads. norm_ptr (D,), or None; scale (HEADS, 1) of e4m3 codes, or None."""
     first_dims, second_dims = _pairs(dim, D, R)
     first = tl.load(source + first_dims, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + second_dims, mask=inside, other=0.0).to(tl.float32)
+    if NORM_LAST:
+        first, second = _turn(first, second, cos, sin)
+        first = first.to(source.dtype.element_ty).to(tl.float32)
+        second = second.to(source.dtype.element_ty).to(tl.float32)
     if norm_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
         factor = tl.rsqrt(squares / D + eps)
         first = _scaled(first * factor, norm_ptr + first_dims, dim, source, D)
         second = _scaled(second * factor, norm_ptr + second_dims, dim, source, D)
-    first, second = _turn(first, second, cos, sin)
+    if not NORM_LAST:
+        first, second = _turn(first, second, cos, sin)
     _store_half(target + first_dims, first, inside, scale)
     _store_half(target + second_dims, second, inside, scale)
 
@@ -436,5 +465,5 @@ def _store_context(
     v_scale = None
     if scales_ptr is not None:
         k_scale, v_scale = _load_scales(scales_ptr + layer * 2 * G, head, G)
-    _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R)
+    _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, k_scale, dim, D, R, False)
     _copy_heads(source + G * D + dim, target + num_slots.to(tl.int64) * G * D + dim, inside, v_scale, D)

@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is None or self.spec.projection_norm:
             return None
         k_norm = self.k_norm or self.q_norm  # where there are no keys, it does not count
-        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.spec.norm_last)
 
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,8 @@ class RotaryEmbedding:
     `context`: the most positions of a text, by default those of the tables. Longrope (arXiv 2402.13753) has one set of
     frequencies up to the context length before its extension and another beyond. A text that grows past it would need
     its cached keys again, so what may be served decides, not a text's length.
+
+    `query_scales` (P,) fp32: factors of queries by position, where the model has them.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, context: int | None = None) -> None:
@@ -20,10 +22,14 @@ class RotaryEmbedding:
         angles = torch.cat((angles, angles), dim=-1)
         self.cos = angles.cos() * scale  # (P, R) fp32
         self.sin = angles.sin() * scale
+        growth = rope.query_growth
+        steps = None if growth is None else torch.floor(torch.arange(max_positions) / growth.period)
+        self.query_scales = None if growth is None or steps is None else 1 + growth.beta * torch.log(1 + steps)
 
     def to(self, device: torch.device) -> "RotaryEmbedding":
         self.cos = self.cos.to(device)
         self.sin = self.sin.to(device)
+        self.query_scales = None if self.query_scales is None else self.query_scales.to(device)
         return self
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,12 @@ GRANITE_MOE = {
     "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
     "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
 }
+HUNYUAN = {
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "gate.wg": "gate",
+    "shared_mlp": "shared_expert",
+}
 # Architecture -> parts of its files' names and what they are here.
 NAMES: dict[str, dict[str, str]] = {
     "ExaoneForCausalLM": EXAONE,
@@ -56,6 +62,8 @@ NAMES: dict[str, dict[str, str]] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSWAForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": HUNYUAN,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "LlamaForCausalLM": EXAONE,  # of files that transformers wrote
     "VaultGemmaForCausalLM": {"pre_feedforward_layernorm": "post_attention_layernorm"},

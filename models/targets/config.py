@@ -35,6 +35,7 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings -> the numbers, and the lists of numbers, that each must have.
 ORIGINAL = "original_max_position_embeddings"
+GROWTH = "llama_4_scaling_beta"
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -48,6 +49,14 @@ ROPE_TYPES = tuple(ROPE_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at a position are multiplied by 1 + beta * log(1 + floor(position / period))."""
+
+    beta: float
+    period: float
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base and scaling parameters, named as in transformers."""
 
@@ -58,6 +67,7 @@ class RopeConfig:
     """The share of a head's dims, the first ones, that are rotated."""
     rotates: bool = True
     """False for layers without positions (NoPE): all angles are 0."""
+    query_growth: QueryGrowth | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -82,7 +92,8 @@ class RopeConfig:
         parameters = dict(parameters[kind]) if is_nested else parameters
         theta = _first(parameters.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
         rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-        parameters.pop("type", None)
+        for name in ("type", GROWTH):
+            parameters.pop(name, None)
         partial = _first(parameters.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"), 1.0)
         if rope_type in ("llama3", "yarn", "longrope"):
             longest = config["max_position_embeddings"]
@@ -117,13 +128,13 @@ class RopeConfig:
 
     @property
     def of_draft(self) -> "RopeConfig":
-        """The rotary embedding of drafts for such a target: the same base and scaling, of whole heads, which every
-        engine can serve. For longrope the base alone: its frequencies depend on the context length that is served,
-        which differs in training, and a draft must see the angles that it was trained with. And for a proportional
-        one, which is of heads of another size."""
+        """The rotary embedding of drafts for such a target: the same base and scaling, of whole heads and without
+        growth of queries, which every engine can serve. For longrope the base alone: its frequencies depend on the
+        context length that is served, which differs in training, and a draft must see the angles that it was trained
+        with. And for a proportional one, which is of heads of another size."""
         is_plain = self.rope_type in ("longrope", "proportional")
         plain: dict[str, Any] = {"rope_type": "default", "scaling": {}} if is_plain else {}
-        return replace(self, partial=1.0, rotates=True, **plain)
+        return replace(self, partial=1.0, rotates=True, query_growth=None, **plain)
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial)
@@ -190,6 +201,7 @@ class AttentionSpec:
     head_dim: int
     rope: RopeConfig
     qk_norm: bool = False  # RMS norms of each head's queries and keys
+    norm_last: bool = False  # they follow the rotation
     projection_norm: bool = False  # RMS norms of a token's queries and of its keys, all heads together (OLMo 2)
     norm_offset: bool = False  # they multiply by 1 + weight
     norm_weights: bool = True  # files have weights of them; else these are 1
@@ -283,7 +295,7 @@ class MoESpec:
     "top-k, softmax" both are the former."""
     shared_size: int = 0
     """Intermediate size of an MLP that every token takes as well; 0: none."""
-    shared_gate: bool = True
+    shared_gate: bool = False
     """That MLP's output is multiplied by the sigmoid of a learnt gate."""
     activation: ClampedSwiGLU | None = None
     """None: silu(gate) * up."""
@@ -447,6 +459,7 @@ class TargetSpec(DecoderShape):
         (name,) = values["architectures"][:1]
         values = families.text_part(values)
         traits = families.traits_of(values)
+        values = {**values, **traits.fields}
         shape = DecoderShape(**DecoderShape.read(values))
         activation = families.activation_of(values, traits)
         mlp = {"bias": bool(values.get(traits.mlp_bias, False)), "activation": activation}
@@ -468,6 +481,15 @@ class TargetSpec(DecoderShape):
             logit_divisor=traits.logit_divisor,
             wrapper="" if name == architecture else name,
         )
+
+
+def query_growth(values: Mapping[str, Any]) -> QueryGrowth:
+    """Reads it from a config's rotary parameters. Raises ValueError where these lack a number that it needs."""
+    parameters = rope_fields(values)
+    beta = parameters.get(GROWTH)
+    if not families.is_number(beta):
+        raise ValueError(f"config.json: {GROWTH} is {beta!r}; it must be a number of at least 0")
+    return QueryGrowth(beta, families.number_of(parameters, ORIGINAL))
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
@@ -501,9 +523,10 @@ def layers_of(
                 f"config.json: partial_rotary_factor is {rope.partial}, but {families.architecture_of(values)} rotates "
                 "whole heads; delete it"
             )
+    growth = query_growth(values) if traits.query_growth else None
     layers = []
     for index, window in enumerate(windows_of(values, traits)):
-        rope = replace(ropes[window is not None], rotates=index not in traits.unrotated)
+        rope = replace(ropes[window is not None], rotates=index not in traits.unrotated, query_growth=growth)
         rope = replace(rope, theta=traits.rope_thetas.get(index, rope.theta))
         differing = traits.attention_by_layer[index] if traits.attention_by_layer else {}
         layer = dense_layer(**norms, **attention | {"window": window, "rope": rope, **differing})
@@ -552,7 +575,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
         raise ValueError(f"config.json says how many experts there are twice: {counts}; delete the wrong one")
     spec = MoESpec(
         num_experts=families.count_of(values, "num_experts" if has_hf_name else "num_local_experts"),
-        top_k=families.count_of(values, "num_experts_per_tok"),
+        top_k=1,
         intermediate_size=families.count_of(values, family.size),
         normalise=not family.normalise or bool(values.get(family.normalise)),
         shared_size=shared_size_of(values, family),
@@ -562,7 +585,21 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
         transposed=is_gpt_oss,
     )
     dense = dense_layers(values, family)
-    return [None if layer in dense else spec for layer in range(count)]
+    return [
+        None if layer in dense else replace(spec, top_k=top_k)
+        for layer, top_k in enumerate(numbers_of_experts(values, family.top_k))
+    ]
+
+
+def numbers_of_experts(values: Mapping[str, Any], name: str) -> list[int]:
+    """Returns how many experts a token takes in each layer, from the field `name`: a number, or one for each layer."""
+    count = values["num_hidden_layers"]
+    top_k = values.get(name)
+    if not isinstance(top_k, list):
+        return [families.count_of(values, name)] * count
+    if len(top_k) != count:
+        raise ValueError(f"config.json: {name} has {len(top_k)} numbers; it must have one for each of {count} layers")
+    return [families.count_of({name: number}, name) for number in top_k]
 
 
 def shared_size_of(values: Mapping[str, Any], family: families.Mixture) -> int:

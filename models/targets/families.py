@@ -28,6 +28,8 @@ TEXT_PARTS = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
+# The same for text parts of another kind, which their `model_type` tells.
+TEXT_TYPES = {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
 # Fields that their code fixes, whatever the config says: Gemma's caps no logits, Qwen's normalises what it routes.
 FIXED: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"final_logit_softcapping": None},
@@ -91,6 +93,10 @@ class Traits:
     """`attention_bias` decides whether all four projections of attention have biases."""
     mlp_bias: str = ""
     """The config's field that decides whether MLPs have biases; empty: they have none."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields in place of the config's."""
+    query_growth: bool = False
+    """Rotary parameters have a growth of queries by position."""
     partial_rotary: bool = False
     """`partial_rotary_factor` decides how much of a head is rotated."""
     unrotated: Collection[int] = ()
@@ -117,6 +123,8 @@ class Mixture:
 
     size: str = "intermediate_size"
     """Of one expert."""
+    top_k: str = "num_experts_per_tok"
+    """How many a token takes; a list where layers differ."""
     normalise: str = ""
     """Whether the weights of the chosen experts are divided by their sum; empty: they are."""
     shared: str = ""
@@ -314,6 +322,26 @@ def ministral(_values: Mapping[str, Any]) -> Traits:
     return Traits(attention_bias=False)
 
 
+def ministral3(_values: Mapping[str, Any]) -> Traits:
+    return Traits(windows="alike", attention_bias=False, query_growth=True)
+
+
+def hunyuan(values: Mapping[str, Any]) -> Traits:
+    """Norms of heads follow the rotation. A "dynamic" rotary embedding with `alpha` is one with a larger base. Raises
+    ValueError for keys and values that layers share."""
+    if values.get("use_cla"):
+        raise ValueError("config.json: use_cla is set, and keys and values that layers share are not supported")
+    traits = Traits(attention={"qk_norm": True, "norm_last": True}, windows="none")
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if (parameters.get("rope_type") or parameters.get("type")) != "dynamic" or not parameters.get("alpha"):
+        return traits
+    head_dim = count_of(values, "head_dim")
+    theta = number_of({"rope_theta": values.get("rope_theta"), **parameters}, "rope_theta")
+    base = theta * number_of(parameters, "alpha") ** (head_dim / (head_dim - 2))
+    rope = {"rope_type": "default", "rope_theta": base}
+    return replace(traits, fields={"rope_parameters": rope, "rope_scaling": None})
+
+
 def cwm(_values: Mapping[str, Any]) -> Traits:
     return Traits(attention_bias=False, mlp_bias="mlp_bias")
 
@@ -433,11 +461,14 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "GraniteMoeSharedForCausalLM": granite_moe,
     "GraniteSWAForCausalLM": granite_swa,
     "HeliumForCausalLM": helium,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
+    "HunYuanMoEV1ForCausalLM": hunyuan,
     "HyperCLOVAXForCausalLM": hyperclovax,
     "IQuestCoderForCausalLM": llama,
     "InternLM3ForCausalLM": llama,
     "LlamaForCausalLM": llama,
     "MellumForCausalLM": mellum,
+    "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mistral,
@@ -464,6 +495,7 @@ MIXTURES: dict[str, Mixture] = {
     "GraniteMoeForCausalLM": Mixture(),
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SHARED,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "HunYuanMoEV1ForCausalLM": Mixture(top_k="moe_topk", shared="intermediate_size"),
     "MellumForCausalLM": Mixture(size="moe_intermediate_size", normalise="norm_topk_prob", layers="by_type"),
     "MixtralForCausalLM": Mixture(),
     "OlmoeForCausalLM": Mixture(normalise="norm_topk_prob"),
@@ -481,7 +513,7 @@ MIXTURES: dict[str, Mixture] = {
 def architecture_of(values: Mapping[str, Any]) -> str:
     """Returns the decoder's architecture: for a multimodal checkpoint, that of its text part."""
     name = (values.get("architectures") or ["(none)"])[0]
-    return TEXT_PARTS.get(name, name)
+    return TEXT_TYPES.get((name, _text_type(values)), "") or TEXT_PARTS.get(name, name)
 
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -491,7 +523,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if name not in TEXT_PARTS:
         return values
     tied = values.get("tie_word_embeddings", True)
-    same = {"architectures": [TEXT_PARTS[name]], "tie_word_embeddings": tied}
+    same = {"architectures": [architecture_of(values)], "tie_word_embeddings": tied}
     return {**(values.get("text_config") or {}), **same, **FIXED.get(name, {})}
 
 
@@ -550,6 +582,12 @@ def adapter_refusal(values: Mapping[str, Any]) -> str:
     )
 
 
+def _text_type(values: Mapping[str, Any]) -> str:
+    """The `model_type` of a text part; empty where there is none."""
+    inside = values.get("text_config")
+    return str(inside.get("model_type") or "") if isinstance(inside, Mapping) else ""
+
+
 def _reason(values: Mapping[str, Any]) -> str:
     name = (values.get("architectures") or [""])[0]
     inside = values.get("text_config")
@@ -563,9 +601,9 @@ def _reason(values: Mapping[str, Any]) -> str:
         return "it has recurrent layers (a hybrid, as with gated delta nets or Mamba)"
     if name.lower().startswith("rwkv"):  # its configs have no field that tells
         return "its layers are recurrent (RWKV)"
-    text_type = inside.get("model_type") if isinstance(inside, Mapping) else None
-    if name == "Mistral3ForConditionalGeneration" and text_type not in (None, "mistral"):
-        return f"its text part is a {text_type}, which scales queries by their position"
+    text_type = _text_type(values)
+    if name == "Mistral3ForConditionalGeneration" and text_type not in ("", "mistral", "ministral3"):
+        return f"its text part is a {text_type}"
     reads_images = "vision_config" in values or any(values.get(key) for key in IMAGE_FIELDS)
     if reads_images and name not in TEXT_PARTS:
         return f"it reads images; of multimodal checkpoints the text part of {', '.join(TEXT_PARTS)} is served"

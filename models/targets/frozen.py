@@ -155,7 +155,11 @@ class DecoderTarget(FrozenTarget):
         first = len(self.layers) - num_layers
         specs = self.model.config.layers[first:]
         are_alike = all(
-            spec.norms == "pre" and spec.mlp.activation == "silu" and spec.mixer.gate is None for spec in specs
+            spec.norms == "pre"
+            and spec.mlp.activation == "silu"
+            and spec.mixer.gate is None
+            and not spec.mixer.norm_last
+            for spec in specs
         )
         layers = enumerate(list(self.layers)[first:] if are_alike else [])
         weights = {

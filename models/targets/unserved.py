@@ -31,7 +31,6 @@ NEEDS: dict[str, str] = {
     "Gemma3nForCausalLM": "embeddings by layer, KV that layers share, AltUp",
     "Glm4MoeForCausalLM": SIGMOID,
     "HYV3ForCausalLM": SIGMOID,
-    "HunYuanMoEV1ForCausalLM": "norms of heads after the rotation",
     "Jais2ForCausalLM": f"{LAYER_NORM}, {NO_GATE}",
     "JetMoeForCausalLM": "attention with experts",
     "Kolibri1ForCausalLM": SIGMOID,

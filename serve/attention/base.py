@@ -110,13 +110,15 @@ class Backend(Attention):
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
         to = self._rotation(layer)
+        query_scales = self.ropes[layer.id].query_scales
         return rotate_and_store(
-            q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, layer.norms, to.scales
+            q, k, v, to.cos, to.sin, to.positions, to.slots, to.keys, to.values, layer.norms, to.scales, query_scales
         )
 
     def rotation(self, layer: AttentionLayer) -> Rotation | None:
-        is_plain = layer.norms is None and not layer.spec.projection_norm and self.layers[layer.id].is_cuda
-        return self._rotation(layer) if is_plain else None
+        has_norms = layer.norms is not None or layer.spec.projection_norm
+        is_plain = not has_norms and self.ropes[layer.id].query_scales is None
+        return self._rotation(layer) if is_plain and self.layers[layer.id].is_cuda else None
 
     def _rotation(self, layer: AttentionLayer) -> Rotation:
         rope = self.ropes[layer.id]

@@ -16,7 +16,7 @@ from slipstream.kernels.attention.dense import dense_attention
 from slipstream.kernels.attention.tree import sees
 from slipstream.kernels.kv.fp8 import E4M3, decode
 from slipstream.kernels.kv.rope import store_encoded
-from slipstream.kernels.norm import rms_norm_each
+from slipstream.kernels.norm import HeadNorms, rms_norm_each
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
@@ -127,10 +127,24 @@ class Backend(base.Backend):
         """q (T, Q, D) and k (T, G, D), each operator on both at once: of few tokens the operators take the time."""
         sizes = q.shape[1], k.shape[1]
         heads = torch.cat((q, k), dim=1)  # (T, Q + G, D)
-        if (norms := layer.norms) is not None:
-            weights = norms.q.expand(sizes[0], -1), norms.k.expand(sizes[1], -1)
-            heads = rms_norm_each(heads, torch.cat(weights), norms.eps)
-        return self._rotate(heads, layer).split(sizes, dim=1)
+        norms = layer.norms
+        is_last = norms is not None and norms.last
+        if norms is not None and not is_last:
+            heads = self._norm(heads, sizes, norms)
+        query_scales = self.ropes[layer.id].query_scales
+        if query_scales is not None:
+            factors = query_scales[self.positions].view(-1, 1, 1)
+            q = self._rotate(heads[:, : sizes[0]].float() * factors, layer).to(q.dtype)
+            return q, self._rotate(heads[:, sizes[0] :], layer)
+        heads = self._rotate(heads, layer)
+        if norms is not None and is_last:
+            heads = self._norm(heads, sizes, norms)
+        return heads.split(sizes, dim=1)
+
+    def _norm(self, heads: Tensor, sizes: Sequence[int], norms: HeadNorms) -> Tensor:
+        """heads (T, Q + G, D); sizes: Q and G."""
+        weights = norms.q.expand(sizes[0], -1), norms.k.expand(sizes[1], -1)
+        return rms_norm_each(heads, torch.cat(weights), norms.eps)
 
     def _rotate(self, x: Tensor, layer: AttentionLayer) -> Tensor:
         """rotate_halves (kernels/kv/rope.py) of x (T, heads, D), in three operators: `sin` has the sign."""

@@ -92,15 +92,17 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 @grouped("dtype")
 @each_device
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("kind", ["bare", "normed", "normed last", "growing"])
 @pytest.mark.parametrize(("case", "dtype"), rotating([*CASES, REAL], TOLERANCES))
 def test_equals_complex_numbers(
-    kernel: Callable[..., Tensor], with_norms: bool, case: tuple[int, ...], dtype: torch.dtype, device: str
+    kernel: Callable[..., Tensor], kind: str, case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     scene = Scene(case, dtype, device)
-    norms = scene.norms() if with_norms else None
+    is_last = kind == "normed last"
+    norms = scene.norms()._replace(last=is_last) if kind.startswith("normed") else None
+    growth = 1 + torch.arange(MAX_LEN, device=device) / 100 if kind == "growing" else None
     before = scene.k.clone()
-    out = kernel(*scene.arguments(), norms)
+    out = kernel(*scene.arguments(), norms, None, growth)
     assert torch.equal(scene.k, before), "the projection itself stays"
     assert out.dtype == dtype
     assert out.is_contiguous()
@@ -108,10 +110,15 @@ def test_equals_complex_numbers(
     k = scene.k
     tolerances = TOLERANCES
     if norms is not None:
+        tolerances = NORMED_TOLERANCES
+        if is_last:
+            check(out, normed(scene.turned(q).to(dtype), norms.q.cpu()).double(), tolerances)
+            check(scene.keys[scene.slots], normed(scene.turned(k).to(dtype), norms.k.cpu()).double(), tolerances)
+            return
         q = normed(q, norms.q)
         k = normed(k, norms.k)
-        tolerances = NORMED_TOLERANCES
-    check(out, scene.turned(q), tolerances)
+    factors = 1.0 if growth is None else growth[scene.positions].double().cpu()[:, None, None]
+    check(out, scene.turned(q) * factors, tolerances)
     scene.check_cache(k, tolerances)
 
 

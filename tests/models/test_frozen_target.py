@@ -47,7 +47,10 @@ GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention"
 CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
 ALL = torch.arange(SHAPE["vocab_size"])
 NEWER = ("gemma2", "gemma3", "olmo2")
-LATER = ("gemma4", "gemma4-shared", "gemma4-odd", "gemma4-unified", "muse-glimmer", "muse-glimmer-unrotated")
+LATER = (
+    *("gemma4", "gemma4-shared", "gemma4-odd", "gemma4-unified", "hunyuan", "hyperclovax", "ministral3"),
+    *("muse-glimmer", "muse-glimmer-unrotated"),
+)
 CONFIGS |= {"gemma2": CAPPED["gemma2"], "olmo2": FAMILIES["olmo2"]}
 CONFIGS |= {"gemma3": Gemma3TextConfig(**SHAPE, **GEMMA), "mistral": MistralConfig(**SHAPE, sliding_window=3)}
 
@@ -153,7 +156,8 @@ def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: 
 
 @pytest.mark.parametrize("family", [name for name in LATER if name in RELATIVES])
 def test_states_of_later_families_are_those_of_transformers(family: str, make_target: Callable[[str], Path]) -> None:
-    """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take."""
+    """Families with wrappers, factors of logits or kinds of layers that TransformersTarget does not take; queries that
+    grow by their place in a document."""
     path = make_target(family)
     model = load_model(path, dtype=torch.float32)
     last = len(model.get_decoder().layers)
@@ -175,7 +179,8 @@ def test_states_of_later_families_are_those_of_transformers(family: str, make_ta
             logits = model(input_ids=document[None]).logits[0]
         torch.testing.assert_close(target.logits(document_final, ALL)[0], logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(target.embed(tokens), shared_weights(model)[0][tokens])
-    assert target.initial_weights(2).keys() == {"norm.weight", HEAD}, "a draft's layers have no gates"
+    names = target.initial_weights(2).keys() - {"norm.weight", HEAD}
+    assert bool(names) == (family == "ministral3"), "a draft's layers have no gates, and other norms"
 
 
 @pytest.mark.gpu

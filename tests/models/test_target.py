@@ -24,6 +24,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     LongcatFlashConfig,
+    Ministral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
     NemotronConfig,
@@ -68,6 +69,7 @@ from slipstream.tests.random_targets import (
     CAPPED,
     EXPERTS,
     FAMILIES,
+    GROWTH,
     LONGROPE,
     RELATIVES,
     SHAPE,
@@ -156,6 +158,11 @@ WRAPPERS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig, PretrainedCon
         Qwen3VLMoeTextConfig(**SHAPE, **EXPERTS, head_dim=16, rope_parameters=dict(MROPE), mlp_only_layers=[3]),
         Qwen3VLMoeVisionConfig(**TOWER, deepstack_visual_indexes=[0]),
     ),
+    "ministral3": (
+        Mistral3ForConditionalGeneration,
+        Ministral3Config(**SHAPE, head_dim=16, rope_parameters=dict(GROWTH)),
+        PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14),
+    ),
     "mistral3": (
         Mistral3ForConditionalGeneration,
         MistralConfig(**SHAPE, sliding_window=None),
@@ -202,7 +209,7 @@ def hub_name(name: str, wrapper: str) -> str:
     """The name of a tensor in the published files of a wrapper."""
     if wrapper == "qwen2.5-vl":
         return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-    if wrapper == "mistral3":
+    if wrapper in ("ministral3", "mistral3"):
         inner = name.replace("model.language_model.", "language_model.model.").replace(
             "lm_head", "language_model.lm_head"
         )
@@ -334,8 +341,8 @@ HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"
         ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
         ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: CwmForCausal"),
         (
-            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
-            ": its text part is a ministral3, which scales queries",
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
+            ": its text part is a llama",
         ),
         ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, r": its layers are recurrent \(RWKV\)"),
         ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", **CODE}, ": its layers are recurrent"),
