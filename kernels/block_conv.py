@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
+from slipstream.kernels.tiles import load_fp32
 
 CHANNELS = 1024  # of a program
 # a program's share of the gradient
@@ -144,8 +145,8 @@ def _block_conv_gradient(
         for index in range(count):
             row = first + index
             valid = inside & (channel < tl.where(row % block_size >= tap, size, 0))
-            upstream = tl.load(upstream_ptr + row * upstream_stride + channel, mask=valid, other=0.0).to(tl.float32)
-            product = upstream * tl.load(x_ptr + (row - tap) * x_stride + channel, mask=valid, other=0.0).to(tl.float32)
+            upstream = load_fp32(upstream_ptr + row * upstream_stride + channel, valid)
+            product = upstream * load_fp32(x_ptr + (row - tap) * x_stride + channel, valid)
             total += product
             delta_sum = tl.sum(tl.reshape(product, (BLOCK // GROUP, GROUP)), axis=1)
             cells = delta_gradient_ptr + (row * TAPS + tap) * groups + group
@@ -158,8 +159,8 @@ def _block_conv_gradient(
             reader = row + tap  # which has read this row with that tap
             valid = inside & (channel < tl.where(row % block_size + tap < block_size, size, 0))
             cells = delta_ptr + reader * delta_stride + tap * tap_stride + channel // GROUP
-            kernel = tl.load(cells, mask=valid, other=0.0).to(tl.float32)
-            kernel += tl.load(base_ptr + tap * base_stride + channel, mask=valid, other=0.0).to(tl.float32)
+            kernel = load_fp32(cells, valid)
+            kernel += load_fp32(base_ptr + tap * base_stride + channel, valid)
             upstream = tl.load(upstream_ptr + reader * upstream_stride + channel, mask=valid, other=0.0)
             total += kernel * upstream.to(tl.float32)
         tl.store(x_gradient_ptr + row * size + channel, total.to(x_gradient_ptr.dtype.element_ty), mask=inside)

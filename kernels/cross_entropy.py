@@ -296,45 +296,11 @@ def label_cross_entropy_triton(logits: Tensor, labels: Tensor, *, with_gradient:
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     best = torch.empty(N, dtype=torch.int64, device=logits.device)
     if N:
-        sizes = {"WITH_GRADIENT": with_gradient, "TILE": _tile(V), "num_warps": NUM_WARPS}
-        _label_cross_entropy[(N,)](logits, labels, losses, best, logits.stride(0), V, **sizes)
+        _label_cross_entropy[(N,)](
+            logits, None, labels, None, None, losses, None, best, logits.stride(0), 0, V,
+            WITH_GRADIENT=with_gradient, TILE=_tile(V), num_warps=NUM_WARPS,
+        )  # fmt: skip
     return losses, best
-
-
-@triton.jit
-def _label_cross_entropy(
-    logits_ptr, labels_ptr, losses_ptr, best_ptr, stride, V, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, TILE)
-    logits_ptr += row * stride
-    label = tl.load(labels_ptr + row)
-    label_logit = tl.load(logits_ptr + label).to(tl.float32)
-    # a finite stand-in for -inf: differences of maxima stay numbers
-    peak = -1e30
-    total = 0.0
-    best_values = tl.full((TILE,), float("-inf"), tl.float32)
-    best_columns = lanes
-    for start in range(0, V, TILE):
-        columns = start + lanes
-        x = _load_tile(logits_ptr, columns, V)
-        best_columns = tl.where(x > best_values, columns, best_columns)
-        best_values = tl.maximum(x, best_values)
-        higher = tl.maximum(peak, tl.max(x, axis=0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), axis=0)
-        peak = higher
-
-    log_total = tl.log(total)
-    tl.store(losses_ptr + row, peak - label_logit + log_total)
-    best = tl.max(best_values, axis=0)
-    tl.store(best_ptr + row, tl.min(tl.where(best_values == best, best_columns, V - 1), axis=0).to(tl.int64))
-    if WITH_GRADIENT:
-        tl.debug_barrier()  # every warp has read the row before one writes over it
-        for start in range(0, V, TILE):
-            columns = start + lanes
-            x = _load_tile(logits_ptr, columns, V)
-            gradient = tl.exp(x - peak - log_total) - tl.where(columns == label, 1.0, 0.0)
-            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)
 
 
 @Op
@@ -374,7 +340,7 @@ def taught_cross_entropy_triton(
     losses, entropies, overlaps = torch.empty(3, N, dtype=torch.float32, device=logits.device)
     best = torch.empty(N, dtype=torch.int64, device=logits.device)
     if N:
-        _taught_cross_entropy[(N,)](
+        _label_cross_entropy[(N,)](
             logits, teacher, labels, weights, losses, entropies, overlaps, best, logits.stride(0), teacher.stride(0), V,
             WITH_GRADIENT=with_gradient, TILE=_tile(V), num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -382,14 +348,14 @@ def taught_cross_entropy_triton(
 
 
 @triton.jit
-def _taught_cross_entropy(
+def _label_cross_entropy(
     logits_ptr, teacher_ptr, labels_ptr, weights_ptr, losses_ptr, entropies_ptr, overlaps_ptr, best_ptr,
     stride, teacher_stride, V, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Without a teacher there are neither weights, losses times these, nor overlaps."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     logits_ptr += row * stride
-    teacher_ptr += row * teacher_stride
     label = tl.load(labels_ptr + row)
     label_logit = tl.load(logits_ptr + label).to(tl.float32)
     # a finite stand-in for -inf: differences of maxima stay numbers
@@ -402,35 +368,42 @@ def _taught_cross_entropy(
     for start in range(0, V, TILE):
         columns = start + lanes
         s = _load_tile(logits_ptr, columns, V)
-        t = _load_tile(teacher_ptr, columns, V)
         best_columns = tl.where(s > best_values, columns, best_columns)
         best_values = tl.maximum(s, best_values)
-        s_next = tl.maximum(s_peak, tl.max(s, axis=0))
-        t_next = tl.maximum(t_peak, tl.max(t, axis=0))
-        s_total = s_total * tl.exp(s_peak - s_next) + tl.sum(tl.exp(s - s_next), axis=0)
-        t_total = t_total * tl.exp(t_peak - t_next) + tl.sum(tl.exp(t - t_next), axis=0)
-        s_peak = s_next
-        t_peak = t_next
+        s_peak, s_total = _add_tile(s, s_peak, s_total)
+        if teacher_ptr is not None:
+            t = _load_tile(teacher_ptr + row * teacher_stride, columns, V)
+            t_peak, t_total = _add_tile(t, t_peak, t_total)
 
     s_log = tl.log(s_total)
-    t_log = tl.log(t_total)
-    overlap = 0.0
-    for start in range(0, V, TILE):
-        q = tl.exp(_load_tile(logits_ptr, start + lanes, V) - s_peak - s_log)
-        p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
-        overlap += tl.sum(tl.minimum(p, q), axis=0)
     entropy = s_peak - label_logit + s_log
-    weight = tl.load(weights_ptr + row)
-    tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, entropy * weight))
     tl.store(entropies_ptr + row, entropy)
-    tl.store(overlaps_ptr + row, overlap)
     peak = tl.max(best_values, axis=0)
     tl.store(best_ptr + row, tl.min(tl.where(best_values == peak, best_columns, V - 1), axis=0).to(tl.int64))
+    weight = 1.0
+    if teacher_ptr is not None:
+        t_log = tl.log(t_total)
+        overlap = 0.0
+        for start in range(0, V, TILE):
+            q = tl.exp(_load_tile(logits_ptr, start + lanes, V) - s_peak - s_log)
+            p = tl.exp(_load_tile(teacher_ptr + row * teacher_stride, start + lanes, V) - t_peak - t_log)
+            overlap += tl.sum(tl.minimum(p, q), axis=0)
+        weight = tl.load(weights_ptr + row)
+        tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, entropy * weight))
+        tl.store(overlaps_ptr + row, overlap)
     if WITH_GRADIENT:
         tl.debug_barrier()  # every warp has read the row before one writes over it
         for start in range(0, V, TILE):
             columns = start + lanes
             q = tl.exp(_load_tile(logits_ptr, columns, V) - s_peak - s_log)
-            gradient = (q - tl.where(columns == label, 1.0, 0.0)) * weight
-            gradient = tl.where(weight == 0.0, 0.0, gradient)
+            gradient = q - tl.where(columns == label, 1.0, 0.0)
+            if teacher_ptr is not None:
+                gradient = tl.where(weight == 0.0, 0.0, gradient * weight)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)
+
+
+@triton.jit
+def _add_tile(x, peak, total):
+    """The maximum so far and the sum of exponentials below it, with those of a tile."""
+    higher = tl.maximum(peak, tl.max(x, axis=0))
+    return higher, total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), axis=0)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, on_gpu
+from slipstream.kernels.tiles import load_fp32
 
 KeyValue = tuple[Tensor, Tensor]
 DTYPES = (torch.float16, torch.bfloat16)  # that FlashAttention takes
@@ -242,20 +243,13 @@ def _extend_forward(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, group, head, column = _indices(GROUPS, HEADS, WIDTH)
-    is_head = (group < G) & (head < R)
-    heads = group * R + head  # (GROUPS, HEADS, 1)
-    inside = is_head & (column < D)
-    cells = (row * (G * R) + heads) * D + column
-    q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
-    acc = tl.load(output_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+    row, group, column, heads, is_head, cells, inside = _indices(G, R, D, GROUPS, HEADS, WIDTH)
+    q = load_fp32(q_ptr + cells, inside) * scale
+    acc = load_fp32(output_ptr + cells, inside)
     peak = tl.load(lse_ptr + heads * N + row, mask=is_head, other=0.0)
     weight = tl.full((GROUPS, HEADS, 1), 1.0, tl.float32)  # all keys so far sum to exp(peak) weight
-    is_own = (group < G) & (column < D)  # (GROUPS, 1, WIDTH)
     for s in range(S):
-        kv_cells = ((s * N + row) * G + group) * D + column
-        k = tl.load(keys_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
-        v = tl.load(values_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
+        k, v, _, _ = _load_own(keys_ptr, values_ptr, (s * N + row) * G, group, column, G, D)
         score = tl.sum(q * k, axis=2, keep_dims=True)
         higher = tl.maximum(peak, score)
         before = tl.exp(peak - higher)
@@ -275,22 +269,15 @@ def _extend_backward(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A key's score has the gradient p (upstream . v - upstream . whole), p its share of the softmax."""
-    row, group, head, column = _indices(GROUPS, HEADS, WIDTH)
-    is_head = (group < G) & (head < R)
-    heads = group * R + head
-    inside = is_head & (column < D)
-    cells = (row * (G * R) + heads) * D + column
-    q = tl.load(q_ptr + cells, mask=inside, other=0.0).to(tl.float32) * scale
-    upstream = tl.load(upstream_ptr + cells, mask=inside, other=0.0).to(tl.float32)
-    output = tl.load(whole_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+    row, group, column, heads, is_head, cells, inside = _indices(G, R, D, GROUPS, HEADS, WIDTH)
+    q = load_fp32(q_ptr + cells, inside) * scale
+    upstream = load_fp32(upstream_ptr + cells, inside)
+    output = load_fp32(whole_ptr + cells, inside)
     total = tl.load(total_ptr + heads * N + row, mask=is_head, other=0.0)
     mean = tl.sum(upstream * output, axis=2, keep_dims=True)
     q_grad = tl.zeros((GROUPS, HEADS, WIDTH), tl.float32)
-    is_own = (group < G) & (column < D)
     for s in range(S):
-        kv_cells = ((s * N + row) * G + group) * D + column
-        k = tl.load(keys_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
-        v = tl.load(values_ptr + kv_cells, mask=is_own, other=0.0).to(tl.float32)
+        k, v, kv_cells, is_own = _load_own(keys_ptr, values_ptr, (s * N + row) * G, group, column, G, D)
         p = tl.exp(tl.sum(q * k, axis=2, keep_dims=True) - total)
         score_grad = p * (tl.sum(upstream * v, axis=2, keep_dims=True) - mean)
         q_grad += score_grad * k
@@ -302,7 +289,23 @@ def _extend_backward(
 
 
 @triton.jit
-def _indices(GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """The program's row, its groups (GROUPS, 1, 1), heads of a group (1, HEADS, 1) and columns (1, 1, WIDTH)."""
+def _indices(
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The program's row, its groups (GROUPS, 1, 1) and columns (1, 1, WIDTH); its heads (GROUPS, HEADS, 1) and which
+    there are; and the cells of q (GROUPS, HEADS, WIDTH) and which there are."""
+    row = tl.program_id(0).to(tl.int64)
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None, None]
-    return tl.program_id(0).to(tl.int64), group, tl.arange(0, HEADS)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+    head = tl.arange(0, HEADS)[None, :, None]
+    column = tl.arange(0, WIDTH)[None, None, :]
+    heads = group * R + head
+    is_head = (group < G) & (head < R)
+    return row, group, column, heads, is_head, (row * (G * R) + heads) * D + column, is_head & (column < D)
+
+
+@triton.jit
+def _load_own(keys_ptr, values_ptr, first, group, column, G: tl.constexpr, D: tl.constexpr):
+    """Own keys and values (GROUPS, 1, WIDTH), `first` of all heads before them, their cells, and which there are."""
+    cells = (first + group) * D + column
+    inside = (group < G) & (column < D)
+    return load_fp32(keys_ptr + cells, inside), load_fp32(values_ptr + cells, inside), cells, inside

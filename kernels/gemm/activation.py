@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.norm import as_rows
+from slipstream.kernels.tiles import load_fp32
 
 Activation = Literal["silu", "gelu_tanh"]
 BLOCK = 1024  # outputs of one program: 4 warps of 16-byte reads in bf16
@@ -87,13 +88,19 @@ def _activation_mul(
 ):  # fmt: skip
     """Rounds the activation before the product, as two separate operations would."""
     wait_for_inputs(PDL)
+    row, columns, mask, gate, up = _load_gate_up(gate_up_ptr, stride, size, BLOCK)
+    activated = activate(gate, GELU).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + columns, (activated.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_gate_up(gate_up_ptr, stride, size, BLOCK: tl.constexpr):
+    """The program's row and columns, which of these there are, gates and ups."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
-    gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = activate(gate, GELU).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * size + columns, (activated.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    gate_up_ptr += row * stride + columns
+    return row, columns, mask, load_fp32(gate_up_ptr, mask), load_fp32(gate_up_ptr + size, mask)
 
 
 @triton.jit
@@ -107,12 +114,8 @@ def activate(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _silu_mul_gradient(gate_up_ptr, upstream_ptr, gradient_ptr, stride, upstream_stride, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < size
-    gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
-    upstream = tl.load(upstream_ptr + row * upstream_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    row, columns, mask, gate, up = _load_gate_up(gate_up_ptr, stride, size, BLOCK)
+    upstream = load_fp32(upstream_ptr + row * upstream_stride + columns, mask)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     gate_gradient = upstream * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     gradient_ptr += row * 2 * size + columns

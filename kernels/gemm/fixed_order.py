@@ -31,6 +31,7 @@ from slipstream.kernels.gemm.small_m import (
 from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, SHARED_MEMORY, choose_tiling, part_inputs
 from slipstream.kernels.kv.rope import Rotation
 from slipstream.kernels.launch import pdl_options, shared_memory, wait_for_inputs
+from slipstream.kernels.tiles import load_fp32, store_tile, tile_of_program
 
 DEPTH = 64  # inputs of a tile
 TIMED_CALLS = 8  # of each way to multiply
@@ -187,7 +188,7 @@ def sum_parts_kernel(
         total *= tl.load(output_scales_ptr + output, mask=inside, other=0.0)
         total *= tl.load(row_scales_ptr + cell // num_outputs * row_scale_stride, mask=inside, other=0.0)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
+        total += load_fp32(bias_ptr + output, inside)
     tl.store(out_ptr + cell, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -233,15 +234,8 @@ def linear_many_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    output_tiles = tl.cdiv(num_outputs, OUTPUTS)
-    program = tl.program_id(0)
-    group = program // (GROUP * row_tiles)
-    within = program % (GROUP * row_tiles)
-    width = tl.minimum(output_tiles - group * GROUP, GROUP)
-    row = within // width * ROWS
-    output = (group * GROUP + within % width) * OUTPUTS
+    """One tile."""
+    row, output = tile_of_program(num_rows, num_outputs, ROWS, OUTPUTS, GROUP)
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
     if SPLIT <= 2:
         for index in tl.static_range(SPLIT):
@@ -254,11 +248,7 @@ def linear_many_kernel(
             )
     rows = row + tl.arange(0, ROWS)
     outputs = output + tl.arange(0, OUTPUTS)
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    cells = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(cells, result.to(out_ptr.dtype.element_ty), mask=inside)
+    store_tile(result, bias_ptr, out_ptr, rows, outputs, num_rows, num_outputs)
 
 
 @triton.jit

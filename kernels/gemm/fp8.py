@@ -31,6 +31,7 @@ from slipstream.kernels.gemm.tiling import Heads, Tiling, choose_tiling, part_in
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles
 from slipstream.kernels.launch import Op, pdl_options, prefetch, use_triton, wait_for_inputs
 from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
+from slipstream.kernels.tiles import load_fp32, load_inputs, load_weights, store_tile, tile_of_program
 
 E4M3 = torch.float8_e4m3fn
 logger = logging.getLogger(__name__)
@@ -425,11 +426,11 @@ def _quantize_rows(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SHARE
     columns = first + tl.arange(0, SHARE)
-    x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + row * stride + columns, columns < num_inputs)
     row_inputs = x
     if SHARE < WIDTH:
         columns = tl.arange(0, WIDTH)
-        row_inputs = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+        row_inputs = load_fp32(x_ptr + row * stride + columns, columns < num_inputs)
     strides = block_stride, row_stride
     _store_codes(x, row_inputs, row, first, static_ptr, codes_ptr, scales_ptr, strides, num_inputs, BY_BLOCK, GROUP)
 
@@ -444,11 +445,11 @@ def _norm_and_quantize(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + columns, mask)
     wait_for_inputs(PDL)
     summed = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
     if delta_ptr is not None:
-        delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        delta = load_fp32(delta_ptr + row * delta_stride + columns, mask)
         summed = (summed.to(tl.float32) + delta).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
     x = summed.to(tl.float32)
@@ -618,12 +619,10 @@ def _few_products(
             )  # fmt: skip
         for index in tl.static_range(AT_ONCE):
             k = (step + index) * DEPTH + tl.arange(0, DEPTH)[None, :]
-            inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
-            x = tl.load(x_ptr + row[:, None] * num_inputs + k, mask=inside, other=0.0)
-            weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
-            acc = _add_products(acc, weight, x, scales, index, DEPTH)
+            x = load_inputs(x_ptr + row[:, None] * num_inputs, k, row, num_rows, num_inputs, EVEN)
+            acc = _add_products(acc, load_weights(weights + k, k, num_inputs, EVEN), x, scales, index, DEPTH)
             if GATED:
-                weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
+                weight = load_weights(up_weights + k, k, num_inputs, EVEN)
                 up = _add_products(up, weight, x, ups, index, DEPTH)
         if GATED:
             ups = next_ups
@@ -652,7 +651,7 @@ def fp8_few_kernel(
     if GATED:
         up_scales = _load_own_scales(weight_scale_ptr + num_outputs + outputs, outputs, num_outputs, BLOCKS)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+        bias = load_fp32(bias_ptr + outputs, outputs < num_outputs)
     if PDL:
         start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
         prefetch(weights, start, AHEAD)
@@ -693,15 +692,8 @@ def fp8_many_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    output_tiles = tl.cdiv(num_outputs, OUTPUTS)
-    program = tl.program_id(0)
-    group = program // (GROUP * row_tiles)
-    within = program % (GROUP * row_tiles)
-    width = tl.minimum(output_tiles - group * GROUP, GROUP)
-    row = within // width * ROWS
-    output = (group * GROUP + within % width) * OUTPUTS
+    """One tile."""
+    row, output = tile_of_program(num_rows, num_outputs, ROWS, OUTPUTS, GROUP)
     rows = row + tl.arange(0, ROWS)
     outputs = output + tl.arange(0, OUTPUTS)
     x_scales = x_scale_ptr + rows.to(tl.int64) * row_stride
@@ -730,8 +722,4 @@ def fp8_many_kernel(
         _load_own_scales(weight_scale_ptr + outputs, outputs, num_outputs, BLOCKS),
         _load_own_scales(x_scales, rows, num_rows, BLOCKS),
     )
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    cells = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(cells, result.to(out_ptr.dtype.element_ty), mask=inside)
+    store_tile(result, bias_ptr, out_ptr, rows, outputs, num_rows, num_outputs)

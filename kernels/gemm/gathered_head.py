@@ -35,6 +35,7 @@ from slipstream.kernels.sampling.sample import (
     score_rank,
 )
 from slipstream.kernels.sampling.softcap import softcap
+from slipstream.kernels.tiles import load_inputs, load_weights
 
 MOST_ROWS = 64  # per program
 FUSED_ROWS = 32  # with more, the fused kernels' epilogue takes too many registers
@@ -251,12 +252,8 @@ def _logits(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for step in range(tl.cdiv(num_inputs, DEPTH)):
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
-        if EVEN:
-            x = tl.load(inputs + k, mask=(row < num_rows)[:, None], other=0.0)
-            weight = tl.load(weights + k)
-        else:
-            x = tl.load(inputs + k, mask=(row < num_rows)[:, None] & (k < num_inputs), other=0.0)
-            weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
+        x = load_inputs(inputs, k, row, num_rows, num_inputs, EVEN)
+        weight = load_weights(weights + k, k, num_inputs, EVEN)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

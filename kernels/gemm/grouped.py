@@ -42,6 +42,7 @@ from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, shared_memory, use_triton, wait_for_inputs
+from slipstream.kernels.tiles import load_fp32
 
 FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
@@ -348,8 +349,8 @@ def gated_experts_kernel(
     output = tile * HALF + tl.arange(0, HALF)
     if bias_ptr is not None:
         biases = bias_ptr + expert.to(tl.int64) * 2 * size + output
-        gate += tl.load(biases, mask=output < size, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(biases + size, mask=output < size, other=0.0).to(tl.float32)[None, :]
+        gate += load_fp32(biases, output < size)[None, :]
+        up += load_fp32(biases + size, output < size)[None, :]
     dtype = out_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -444,7 +445,7 @@ def down_large_kernel(
         output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         if bias_ptr is not None:
             biases = bias_ptr + expert.to(tl.int64) * size + output
-            acc += tl.load(biases, mask=output < size, other=0.0).to(tl.float32)[None, :]
+            acc += load_fp32(biases, output < size)[None, :]
         pair = tl.load(pairs_ptr + first + tl.minimum(place, count - 1))
         cells = outputs_ptr + pair.to(tl.int64)[:, None] * size + output[None, :]
         inside = (place < count)[:, None] & (output < size)[None, :]
@@ -525,16 +526,16 @@ def _sum_outputs(
             if bias_ptr is not None:
                 expert = tl.load(experts_ptr + pair, mask=row < num_rows, other=0).to(tl.int64)
                 biases = bias_ptr + expert[:, None] * size + column[None, :]
-                output += tl.load(biases, mask=inside, other=0.0).to(tl.float32)
+                output += load_fp32(biases, inside)
             output = output.to(outputs_ptr.dtype.element_ty)
         else:
             output = tl.load(outputs_ptr + cells, mask=inside, other=0.0, cache_modifier=".cg")
         total += weight[:, None] * output.to(tl.float32)
     cells = row.to(tl.int64)[:, None] * size + column[None, :]
     if shared_ptr is not None:
-        shared = tl.load(shared_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+        shared = load_fp32(shared_ptr + cells, inside)
         if gates_ptr is not None:
-            gate = tl.load(gates_ptr + row, mask=row < num_rows, other=0.0).to(tl.float32)
+            gate = load_fp32(gates_ptr + row, row < num_rows)
             shared *= (1.0 / (1.0 + tl.exp(-gate)))[:, None]
         total += shared
     tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=inside)

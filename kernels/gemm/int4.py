@@ -39,6 +39,7 @@ from slipstream.kernels.gemm.tiling import PROGRAMS, SHARED_MEMORY, Heads, Tilin
 from slipstream.kernels.gemm.wide_int4 import find_wide, wide_int4_linear
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import Op, pdl_options, prefetch_lines, read_ahead, shared_memory, use_triton
+from slipstream.kernels.tiles import load_fp32
 
 FEW_ROWS = 128  # more are multiplied by wide_int4.py, or by dequantised weights
 TILE_ROWS = 64  # of a program, at most
@@ -255,7 +256,7 @@ def int4_kernel(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     bias = None
     if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
-        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+        bias = load_fp32(bias_ptr + outputs, outputs < num_outputs)
     if PDL:
         if AHEAD > 0:
             begin = tl.minimum(first, tl.cdiv(num_inputs, CHUNK) - AHEAD)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from slipstream.kernels.gemm.small_m import inputs_ahead
 from slipstream.kernels.grid_sync import all_resident, barrier_wait, barriers, done_counters, is_last_done, new_words
 from slipstream.kernels.launch import Op, pdl_options, prefetch
+from slipstream.kernels.tiles import load_fp32, load_inputs, load_weights
 
 DEPTH = 64  # inputs of a tile
 PART = 256  # inputs of a part, at least
@@ -164,7 +165,7 @@ def route_kernel(
     bias = None
     if bias_ptr is not None:
         number = tl.arange(0, PADDED)
-        bias = tl.load(bias_ptr + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
+        bias = load_fp32(bias_ptr + number, number < EXPERTS)
     if PDL:
         prefetch(weights, tl.minimum(first * part, num_inputs - AHEAD), AHEAD)
         tl.extra.cuda.gdc_wait()
@@ -173,12 +174,8 @@ def route_kernel(
         acc = tl.zeros((TILE, ROWS), tl.float32)
         for start in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
             k = start + tl.arange(0, DEPTH)[None, :]
-            inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
-            x = tl.load(x_ptr + row[:, None].to(tl.int64) * x_stride + k, mask=inside, other=0.0)
-            if EVEN:
-                weight = tl.load(weights + k)
-            else:
-                weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
+            x = load_inputs(x_ptr + row[:, None].to(tl.int64) * x_stride, k, row, num_rows, num_inputs, EVEN)
+            weight = load_weights(weights + k, k, num_inputs, EVEN)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
         result += acc
     if PDL:

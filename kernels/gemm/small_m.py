@@ -19,6 +19,7 @@ from slipstream.kernels.gemm.tiling import MAX_OUTPUTS, Heads, Tiling, choose_ti
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.kv.rope import Rotation, head_outputs, load_angles, store_heads
 from slipstream.kernels.launch import pdl_options, prefetch
+from slipstream.kernels.tiles import load_fp32, load_inputs, load_weights
 
 MAX_ROWS = 128
 FAST_ROWS = 64  # up to here faster than the library, or as fast
@@ -144,7 +145,7 @@ def linear_kernel(
     last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     bias = None
     if bias_ptr is not None:  # no kernel writes it, and after the products it would be waited for
-        bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+        bias = load_fp32(bias_ptr + outputs, outputs < num_outputs)
     if PDL:
         start = tl.minimum(first * DEPTH, num_inputs - AHEAD)
         prefetch(weights, start, AHEAD)
@@ -158,11 +159,10 @@ def linear_kernel(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for step in range(first, last):
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
-        inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
-        x = tl.load(x_ptr + row[:, None] * x_stride + k, mask=inside, other=0.0)
-        acc = tl.dot(_load(weights + k, k, num_inputs, EVEN), tl.trans(x), acc, input_precision=PRECISION)
+        x = load_inputs(x_ptr + row[:, None] * x_stride, k, row, num_rows, num_inputs, EVEN)
+        acc = tl.dot(load_weights(weights + k, k, num_inputs, EVEN), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
-            up = tl.dot(_load(up_weights + k, k, num_inputs, EVEN), tl.trans(x), up, input_precision=PRECISION)
+            up = tl.dot(load_weights(up_weights + k, k, num_inputs, EVEN), tl.trans(x), up, input_precision=PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -194,15 +194,6 @@ def store_outputs(
     else:
         cells = row[:, None] * num_outputs + outputs[None, :]
         tl.store(out_ptr + cells, rounded, mask=valid & (outputs < num_outputs)[None, :])
-
-
-@triton.jit
-def _load(weights, k, num_inputs, EVEN: tl.constexpr):
-    if EVEN:
-        tile = tl.load(weights)
-    else:
-        tile = tl.load(weights, mask=k < num_inputs, other=0.0)
-    return tile
 
 
 @triton.jit

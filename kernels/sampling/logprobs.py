@@ -24,11 +24,14 @@ from slipstream.kernels.sampling.sample import (
     Sampling,
     filter_thresholds,
     filtered,
+    load_sums,
     merge_blocks,
     rank_column,
     rank_score,
     score_order,
     score_rank,
+    store_sums,
+    take_best,
 )
 
 MOST_LOGPROBS = 20  # as OpenAI
@@ -173,14 +176,11 @@ def _distribution(logits, temperatures, rows, processors, thresholds, row, colum
 def _reduce_tile(x, columns, token_x, candidates, sums, k):
     """Stores a tile's k best ranks, its peak, the sum of exponentials below it, and how many logits exceed
     `token_x`."""
-    peak = tl.max(x, axis=0)
-    tl.store(sums, peak)
-    tl.store(sums + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1e30)), axis=0))
+    store_sums(sums, x)
     tl.store(sums + 2, tl.sum((x > token_x).to(tl.float32), axis=0))
     ranks = score_rank(score_order(x), columns)  # columns beyond the last one rank lowest
     for choice in range(k):
-        best = tl.max(ranks, axis=0)
-        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        best, ranks = take_best(ranks)
         tl.store(candidates + choice, best)
 
 
@@ -190,17 +190,13 @@ def _merge_tiles(
 ):  # fmt: skip
     tile = tl.arange(0, TILES)
     candidate = tl.arange(0, CANDIDATES)
-    peaks = tl.load(sums + tile * 3, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(sums + tile * 3 + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    peak, log_total = load_sums(sums + tile * 3, tile < tiles)
     larger = tl.load(sums + tile * 3 + 2, mask=tile < tiles, other=0.0, cache_modifier=".cg")
     ranks = tl.load(candidates + candidate, mask=candidate < tiles * k, other=NO_SCORE, cache_modifier=".cg")
-    peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
-    log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
     tl.store(out, ((token_x - peak) - log_total).to(tl.int32, bitcast=True))
     tl.store(out + out_stride, 1 + tl.sum(larger, axis=0).to(tl.int32))
     for choice in range(k):
-        best = tl.max(ranks, axis=0)
-        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        best, ranks = take_best(ranks)
         value = (rank_score(best) - peak) - log_total
         tl.store(out + (2 + 2 * choice) * out_stride, value.to(tl.int32, bitcast=True))
         tl.store(out + (3 + 2 * choice) * out_stride, rank_column(best).to(tl.int32))

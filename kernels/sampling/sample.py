@@ -366,21 +366,42 @@ def _perturbed_topk(
         logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
         row, columns, stride, V, repeats,
     )  # fmt: skip
-    peak = tl.max(scores, axis=0)
     place = row.to(tl.int64) * tiles + tile
-    tl.store(sums_ptr + place * 2, peak)
-    tl.store(sums_ptr + place * 2 + 1, tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)), axis=0))
+    store_sums(sums_ptr + place * 2, scores)
     ranks = score_rank(score_order(scores), columns)  # columns beyond the last one rank lowest
     if K > FEW:
         choice = tl.arange(0, SORTED)
         tl.store(candidates_ptr + place * K + choice, tl.topk(ranks, SORTED), mask=choice < K)
     else:
         for choice in range(K):
-            best = tl.max(ranks, axis=0)
-            ranks = tl.where(ranks == best, NO_SCORE, ranks)
+            best, ranks = take_best(ranks)
             tl.store(candidates_ptr + place * K + choice, best)
     if is_last_done(counters_ptr + row, tiles):
         merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles, K, TILES, CANDIDATES)
+
+
+@triton.jit
+def store_sums(sums, scores):
+    """A tile's peak, and the sum of exponentials below it."""
+    peak = tl.max(scores, axis=0)
+    tl.store(sums, peak)
+    tl.store(sums + 1, tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)), axis=0))
+
+
+@triton.jit
+def load_sums(sums, mask):
+    """The peak of all tiles, whose `store_sums` are at `sums`, and the logarithm of the sum of exponentials below."""
+    peaks = tl.load(sums, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(sums + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
+    return peak, tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
+
+
+@triton.jit
+def take_best(ranks):
+    """The highest rank, and the others."""
+    best = tl.max(ranks, axis=0)
+    return best, tl.where(ranks == best, NO_SCORE, ranks)
 
 
 @triton.jit
@@ -392,13 +413,9 @@ def merge_topk(
     tile = tl.arange(0, TILES)
     candidate = tl.arange(0, CANDIDATES)
     row = row.to(tl.int64)
-    sums = sums_ptr + (row * tiles + tile) * 2
-    peaks = tl.load(sums, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(sums + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    peak, log_total = load_sums(sums_ptr + (row * tiles + tile) * 2, tile < tiles)
     candidate_ptrs = candidates_ptr + row * tiles * K + candidate
     ranks = tl.load(candidate_ptrs, mask=candidate < tiles * K, other=NO_SCORE, cache_modifier=".cg")
-    peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
-    log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
     if K > FEW:
         choice = tl.arange(0, SORTED)
         best_ranks = tl.topk(ranks, SORTED)
@@ -406,7 +423,6 @@ def merge_topk(
         tl.store(columns_ptr + row * K + choice, rank_column(best_ranks), mask=choice < K)
     else:
         for choice in range(K):
-            best = tl.max(ranks, axis=0)
-            ranks = tl.where(ranks == best, NO_SCORE, ranks)
+            best, ranks = take_best(ranks)
             tl.store(values_ptr + row * K + choice, (rank_score(best) - peak) - log_total)
             tl.store(columns_ptr + row * K + choice, rank_column(best))

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.tiles import load_fp32
 
 BLOCK = 2048  # logits of a program: 4 warps of two 16-byte reads in bf16
 
@@ -33,6 +34,6 @@ def _softcap(logits_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     cells = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cells < count
-    logits = tl.load(logits_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+    logits = load_fp32(logits_ptr + cells, inside)
     capped = cap * (2.0 / (1.0 + tl.exp(-2.0 * logits / cap)) - 1.0)  # tanh(x) = 2 sigmoid(2x) - 1
     tl.store(logits_ptr + cells, capped.to(logits_ptr.dtype.element_ty), mask=inside)

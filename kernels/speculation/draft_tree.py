@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.sampling.sample import MAX_K, NO_SCORE, rank_column, score_order, score_rank
+from slipstream.kernels.sampling.sample import MAX_K, NO_SCORE, rank_column, score_order, score_rank, take_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,8 @@ def _best_first(scores, inside, index, count, BLOCK: tl.constexpr):
     ranks = tl.where(inside, score_rank(score_order(scores), index), NO_SCORE)
     places = tl.full((BLOCK,), BLOCK, tl.int32)
     for place in range(count):
-        best = tl.max(ranks, axis=0)
+        best, ranks = take_best(ranks)
         places = tl.where(index == rank_column(best).to(tl.int32), place, places)
-        ranks = tl.where(ranks == best, NO_SCORE, ranks)
     return places
 
 

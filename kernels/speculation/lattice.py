@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.sampling.processors import parameter_entry
 from slipstream.kernels.sampling.sample import Sampling, bits_to_gumbel, gumbel, row_noise_bits
+from slipstream.kernels.tiles import load_fp32
 
 DEPTH = 64  # of the rank: numbers of each factor that a program multiplies at once
 
@@ -144,11 +145,9 @@ def walk_lattice_triton(
     assert values.is_contiguous()
     chain = torch.empty(B, K + 1, dtype=torch.int32, device=scores.device)
     reached = torch.empty(B, K + 1, device=scores.device)
-    slots, temperatures, by_token = confidence or (None, None, None)
-    slots = None if slots is None else slots.contiguous()
     if B:
         _walk_lattice[(B,)](
-            scores, tokens, roots, values, slots, temperatures, by_token, chain, reached, *scores.stride()[:3], K, k,
+            scores, tokens, roots, values, *_arguments(confidence), chain, reached, *scores.stride()[:3], K, k,
             BLOCK=triton.next_power_of_2(k), num_warps=1, **pdl_options(scores.device),
         )  # fmt: skip
     return chain, reached
@@ -233,12 +232,10 @@ def grow_lattice_triton(
     assert values.is_contiguous()
     node_tokens, parents = torch.empty(2, B, count, dtype=torch.int32, device=scores.device).unbind()
     reached = torch.empty(B, count, device=scores.device)
-    slots, temperatures, by_token = confidence or (None, None, None)
-    slots = None if slots is None else slots.contiguous()
     if B:
         children = triton.next_power_of_2(min(topk, k))
         _grow_lattice[(B,)](
-            scores, tokens, roots, values, slots, temperatures, by_token, node_tokens, parents, reached,
+            scores, tokens, roots, values, *_arguments(confidence), node_tokens, parents, reached,
             *scores.stride()[:3], K, k, min(topk, k), count,
             BLOCK=triton.next_power_of_2(k), CHILDREN=children, NODES=triton.next_power_of_2(count),
             num_warps=1 if k <= 16 else 4, **pdl_options(scores.device),
@@ -272,6 +269,11 @@ def add_noise_triton(scores: Tensor, tokens: Tensor, positions: Tensor, sampling
             BLOCK=triton.next_power_of_2(k), num_warps=1, **pdl_options(scores.device),
         )  # fmt: skip
     return out
+
+
+def _arguments(confidence: Confidence | None) -> tuple[Tensor | None, ...]:
+    slots, *others = confidence or (None, None, None)
+    return None if slots is None else slots.contiguous(), *others
 
 
 @triton.jit
@@ -313,9 +315,9 @@ def _transition_scores(
         factor_cells = before[:, None] * rank + column[None, :]
         left = tl.load(predecessors_ptr + factor_cells, mask=within, other=0.0)
         if slots_ptr is not None:
-            factor = tl.load(slots_ptr + row * rank + column, mask=column < rank, other=0.0).to(tl.float32)[None, :]
+            factor = load_fp32(slots_ptr + row * rank + column, column < rank)[None, :]
             if gates_ptr is not None:
-                factor = tl.sigmoid(factor + tl.load(gates_ptr + factor_cells, mask=within, other=0.0).to(tl.float32))
+                factor = tl.sigmoid(factor + load_fp32(gates_ptr + factor_cells, within))
             left = (left.to(tl.float32) * factor).to(left.dtype)
         right = tl.load(successors_ptr + after[:, None] * rank + column[None, :], mask=within, other=0.0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
