@@ -19,9 +19,9 @@ from slipstream.models.drafts.base import DraftNetwork, write_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.drafts.heads.config import LiLiCorrConfig
-from slipstream.models.files.quantization import read_quantization
 from slipstream.models.files.weights import allocate
-from slipstream.models.layers.quantized_experts import quantize_by_config
+from slipstream.models.layers.formats.table import read_quantization
+from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import Target, load_config
 from slipstream.serve.engine import build

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from slipstream.models.layers.quantized import QuantizedLinear
-from slipstream.models.layers.quantized_experts import LinearExperts
+from slipstream.models.layers.formats.base import QuantizedLinear
+from slipstream.models.layers.formats.linear_experts import LinearExperts
 from slipstream.models.targets.decoder import Target
 from slipstream.tests.random_targets import CAPPED, SHAPE, change_json, load_model, save_random_target
 

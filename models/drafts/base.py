@@ -22,8 +22,9 @@ from slipstream.models.drafts.token_map import check_t2d, ids_of
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.attention import SelfAttention
+from slipstream.models.layers.formats.base import FLOATS
+from slipstream.models.layers.formats.table import tensor_dtypes
 from slipstream.models.layers.linear import Embedding
-from slipstream.models.layers.quantized import FLOATS, QUANTIZED
 from slipstream.models.targets.config import ROPE_TYPES, AttentionSpec, DecoderShape, LayerSpec, TargetSpec
 
 MAP_REMEDY = "fetch the draft again, or write d2t as target id minus draft id"
@@ -453,7 +454,7 @@ def build_draft(
 def check_unquantized(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raises ValueError for a draft whose weights are quantised, in whatever format."""
     for name, tensor in tensors.items():
-        if name.rpartition(".")[2] in QUANTIZED and tensor.dtype not in (*FLOATS, torch.float64):
+        if name.rpartition(".")[2] in tensor_dtypes() and tensor.dtype not in (*FLOATS, torch.float64):
             raise quantized_draft(path, f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
 
 

@@ -6,18 +6,17 @@ rank's layer expects fewer numbers, whatever its format. Slices are views, so on
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.models.files.weights import Place, check_tensors, expected_tensors, places_of
+from slipstream.models.layers.formats.base import FileTensor, QuantizedExperts, QuantizedLinear
+from slipstream.models.layers.formats.linear_experts import PROJECTIONS, LinearExperts
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.moe import Experts
-from slipstream.models.layers.quantized import FileTensor, FP8Linear
-from slipstream.models.layers.quantized_experts import FUSED_SCALES, PROJECTIONS, LinearExperts
 
-GROUP_IDS = ("g_idx", "weight_g_idx")  # of the inputs of 4-bit layers
 ADDED_BIASES = (".o_proj.bias", ".down_proj.bias", ".down_proj_bias")  # of outputs that ranks add up
 
 
@@ -78,16 +77,17 @@ def _slice_start(size: int, length: int, rank: int, world: int) -> int:
     return rank * (size // length) // world * length
 
 
-def without_group_ids(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leaves out the group ids of inputs in the usual order. Files need not have them, and in a slice they would not
-    begin at 0."""
+def sliceable(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves out tensors that a rank's part does without: group ids of inputs in the usual order, which would not begin
+    at 0 in a slice."""
     places = places_of(network, fused=tensors)
-    ordered = [
+    owners = {name: places[name].owner for name in tensors if name in places}
+    left_out = {
         name
-        for name in tensors
-        if name.endswith(GROUP_IDS) and name in places and "permutation" not in places[name].owner._buffers
-    ]
-    return {name: tensor for name, tensor in tensors.items() if name not in ordered}
+        for name, owner in owners.items()
+        if isinstance(owner, QuantizedLinear | QuantizedExperts) and name.rpartition(".")[2] in owner.unsliced
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in left_out}
 
 
 def check_units(network: nn.Module, local: nn.Module, world: int) -> None:
@@ -101,7 +101,7 @@ def check_units(network: nn.Module, local: nn.Module, world: int) -> None:
                     f"{unit} together: use fewer ranks, or a checkpoint in another format"
                 )
         is_turned = isinstance(layer, LinearExperts) and layer.spec.transposed
-        if is_turned and isinstance(layer.layers["down_proj"], FP8Linear) and layer.unit > 1:
+        if is_turned and layer.layers["down_proj"].fused_names and layer.unit > 1:
             raise ValueError(f"{path} has transposed experts in FP8 blocks, which are not cut; use 1 rank, not {world}")
 
 
@@ -135,15 +135,12 @@ def take_apart(network: nn.Module, places: Mapping[str, Place], tensors: Mapping
 def _experts(name: str, experts: Experts, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields names and views of the projections of each expert in a fused tensor."""
     path, _, kind = name.rpartition(".")
-    matrix = kind.removesuffix(FUSED_SCALES)
-    end = "weight"
-    if matrix != kind:
-        layer = cast(FP8Linear, cast(LinearExperts, experts).layers[matrix])
-        end = layer.format.scale_name
+    matrix = next(matrix for matrix in PROJECTIONS if kind.startswith(matrix))
+    names = experts.layers[matrix].fused_names if isinstance(experts, LinearExperts) else {"": "weight"}
     parts = PROJECTIONS[matrix]
     for expert, rows in enumerate(tensor):
         for part, view in zip(parts, rows.chunk(len(parts)), strict=True):
-            yield f"{path}.{expert}.{part}.{end}", view
+            yield f"{path}.{expert}.{part}.{names[kind.removeprefix(matrix)]}", view
 
 
 def _projections(

@@ -13,11 +13,10 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.layers.formats.base import FLOATS, FileTensor, QuantizedExperts, QuantizedLinear
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
 from slipstream.models.layers.moe import Experts
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.layers.quantized import FLOATS, FileTensor, QuantizedLinear
-from slipstream.models.layers.quantized_experts import QuantizedExperts
 
 Network = TypeVar("Network", bound=nn.Module)
 

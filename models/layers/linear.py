@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.kernels.gemm.fp8 import InputScales
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.kernels.gemm.linear import gated_linear, linear, rotated_linear
 from slipstream.kernels.kv.rope import Rotation
@@ -49,10 +50,11 @@ class Linear(nn.Linear):
     """x (..., I) -> x @ weight.T + bias (..., O). Projections of one input may be fused: `out_features` then gives the
     output rows of each, by its name in files, such as q_proj.
 
-    It alone knows how weights are stored. Quantised ones are in quantized.py.
+    It alone knows how weights are stored. Quantised ones are in formats/.
     """
 
     order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
+    sums_fast = False  # without an order: sums of many rows may be less exact than fp32, where a format gains by it
     units = (1, 1)  # of outputs and of inputs, which a slice of the weights does not cut
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
 
@@ -81,6 +83,10 @@ class Linear(nn.Linear):
 
     def gated_mlp(self, x: Tensor, down: "Linear", activation: Activation = "silu") -> Tensor | None:  # noqa: ARG002
         """down(self.gated(x, activation)) where one kernel computes all of it, with the same bits, else None."""
+        return None
+
+    def input_scaling(self) -> Callable[[], InputScales] | None:
+        """Returns what tells the scales of its inputs, where these are quantised."""
         return None
 
     @property

@@ -3,14 +3,14 @@
 Letters: E experts, k experts of a token, I their intermediate size, H hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
-from slipstream.kernels.gemm.fp8 import QuantizedRows
+from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
 from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts, plain_rows
 from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, route
 from slipstream.models.layers.linear import Linear, copy_converted
@@ -36,7 +36,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The weights of all experts of a layer, and what multiplies them.
 
-    It alone knows how they are stored. Quantised ones are in quantized_experts.py.
+    It alone knows how they are stored. Quantised ones are in formats/.
     """
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors that are not stored in the network's dtype
@@ -67,6 +67,10 @@ class Experts(nn.Module):
     def matrix(self, name: str) -> ExpertMatrix:
         """A projection of all experts, as it is stored."""
         return self.get_parameter(name)
+
+    def input_scaling(self) -> Callable[[], InputScales] | None:
+        """As of Linear."""
+        return None
 
     @property
     def least_rows(self) -> int:

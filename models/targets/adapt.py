@@ -9,12 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from slipstream.models.layers.formats.table import FORMATS
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.families import INTERLEAVED
 
 NORM = "norm.weight"  # the final one
-SCALES = ("weight_scale", "weight_scale_inv", "scales")  # of quantised weights, which they multiply
-ACROSS_OUTPUTS = ("qweight", "qzeros", "scales", "g_idx")  # AWQ's and GPTQ's, whose first axis is that of the inputs
+SCALES = {name for format in FORMATS for name in format.scale_tensors}
+ACROSS_OUTPUTS = {name for format in FORMATS for name in format.across_outputs}
 EXAONE = {  # 3 and 3.5
     "transformer.wte": "embed_tokens",
     "transformer.h": "layers",

@@ -13,15 +13,16 @@ from slipstream.kernels.compile_ahead import is_short
 from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD, ROWS
 from slipstream.models.files.checkpoint import read_json, read_tensors
-from slipstream.models.files.quantization import Quantization, has_fp8_cache, read_quantization
-from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors, without_group_ids
+from slipstream.models.files.quantization import has_fp8_cache
+from slipstream.models.files.ranks import check_units, rank_heads, rank_tensors, sliceable
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import PerLayerInputs, decoder_layer
+from slipstream.models.layers.formats.base import Quantization
+from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
-from slipstream.models.layers.quantized_experts import quantize_experts
+from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize
 from slipstream.models.targets import families
 from slipstream.models.targets.adapt import adapt_names, adapt_values
 from slipstream.models.targets.cache_scales import read_cache_scales
@@ -215,12 +216,6 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def quantize(target: Target, formats: Quantization | None, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts quantised layers and experts into `target` where `tensors` are quantised."""
-    quantize_linears(target, formats, tensors)
-    quantize_experts(target, formats, tensors, device)
-
-
 def load_target(
     path: Path,
     config: TargetSpec,
@@ -252,7 +247,7 @@ def load_target(
         with torch.device("meta"):
             local = Target(spec)
         check_units(target, local, world)
-        tensors = without_group_ids(target, tensors)
+        tensors = sliceable(target, tensors)
         quantize(local, formats, tensors, device)
         tensors = rank_tensors(target, local, tensors, rank, world, path)
         target = local

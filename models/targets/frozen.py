@@ -24,7 +24,7 @@ from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.weights import public_tensors
-from slipstream.models.layers.quantized import QuantizedLinear
+from slipstream.models.layers.formats.base import QuantizedLinear
 from slipstream.models.targets import families
 from slipstream.models.targets.config import ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, decoder_tensors, drop_tied_head, load_config, load_target

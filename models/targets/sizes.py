@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slipstream.models.files.quantization import Quantization, read_quantization
-from slipstream.models.layers.quantized import Int4Linear
-from slipstream.models.layers.quantized_experts import quantize_by_config
+from slipstream.models.layers.formats.base import Quantization, QuantizedLinear
+from slipstream.models.layers.formats.table import read_quantization
+from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target
 
@@ -20,7 +20,7 @@ class TargetSize(NamedTuple):
     resident: int
     read: int  # from files: more than resident where weights are quantised on the fly
     quantization: Quantization | None
-    widest_dequantized: int = 0  # the largest 4-bit layer in 16 bits, as many rows are multiplied by it
+    widest_dequantized: int = 0  # the largest layer that is dequantised where it multiplies many rows
 
 
 def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, quantization: str | None = None) -> TargetSize:
@@ -34,8 +34,8 @@ def target_size(path: Path, spec: TargetSpec, dtype: torch.dtype, quantization: 
         return TargetSize(plain, plain, None)
     quantize_by_config(target, formats)
     resident = weight_bytes(target, dtype)
-    layers = [layer for layer in target.modules() if isinstance(layer, Int4Linear)]
-    widest = max((layer.out_features * layer.in_features * dtype.itemsize for layer in layers), default=0)
+    layers = [layer for layer in target.modules() if isinstance(layer, QuantizedLinear)]
+    widest = max((layer.dequantized_bytes(dtype) for layer in layers), default=0)
     return TargetSize(resident, plain if formats.on_the_fly else resident, formats, widest)
 
 

@@ -16,7 +16,6 @@ from slipstream.models.files.checkpoint import checkpoint_fingerprint, resolve, 
 from slipstream.models.files.cost_tables import CostTables
 from slipstream.models.files.names import is_checkpoint
 from slipstream.models.layers.linear import Linear
-from slipstream.models.layers.quantized import FP8Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
@@ -144,7 +143,7 @@ def fix_order(plan: EnginePlan, target: Target) -> FixedOrder | None:
     if plan.inexact:
         logger.info("answers may depend on the requests beside them: %s", plan.inexact)
         for module in target.modules():
-            if isinstance(module, FP8Linear):
+            if isinstance(module, Linear):
                 module.sums_fast = plan.config.exact is False
         return None
     logger.info("exact: answers are the same with and without a draft, alone and beside others")

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.kernels.gemm.fp8 import QuantizedRows
-from slipstream.models.layers.quantized_experts import LinearExperts, MXFP4Experts
+from slipstream.models.layers.formats.linear_experts import LinearExperts
+from slipstream.models.layers.formats.mxfp4 import MXFP4Experts
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.frozen import DecoderTarget, load_frozen_target, read_model
 from slipstream.models.targets.packed_attention import PackedAttention

@@ -10,10 +10,9 @@ from torch import Tensor
 from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.kv.rope import Rotation, rotate_and_store
-from slipstream.models.files.quantization import FP8Format
 from slipstream.models.layers import linear as linear_layers
 from slipstream.models.layers.attention import AttentionLayer, SelfAttention
-from slipstream.models.layers.quantized import FP8Linear
+from slipstream.models.layers.formats.fp8 import FP8Format, FP8Linear
 from slipstream.serve.attention.sdpa import Backend
 from slipstream.tests.serve.attention_passes import Pass, Scene
 

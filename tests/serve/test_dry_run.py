@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.files.quantization import read_quantization
+from slipstream.models.layers.formats.int4 import Int4Linear
+from slipstream.models.layers.formats.table import read_quantization
 from slipstream.models.layers.linear import Linear
-from slipstream.models.layers.listed_tensors import listed_tensors
-from slipstream.models.layers.quantized import Int4Linear, quantize_linears
+from slipstream.models.layers.quantized import quantize_by_config
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve import cli
 from slipstream.serve.drafters.registry import load_drafter
@@ -135,7 +135,7 @@ def test_layers_that_a_config_excludes_keep_16_bits(
         target = Target(load_config(tmp_path))
     formats = read_quantization(tmp_path)
     assert formats is not None
-    quantize_linears(target, formats, listed_tensors(target, formats))
+    quantize_by_config(target, formats)
     first = {name.split(".")[-1]: type(layer) for name, layer in target.layers[0].named_modules()}
     plain_ones = [name.removesuffix("_proj") for name, kind in first.items() if kind is Linear]
     assert plain_ones == plain_names.split()

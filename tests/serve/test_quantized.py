@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.models.files.checkpoint import read_tensors
-from slipstream.models.layers.quantized import FP8Linear
+from slipstream.models.layers.formats.fp8 import FP8Linear
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams
