@@ -483,9 +483,9 @@ class TargetSpec(DecoderShape):
         )
 
 
-def query_growth(values: Mapping[str, Any]) -> QueryGrowth:
+def query_growth(values: Mapping[str, Any], rope: RopeConfig) -> QueryGrowth:
     """Reads it from a config's rotary parameters. Raises ValueError where these lack a number that it needs."""
-    parameters = rope_fields(values)
+    parameters = {**rope_fields(values), **rope.scaling}
     beta = parameters.get(GROWTH)
     if not families.is_number(beta):
         raise ValueError(f"config.json: {GROWTH} is {beta!r}; it must be a number of at least 0")
@@ -523,7 +523,7 @@ def layers_of(
                 f"config.json: partial_rotary_factor is {rope.partial}, but {families.architecture_of(values)} rotates "
                 "whole heads; delete it"
             )
-    growth = query_growth(values) if traits.query_growth else None
+    growth = query_growth(values, ropes[False]) if traits.query_growth else None
     layers = []
     for index, window in enumerate(windows_of(values, traits)):
         rope = replace(ropes[window is not None], rotates=index not in traits.unrotated, query_growth=growth)

@@ -154,9 +154,50 @@ CASES = [
 GATE = [case for case in CASES if case[0] in BASES and case[1] in TRAPS and case[2] == 0]
 
 
+GROWTH = {**YARN, "rope_theta": 1e4, ORIGINAL: 16, "llama_4_scaling_beta": 0.3}
 # Families with fields of their own -> changes of them, and of those that they share with others.
 BY_LAYER = {"0": {"head_dim": 16}, "1": {"head_dim": 16}, "3": {"head_dim": 16}, "5": {"head_dim": 16}}
 LATER: dict[str, list[Changes]] = {
+    "granite-moe-shared": [
+        *({key: 2.0} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")),
+        *({"logits_scaling": factor} for factor in (2.0, 1, 0, None)),
+        *({"shared_intermediate_size": size} for size in (16, 0, None)),
+        *({"num_local_experts": 3}, {"num_experts_per_tok": 5}, {"hidden_act": "gelu_pytorch_tanh"}),
+    ],
+    "granite-swa": [
+        *({"layer_rope_theta": thetas} for thetas in (None, [0] * 4, [1e4] * 3, [500, 0, 1000, 1e4])),
+        *({"sliding_window": 5}, {"sliding_window": None}, {"mlp_bias": True}, {"attention_bias": True}),
+    ],
+    "hunyuan": [
+        *({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": alpha}} for alpha in (1.0, 9.0, 0)),
+        *({"rope_parameters": {"rope_type": kind, "rope_theta": 500.0}} for kind in ("default", "dynamic")),
+        {
+            "rope_parameters": None,
+            "rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0},
+            "rope_theta": 500.0,
+        },
+        *({"use_cla": True}, {"head_dim": 8}, {"attention_bias": True}, {"rms_norm_eps": 0.1}),
+    ],
+    "hunyuan-moe": [{"moe_topk": number} for number in (3, [1, 2], [2, 1, 1, 5])],
+    "hyperclovax": [
+        *({"use_post_norm": False}, {"use_post_norm": None}, {"attention_multiplier": None}, {"logits_scaling": 3}),
+        *({"residual_multiplier": 1.0}, {"residual_multiplier": None}, {"attention_bias": True}),
+    ],
+    "mellum": [
+        *({"mlp_layer_types": kinds} for kinds in (None, ["dense"] * 4, ["sparse"] * 3, ["x"] * 4)),
+        *({"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}, {"norm_topk_prob": True}, {"num_mtp_layers": 1}),
+        *({"layer_types": MIXED[::-1] * 2}, {"rope_parameters": None}, {"use_sliding_window": False}),
+    ],
+    "ministral3": [
+        *({"rope_parameters": GROWTH | {"llama_4_scaling_beta": beta}} for beta in (0, None, 1)),
+        *({"rope_parameters": GROWTH | {"rope_type": kind}} for kind in ("default", "linear")),
+        *(
+            {"rope_parameters": GROWTH, ORIGINAL: 4},
+            {"rope_parameters": GROWTH | {"rope_type": "default"}, ORIGINAL: 4},
+        ),
+        {"rope_parameters": GROWTH | {"partial_rotary_factor": 0.5}},
+        *({"rope_parameters": None, "rope_scaling": GROWTH}, {"sliding_window": 5}, {"layer_types": MIXED * 2}),
+    ],
     "muse-glimmer": [
         *({"sliding_window": 5}, {"sliding_window": None}, {"attention_bias": True}, {"rms_norm_eps": 0.1}),
         *({"qk_scale_factor": 2.0}, {"qk_scale_factor": 0.0}, {"output_multiplier": 2.0}, {"post_norm_eps": 0.5}),
@@ -246,7 +287,8 @@ def test_a_key_does_what_it_does_in_transformers(family: str, key: str, number: 
 @grouped("family")
 @pytest.mark.parametrize(("family", "changes"), LATER_CASES)
 def test_keys_of_later_families_do_what_they_do_in_transformers(family: str, changes: Changes, tmp_path: Path) -> None:
-    check_changes(family, changes, (*changes, "layer_types", "per_layer_config", "partial_rotary_factor"), tmp_path)
+    others = ("layer_types", "per_layer_config", "partial_rotary_factor", "llama_4_scaling_beta", ORIGINAL)
+    check_changes(family, changes, (*changes, *others), tmp_path)
 
 
 def check_changes(family: str, changes: Changes, names: Collection[str], tmp_path: Path) -> None:
