@@ -9,7 +9,7 @@ Letters: T tokens, H inputs, E experts, k experts of a token, P = T * k pairs of
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,7 @@ PARALLEL_ROWS = 512  # up to here programs share the inputs
 LOW_ROWS = 2048  # up to here more programs, of low tiles, pay more than reading weights less often
 GROUP = 16  # rows whose experts are chosen at a time; without normalising, weights are added in an order of it
 FEW_ROWS = 4  # a warp for each
+LEAST_SUM = tl.constexpr(1e-20)  # of scores that weights are divided by
 # Up to so many pairs, of at most a quarter of the experts, each pair is a block of its own. Of more pairs some share an
 # expert: tokens of one request, which a round verifies, have many experts in common.
 UNSORTED_PAIRS = 16
@@ -48,6 +49,23 @@ class Blocks(NamedTuple):
     num_blocks: Tensor  # (1,) int32
 
 
+class Scoring(NamedTuple):
+    """How logits become the scores by which experts are chosen and weighed."""
+
+    function: Literal["softmax", "sigmoid"] = "softmax"
+    softcap: float | None = None
+    """Logits x first become c * tanh(x / c)."""
+    groups: int = 1
+    """Experts are in groups of equal size, of which the best are chosen first, by the sum of their best two."""
+    top_groups: int = 1
+    """How many groups."""
+    scale: float = 1.0
+    """Factor of the weights."""
+
+
+SOFTMAX = Scoring()
+
+
 class Routing(NamedTuple):
     experts: Tensor  # (T, k) int32, the best first
     weights: Tensor  # (T, k) fp32
@@ -62,17 +80,37 @@ def route(
     top_k: int,
     normalise: bool,
     least_rows: int = LEAST_ROWS,  # noqa: ARG001
+    scoring: Scoring = SOFTMAX,
+    correction: Tensor | None = None,
 ) -> Routing:
-    """The k experts with the highest logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals first.
+    """The k experts with the highest scores of logits x (T, H) @ weight (E, H).T + bias (E,), the lower one of equals
+    first. `correction` (E,) is added to scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, equation 16).
 
-    Weights are the softmax of the logits: over the chosen experts if `normalise`, else over all. least_rows: of a
-    block, however few pairs an expert has.
+    Weights are the scores, divided by their sum over the chosen experts if `normalise`. least_rows: of a block, however
+    few pairs an expert has.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    top = logits.gather(1, experts)
-    total = (top if normalise else logits).logsumexp(dim=-1, keepdim=True)
-    return Routing(experts.int(), (top - total).exp())
+    if scoring.softcap is not None:
+        logits = scoring.softcap * torch.tanh(logits / scoring.softcap)
+    scores = logits.sigmoid() if scoring.function == "sigmoid" else logits.softmax(dim=-1)
+    # Softmax keeps the order of the logits, which differ where scores are equal.
+    preference = logits if correction is None and scoring.function == "softmax" else scores
+    if correction is not None:
+        preference = preference + correction.float()
+    if scoring.groups > 1:
+        groups = preference.unflatten(1, (scoring.groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).sort(dim=-1, descending=True, stable=True).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best[:, : scoring.top_groups], False)
+        preference = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+    experts = preference.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if scoring.function == "softmax":
+        top = logits.gather(1, experts)
+        total = (top if normalise else logits).logsumexp(dim=-1, keepdim=True)
+        weights = (top - total).exp()
+    else:
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM.value) if normalise else weights
+    return Routing(experts.int(), weights * scoring.scale)
 
 
 @route.kernel()
@@ -83,6 +121,8 @@ def route_triton(
     top_k: int,
     normalise: bool,
     least_rows: int = LEAST_ROWS,
+    scoring: Scoring = SOFTMAX,
+    correction: Tensor | None = None,
     block_rows: int | None = None,
 ) -> Routing:
     """`block_rows`: rows of a block; 1: unsorted."""
@@ -107,13 +147,18 @@ def route_triton(
     part = triton.cdiv(triton.cdiv(num_inputs, DEPTH), num_parts) * DEPTH
     assert weight.is_contiguous()
     is_shared = rows // FEW_ROWS <= math.prod(grid[1:]) and all_resident(device, math.prod(grid))
-    by_fours = normalise and (num_rows <= FEW_ROWS or is_shared)
+    # Only sums over all experts are added in an order of the tile.
+    sums_all = scoring.function == "softmax" and not (normalise and correction is None)
+    by_fours = not sums_all and (num_rows <= FEW_ROWS or is_shared)
     route_kernel[grid](
-        x, weight, bias, logits, done_counters(device), barriers(device), pair_counts(device), experts, weights,
+        x, weight, bias, correction, logits, done_counters(device), barriers(device), pair_counts(device), experts,
+        weights,
         *((None,) * 4 if blocks is None else blocks[1:]),
         x.stride(0), num_rows, num_inputs, part,
         EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), TOP_K=top_k,
-        PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, ROWS=rows, TILE=tile, DEPTH=DEPTH,
+        PADDED_K=triton.next_power_of_2(top_k), NORMALISE=normalise, SIGMOID=scoring.function == "sigmoid",
+        SOFTCAP=scoring.softcap or 0.0, GROUPS=scoring.groups, TOP_GROUPS=scoring.top_groups, SCALE=scoring.scale,
+        ROWS=rows, TILE=tile, DEPTH=DEPTH,
         PARTS=num_parts, PARALLEL=parallel, BLOCK=block_rows, EVEN=num_inputs % DEPTH == 0,
         GROUP=FEW_ROWS if by_fours else GROUP, SHARED=by_fours and num_rows > FEW_ROWS,
         AHEAD=inputs_ahead(weight, part, part * weight.element_size()) if is_parallel else 0,
@@ -149,12 +194,14 @@ def pair_counts(device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
-    x_ptr, weight_ptr, bias_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr, experts_ptr, weights_ptr,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, logits_ptr, counters_ptr, points_ptr, counts_ptr, experts_ptr,
+    weights_ptr,
     pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, x_stride, num_rows, num_inputs, part,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
-    NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    PARALLEL: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    PARTS: tl.constexpr, PARALLEL: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens (axis 0), TILE experts (axis 1), one of the parts or all of them (axis 2). When all programs of ROWS
     tokens are done, the last one chooses for them or, SHARED, some choose for GROUP of them each."""
@@ -166,6 +213,10 @@ def route_kernel(
     if bias_ptr is not None:
         number = tl.arange(0, PADDED)
         bias = load_fp32(bias_ptr + number, number < EXPERTS)
+    correction = None
+    if correction_ptr is not None:
+        number = tl.arange(0, PADDED)
+        correction = tl.load(correction_ptr + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
     if PDL:
         prefetch(weights, tl.minimum(first * part, num_inputs - AHEAD), AHEAD)
         tl.extra.cuda.gdc_wait()
@@ -199,8 +250,9 @@ def route_kernel(
         for begin in range(start, count, GROUP):
             rows = tl.program_id(0) * ROWS + begin + tl.arange(0, GROUP)
             _choose(
-                logits_ptr, bias, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
-                EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, PARALLEL, BLOCK,
+                logits_ptr, bias, correction, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+                EXPERTS, PADDED, TOP_K, PADDED_K, NORMALISE, SIGMOID, SOFTCAP, GROUPS, TOP_GROUPS, SCALE, PARALLEL,
+                BLOCK,
             )  # fmt: skip
         if BLOCK > 1:  # noqa: SIM102  `and` would compile both sides
             if is_last_done(counters_ptr + tl.num_programs(0), tl.num_programs(0) * choosers):
@@ -209,11 +261,11 @@ def route_kernel(
 
 @triton.jit
 def _choose(
-    logits_ptr, bias, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
+    logits_ptr, bias, correction, experts_ptr, weights_ptr, counts_ptr, pairs_ptr, rows, num_rows,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
-    NORMALISE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, PARALLEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sorts logits as integers above the expert's number, so that the choices differ even where logits are NaN."""
     expert = tl.arange(0, PADDED)[None, :]
     choice = tl.arange(0, PADDED_K)[None, :]
     inside = (rows < num_rows)[:, None] & (expert < EXPERTS)
@@ -223,11 +275,25 @@ def _choose(
         logits += tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
     if bias is not None:
         logits += bias[None, :]
-    bits = logits.to(tl.int32, bitcast=True)  # not of -0, since sums begin with 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (PADDED - 1 - expert).to(tl.int64)
+    if SOFTCAP > 0:
+        logits = SOFTCAP * (1 - 2 / (tl.exp(2 / SOFTCAP * logits) + 1))
+    # By scores, or by logits where these have the same order.
+    BY_SCORES: tl.constexpr = SIGMOID or correction is not None
+    scores = logits
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-logits))
+    elif BY_SCORES:
+        highest = tl.max(tl.where(expert < EXPERTS, logits, float("-inf")), axis=1)
+        scores = tl.exp(logits - highest[:, None])
+        scores /= tl.sum(tl.where(expert < EXPERTS, scores, 0.0), axis=1)[:, None]
+    preference = scores
+    if correction is not None:
+        preference += correction[None, :]
+    keys = _sortable(preference, expert, PADDED)
     lowest = tl.full(keys.shape, -(1 << 63), tl.int64)
     keys = tl.where(expert < EXPERTS, keys, lowest)
+    if GROUPS > 1:
+        keys = _within_best_groups(keys, expert, lowest, EXPERTS // GROUPS, GROUPS, TOP_GROUPS)
     experts = tl.zeros((rows.shape[0], PADDED_K), tl.int32)
     weights = tl.zeros((rows.shape[0], PADDED_K), tl.float32)
     total = tl.zeros((rows.shape[0],), tl.float32)
@@ -235,23 +301,71 @@ def _choose(
     for index in tl.static_range(TOP_K):
         best = tl.max(keys, axis=1)
         expert_number = PADDED - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        keys = tl.where(expert == expert_number[:, None], lowest, keys)
-        high = (best >> 32).to(tl.int32)
-        score = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        top = score if index == 0 else top
-        exponential = tl.exp(score - top)
-        total += exponential
+        is_best = expert == expert_number[:, None]
+        keys = tl.where(is_best, lowest, keys)
+        if BY_SCORES:
+            weight = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
+        else:
+            score = _sorted_value(best)
+            top = score if index == 0 else top
+            weight = tl.exp(score - top)
+        total += weight
         experts = tl.where(choice == index, expert_number[:, None], experts)
-        weights = tl.where(choice == index, exponential[:, None], weights)
-    if not NORMALISE:
+        weights = tl.where(choice == index, weight[:, None], weights)
+    if BY_SCORES and not NORMALISE:
+        total = tl.full(total.shape, 1.0, tl.float32)
+    elif not NORMALISE:
         total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logits - top[:, None]), 0.0), axis=1)
+    elif BY_SCORES:
+        total += LEAST_SUM
+    weights /= total[:, None]
+    if SCALE != 1:
+        weights *= SCALE
     valid = (rows < num_rows)[:, None] & (choice < TOP_K)
     pair = rows[:, None] * TOP_K + choice
     tl.store(experts_ptr + pair, experts, mask=valid)
-    tl.store(weights_ptr + pair, weights / total[:, None], mask=valid)
+    tl.store(weights_ptr + pair, weights, mask=valid)
     if BLOCK > 1:
         place = tl.atomic_add(counts_ptr + experts, 1, mask=valid, sem="relaxed")
         tl.store(pairs_ptr + experts * num_rows + place, pair, mask=valid)
+
+
+@triton.jit
+def _sortable(values, expert, PADDED: tl.constexpr):
+    """Integers in the order of fp32 values above the expert's number, so that choices differ even where values are
+    NaN."""
+    bits = values.to(tl.int32, bitcast=True)  # not of -0, since sums begin with 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (PADDED - 1 - expert).to(tl.int64)
+
+
+@triton.jit
+def _sorted_value(keys):
+    high = (keys >> 32).to(tl.int32)
+    return (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _within_best_groups(
+    keys, expert, lowest, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
+):  # fmt: skip
+    """Keys of the experts of the groups whose two best have the highest sums; the lower one of equal groups first."""
+    PADDED_GROUPS: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group = tl.arange(0, PADDED_GROUPS)[None, :]
+    sums = tl.zeros((keys.shape[0], PADDED_GROUPS), tl.float32)
+    for index in tl.static_range(GROUPS):
+        members = tl.where(expert // SIZE == index, keys, lowest)
+        first = tl.max(members, axis=1)
+        second = tl.max(tl.where(members == first[:, None], lowest, members), axis=1)
+        sums = tl.where(group == index, (_sorted_value(first) + _sorted_value(second))[:, None], sums)
+    ranks = tl.where(group < GROUPS, _sortable(sums, group, PADDED_GROUPS), -(1 << 63))
+    is_in = expert < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(ranks, axis=1)
+        number = PADDED_GROUPS - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        ranks = tl.where(group == number[:, None], -(1 << 63), ranks)
+        is_in = is_in | (expert // SIZE == number[:, None])
+    return tl.where(is_in, keys, lowest)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.kernels.gemm.expert_weights import ExpertMatrix, format_of
 from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
 from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts, plain_rows
-from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, route
+from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.targets.config import MLPSpec, MoESpec
@@ -21,16 +21,20 @@ from slipstream.models.targets.config import MLPSpec, MoESpec
 class Router(nn.Module):
     """Chooses the experts of each token."""
 
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"correction": torch.float32}
+
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
         self.top_k = spec.top_k
         self.normalise = spec.normalise
+        self.scoring = Scoring(spec.scores, spec.logit_softcap, spec.groups, spec.top_groups, spec.scale)
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.bias else None
+        self.correction = nn.Parameter(torch.empty(spec.num_experts)) if spec.correction else None
 
     def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
         """x (T, H). least_rows: `Experts.least_rows`."""
-        return route(x, self.weight, self.bias, self.top_k, self.normalise, least_rows)
+        return route(x, self.weight, self.bias, self.top_k, self.normalise, least_rows, self.scoring, self.correction)
 
 
 class Experts(nn.Module):

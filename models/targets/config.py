@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slipstream.models.targets import families
 from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
@@ -301,6 +301,18 @@ class MoESpec:
     """None: silu(gate) * up."""
     bias: bool = False
     """Router and experts have biases."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits."""
+    correction: bool = False
+    """A learnt bias, in fp32, is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437)."""
+    logit_softcap: float | None = None
+    """The router's logits x first become c * tanh(x / c)."""
+    groups: int = 1
+    """Experts are in so many groups of equal size; the best are chosen first, by the sum of their two best scores."""
+    top_groups: int = 1
+    """How many groups."""
+    scale: float = 1.0
+    """Factor of the weights."""
     transposed: bool = False
     """In files the experts of a layer are one tensor (E, inputs, outputs) in which gate and up alternate (gpt-oss)."""
 
@@ -308,6 +320,17 @@ class MoESpec:
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok is {self.top_k}; it must be 1 to {self.num_experts}, the number of experts"
+            )
+        size, rest = divmod(self.num_experts, self.groups)
+        if self.groups > 1 and (rest or size < 2 or not 1 <= self.top_groups <= self.groups):
+            raise ValueError(
+                f"n_group is {self.groups} and topk_group {self.top_groups}; {self.num_experts} experts must be in "
+                "groups of equal size, at least 2, and topk_group is at most n_group"
+            )
+        if self.top_k > size * self.top_groups:
+            raise ValueError(
+                f"num_experts_per_tok is {self.top_k}; topk_group {self.top_groups} of n_group {self.groups} groups "
+                f"have {size * self.top_groups} experts"
             )
 
     def shard(self, world: int) -> "MoESpec":

@@ -33,7 +33,7 @@ from slipstream.kernels.gemm.mxfp4 import (
     dequantize_words,
     pack_words,
 )
-from slipstream.kernels.gemm.router import Routing, choose_block_rows, pair_counts, route, route_triton
+from slipstream.kernels.gemm.router import Routing, Scoring, choose_block_rows, pair_counts, route, route_triton
 from slipstream.tests.kernels.triton_runs import TOLERANCES, each_device, poisoned, replayed
 from slipstream.tests.pairwise import grouped, rotating
 from slipstream.tests.quantized_targets import rounded
@@ -181,6 +181,63 @@ def test_tokens_go_to_their_best_experts(
         torch.testing.assert_close(routing.weights.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+def scores_of(logits: Tensor, scoring: Scoring) -> Tensor:
+    """Scores in fp64, as the papers have them."""
+    if scoring.softcap is not None:
+        logits = scoring.softcap * torch.tanh(logits / scoring.softcap)
+    return logits.sigmoid() if scoring.function == "sigmoid" else logits.softmax(dim=-1)
+
+
+def preferred(preference: list[float], scoring: Scoring, top_k: int) -> list[int]:
+    """The experts of one token, by sorting."""
+    size = len(preference) // scoring.groups
+    groups = [list(range(start, start + size)) for start in range(0, len(preference), size)]
+    if scoring.groups > 1:
+        groups.sort(key=lambda group: -sum(sorted(preference[expert] for expert in group)[-2:]))
+        groups = groups[: scoring.top_groups]
+    members = sorted(expert for group in groups for expert in group)
+    return sorted(members, key=lambda expert: -preference[expert])[:top_k]
+
+
+@grouped()
+@each_device
+@pytest.mark.parametrize(
+    ("scoring", "experts", "rows", "corrects", "normalise"),
+    rotating(
+        [
+            Scoring("sigmoid"),
+            Scoring("sigmoid", groups=4, top_groups=2, scale=2.5),
+            Scoring("sigmoid", softcap=1.5),
+            Scoring("sigmoid", groups=3, top_groups=1),
+            Scoring(scale=0.5),
+            Scoring(groups=2, top_groups=1),
+            Scoring("softmax", softcap=0.7),
+        ],
+        [12, 24, 48],
+        [1, 3, 20, 40],
+        [True, True, False],
+        [True, False],
+    ),
+)
+def test_scores_corrections_and_groups_choose_as_sorting_does(
+    scoring: Scoring, experts: int, rows: int, corrects: bool, normalise: bool, device: str
+) -> None:
+    """The correction counts for the choice alone, and groups by their two best."""
+    router, _, _ = random_layer((64, 16, experts, 3), torch.float32, device)
+    x = random_rows(rows, 64, torch.float32, device)
+    correction = torch.randn(experts, generator=torch.Generator().manual_seed(3)).to(device) if corrects else None
+    scores = scores_of(x.double() @ router.double().t(), scoring)
+    preference = scores if correction is None else scores + correction.double()
+    chosen = torch.tensor([preferred(row, scoring, 3) for row in preference.tolist()], device=device)
+    weights = scores.gather(1, chosen)
+    weights = scoring.scale * (weights / weights.sum(dim=-1, keepdim=True) if normalise else weights)
+    for run in (route.reference, route_triton):
+        with poisoned():
+            routing = run(x, router, None, 3, normalise, scoring=scoring, correction=correction)
+        assert torch.equal(routing.experts.long(), chosen)
+        torch.testing.assert_close(routing.weights.double(), weights, atol=1e-5, rtol=1e-4)
+
+
 @each_device
 @pytest.mark.parametrize("block_rows", [2, 16])
 def test_blocks_hold_every_pair_once_and_one_expert_each(block_rows: int, device: str) -> None:
@@ -213,6 +270,10 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
         assert experts[:2] == [[2, 5, 0], [0, 1, 2]]
         assert len(set(experts[2])) == 3
         assert set(experts[2]) <= set(range(7))
+        scoring = Scoring("sigmoid", groups=4, top_groups=2)
+        experts = run(x, router.repeat(2, 1)[:12], None, 3, True, scoring=scoring).experts.tolist()
+        assert experts[:2] == [[2, 5, 0], [0, 1, 2]], "2 and 5 of the first two groups, not 9 of the last"
+        assert len(set(experts[2])) == 3
 
 
 @grouped()
