@@ -78,6 +78,7 @@ BLOCK = 128  # rows that share a scale of FP8 weights in blocks
 
 def adapt_names(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Tensor]:
     """Returns a target's tensors by their names in `Target`, with the axes in the order of its layers: views."""
+    tensors = {scale_name(key, tensor): tensor for key, tensor in tensors.items()}
     if config.architecture == "Qwen3MoeForCausalLM":
         tensors = {key: oriented(key, tensor, config.hidden_size) for key, tensor in tensors.items()}
     names = NAMES.get(config.architecture)
@@ -121,6 +122,15 @@ def oriented(key: str, tensor: Tensor, hidden_size: int) -> Tensor:
     axis = {"gate_up_proj": 2, "down_proj": 1}.get(key.rpartition(".")[2])
     is_turned = axis is not None and ".experts." in key and tensor.dim() == 3 and tensor.shape[axis] != hidden_size
     return tensor.transpose(1, 2) if is_turned else tensor
+
+
+def scale_name(key: str, tensor: Tensor) -> str:
+    """The name of a scale of FP8 weights or inputs per tensor, as most files have it; transformers (Ministral 3) gives
+    the former that of scales of blocks."""
+    path, _, name = key.rpartition(".")
+    if name == "weight_scale_inv" and tensor.dim() == 0:
+        return f"{path}.weight_scale"
+    return f"{path}.input_scale" if name == "activation_scale" else key
 
 
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

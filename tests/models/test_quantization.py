@@ -197,6 +197,19 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
         assert torch.equal(layer.dequantized(), expected_layer.dequantized())
 
 
+def test_scales_per_tensor_may_have_the_names_that_transformers_gives_them(plain: Path, tmp_path: Path) -> None:
+    save_quantized(LAYOUTS["fp8-static"], plain, tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    expected = logits(load(tmp_path / "fp8"), torch.arange(3, 40))
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    scales = {}
+    for key, tensor in load_file(file).items():
+        path, _, name = key.rpartition(".")
+        scales[f"{path}.{names.get(name, name)}"] = tensor.reshape(()) if name in names else tensor
+    save_file(scales, file)
+    assert torch.equal(logits(load(tmp_path / "fp8"), torch.arange(3, 40)), expected)
+
+
 def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
     for name in ("gptq-order", "awq", "fp8-tensor"):
         layout = LAYOUTS[name]
