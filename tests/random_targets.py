@@ -247,6 +247,9 @@ if hasattr(transformers, "Gemma4TextConfig"):
     RELATIVES["gemma4-shared"] = transformers.Gemma4TextConfig(
         **GEMMA4 | PER_LAYER, num_kv_shared_layers=3, use_double_wide_mlp=True
     )
+    RELATIVES["gemma4-experts"] = transformers.Gemma4TextConfig(
+        **GEMMA4, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24
+    )
     RELATIVES["gemma4-odd"] = transformers.Gemma4TextConfig(
         **GEMMA4 | PER_LAYER | {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 2},
         hidden_activation="silu",

@@ -14,7 +14,7 @@ Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm import fp8, grouped_fp8
+from slipstream.kernels.gemm.activation import activate as activate_gate
 from slipstream.kernels.gemm.expert_weights import (
     CHUNKS,
     WEIGHT_BITS,
@@ -65,7 +66,7 @@ class ExpertWeights(NamedTuple):
     down: ExpertMatrix  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, 2 * I)
     down_bias: Tensor | None = None  # (E, H)
-    clamped: Clamped | None = None  # None: silu(gate) * up
+    activation: Clamped | Literal["gelu_tanh"] | None = None  # None: silu(gate) * up
 
 
 class Shared(NamedTuple):
@@ -145,7 +146,7 @@ def mix_experts(
         pairs = (flat == expert).nonzero().flatten()
         biases = [None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)]
         hidden = multiply_expert(x[pairs // top_k], weights.gate_up, expert, biases[0])
-        outputs[pairs] = multiply_expert(activate(hidden, weights.clamped), weights.down, expert, biases[1])
+        outputs[pairs] = multiply_expert(activate(hidden, weights.activation), weights.down, expert, biases[1])
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
         total = total + routing.weights[:, index, None] * output.float()
@@ -155,14 +156,16 @@ def mix_experts(
     return total.to(x.dtype)
 
 
-def activate(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
+def activate(gate_up: Tensor, activation: Clamped | Literal["gelu_tanh"] | None) -> Tensor:
     """gate_up (..., 2 * I), gate before up -> (..., I)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if clamped is None:
+    if activation is None:
         return F.silu(gate) * up
-    gate = gate.clamp(max=clamped.limit)
-    up = up.clamp(-clamped.limit, clamped.limit)
-    return (up + 1) * (gate * torch.sigmoid(clamped.alpha * gate))
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * (gate * torch.sigmoid(activation.alpha * gate))
 
 
 def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
@@ -201,7 +204,8 @@ def mix_experts_triton(
     pairs, first, sizes, num_blocks = (None,) * 4 if blocks is None else blocks[1:]
     options = {"TOP_K": top_k, "ROWS": tile_rows, "PRECISION": "ieee", **pdl_options(x.device)}
     gated, plain = (tiling or choose_tiling(block_rows, matrix, x) for matrix in weights[:2])
-    clamped = weights.clamped or Clamped(0.0, 0.0)
+    clamped = weights.activation if isinstance(weights.activation, Clamped) else None
+    limits = clamped or Clamped(0.0, 0.0)
     is_fused = num_rows <= FUSED_ROWS
     in_blocks = tiling is None and not is_fused and _has_large_tiles(x, block_rows, weights.down)
     num_hidden = most_blocks * block_rows if in_blocks else num_pairs
@@ -209,7 +213,8 @@ def mix_experts_triton(
     gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
         *_inputs(inputs, weights.gate_up), *pointers(weights.gate_up), weights.gate_up_bias, hidden,
         routing.experts, pairs, first, sizes, num_blocks, num_rows, size, intermediate,
-        CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit, IN_BLOCKS=in_blocks,
+        CLAMPED=clamped is not None, ALPHA=limits.alpha, LIMIT=limits.limit, IN_BLOCKS=in_blocks,
+        GELU=weights.activation == "gelu_tanh",
         **gated.options(), **options, **constants(weights.gate_up, x, gated.depth),
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
@@ -318,8 +323,8 @@ def gated_experts_kernel(
     x_ptr, x_stride, x_scale_ptr, block_stride, row_stride, weight_ptr, weight_scale_ptr, zeros_ptr, bias_ptr, out_ptr,
     experts_ptr, pairs_ptr, first_ptr, sizes_ptr, num_blocks_ptr, num_rows, num_inputs, size, IN_BLOCKS: tl.constexpr,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, GELU: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's rows of x times OUTPUTS rows of its expert's weights: half of them gates, half the ups beside them.
     IN_BLOCKS: what it stores lies block by block, not pair by pair."""
@@ -359,7 +364,7 @@ def gated_experts_kernel(
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         gated = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     else:  # rounded as the kernel of kernels/gemm/activation.py rounds
-        gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        gated = activate_gate(gate, GELU).to(dtype).to(tl.float32) * up
     row = block * ROWS + tl.arange(0, ROWS) if IN_BLOCKS else pair
     cells = out_ptr + row.to(tl.int64)[:, None] * size + output[None, :]
     tl.store(cells, gated.to(dtype), mask=valid[:, None] & (output < size)[None, :])

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Embedding, Linear
 from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.layers.moe import Experts, feed_forward
+from slipstream.models.layers.moe import Experts, ScaledRouter, feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec, MLPSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
@@ -72,17 +72,27 @@ class SandwichLayer(DecoderLayer):
         normed, residual = self.norm_input(residual, delta, out)
         attended = self.self_attn(normed, attention, mask)
         normed, residual = self.pre_feedforward_layernorm.add_normed(residual, attended, self.post_attention_layernorm)
-        return residual, self.post_feedforward_layernorm(self.mlp(normed))
+        return residual, self.post_feedforward_layernorm(self._feed_forward(normed, residual))
+
+    def _feed_forward(self, normed: Tensor, _residual: Tensor) -> Tensor:
+        return self.mlp(normed)
 
 
 class ScaledLayer(SandwichLayer):
     """A sandwich whose output a learnt number multiplies; before that it may add a part of a second embedding of its
-    token, gated by the output (Gemma 4)."""
+    token, gated by the output. It may have experts beside its MLP, each with norms of their outputs (Gemma 4)."""
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__(spec, index, hidden_size, eps)
         self.layer_scalar = nn.Parameter(torch.ones(1))
         self.is_silu = isinstance(spec.mlp, MLPSpec) and spec.mlp.activation == "silu"
+        self.experts = None
+        if spec.experts is not None:
+            self.router = ScaledRouter(hidden_size, spec.experts, eps)
+            self.experts = Experts(hidden_size, spec.experts)
+            self.pre_feedforward_layernorm_2 = RMSNorm(hidden_size, eps)
+            self.post_feedforward_layernorm_1 = RMSNorm(hidden_size, eps)
+            self.post_feedforward_layernorm_2 = RMSNorm(hidden_size, eps)
         self.per_layer_input_gate = None
         if spec.per_layer_size:
             self.per_layer_input_gate = Linear(hidden_size, spec.per_layer_size)
@@ -107,6 +117,13 @@ class ScaledLayer(SandwichLayer):
             gate = F.silu(gate) if self.is_silu else F.gelu(gate, approximate="tanh")
             total = total + self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer))
         return total * self.layer_scalar, None
+
+    def _feed_forward(self, normed: Tensor, residual: Tensor) -> Tensor:
+        if self.experts is None:
+            return self.mlp(normed)
+        routing = self.router(residual, self.experts.least_rows)
+        mixed = self.experts(self.pre_feedforward_layernorm_2(residual), routing)
+        return self.post_feedforward_layernorm_1(self.mlp(normed)) + self.post_feedforward_layernorm_2(mixed)
 
 
 class PerLayerInputs(nn.Module):

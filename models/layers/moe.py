@@ -15,7 +15,8 @@ from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, leas
 from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, route
 from slipstream.models.layers.linear import Linear, copy_converted
 from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.targets.config import MLPSpec, MoESpec
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import ClampedSwiGLU, MLPSpec, MoESpec
 
 
 class Router(nn.Module):
@@ -37,6 +38,20 @@ class Router(nn.Module):
         return route(x, self.weight, self.bias, self.top_k, self.normalise, least_rows, self.scoring, self.correction)
 
 
+class ScaledRouter(Router):
+    """Norms its inputs, and multiplies the weights of experts by a learnt number each (Gemma 4)."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, eps: float) -> None:
+        super().__init__(hidden_size, spec)
+        self.norm = RMSNorm(hidden_size, eps)
+        self.norm.dtypes = {"weight": torch.float32}  # a product of numbers of files, as rounded as they
+        self.expert_scale = nn.Parameter(torch.ones(spec.num_experts))
+
+    def forward(self, x: Tensor, least_rows: int = LEAST_ROWS) -> Routing:
+        routing = super().forward(self.norm(x), least_rows)
+        return routing._replace(weights=routing.weights * self.expert_scale[routing.experts.long()])
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer, and what multiplies them.
 
@@ -49,7 +64,10 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
         self.spec = spec
-        self.clamped = None if spec.activation is None else Clamped(spec.activation.alpha, spec.activation.limit)
+        activation = spec.activation
+        self.activation = (
+            Clamped(activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else activation
+        )
         count = spec.num_experts
         size = spec.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))  # gate before up
@@ -64,7 +82,7 @@ class Experts(nn.Module):
             self.matrix("down_proj"),
             self.gate_up_proj_bias,
             self.down_proj_bias,
-            self.clamped,
+            self.activation,
         )
         return mix_experts(x, routing, weights, shared)
 
@@ -122,7 +140,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(hidden_size, spec)
         self.shared_expert = self.shared_expert_gate = None
         if spec.shared_size:
-            self.shared_expert = GatedMLP(hidden_size, MLPSpec(intermediate_size=spec.shared_size))
+            activation = spec.activation or "silu"
+            assert not isinstance(activation, ClampedSwiGLU)
+            shared = MLPSpec(intermediate_size=spec.shared_size, activation=activation)
+            self.shared_expert = GatedMLP(hidden_size, shared)
             self.shared_expert_gate = Linear(hidden_size, 1) if spec.shared_gate else None
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:

@@ -54,6 +54,9 @@ NAMES: dict[str, dict[str, str]] = {
         "embed_tokens_per_layer": "per_layer_inputs.embed_tokens",
         "per_layer_model_projection": "per_layer_inputs.model_projection",
         "per_layer_projection_norm": "per_layer_inputs.projection_norm",
+        "router.per_expert_scale": "router.expert_scale",
+        "router.proj": "router",
+        "router.scale": "router.norm.weight",
     },
     "Glm4ForCausalLM": {  # those of a Gemma layer
         "post_self_attn_layernorm": "post_attention_layernorm",
@@ -94,6 +97,8 @@ def adapt_values(tensors: dict[str, Tensor], config: TargetSpec) -> dict[str, Te
     weights whose rows cannot be reordered."""
     if config.architecture in INTERLEAVED:
         tensors = {key: in_halves(key, tensor, config) for key, tensor in tensors.items()}
+    for key in (key for key in tensors if key.endswith("router.norm.weight")):  # Gemma 4
+        tensors[key] = tensors[key].float() * config.hidden_size**-0.5
     if config.residual_scale != 1:
         ends = OUTPUTS if config.layers[0].norms == "pre" else OUTPUT_NORMS
         tensors = {key: scaled(key, tensors, config.residual_scale, ends) for key in tensors}

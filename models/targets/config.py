@@ -297,7 +297,7 @@ class MoESpec:
     """Intermediate size of an MLP that every token takes as well; 0: none."""
     shared_gate: bool = False
     """That MLP's output is multiplied by the sigmoid of a learnt gate."""
-    activation: ClampedSwiGLU | None = None
+    activation: ClampedSwiGLU | Literal["gelu_tanh"] | None = None
     """None: silu(gate) * up."""
     bias: bool = False
     """Router and experts have biases."""
@@ -354,7 +354,12 @@ class LayerSpec:
     norm_offset: bool = False  # norms multiply by 1 + weight
     post_norm_eps: float | None = None  # of the norms of outputs; None: as that of the others
     scaled: bool = False  # a learnt number multiplies what the layer gives
+    experts: MoESpec | None = None  # beside the MLP
     per_layer_size: int = 0  # of this layer's part of the tokens' second embedding, see PerLayerSpec
+
+    def with_experts(self, experts: MoESpec) -> "LayerSpec":
+        """The layer with experts in the place of its MLP or, where it is scaled, beside it."""
+        return replace(self, experts=experts) if self.scaled else replace(self, mlp=experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,7 +472,13 @@ class TargetSpec(DecoderShape):
             vocab_size=quotient("vocab_size", self.vocab_size, world),
             intermediate_size=quotient("intermediate_size", size, world) if is_dense else size,
             layers=tuple(
-                replace(layer, mixer=layer.mixer.shard(world), mlp=layer.mlp.shard(world)) for layer in self.layers
+                replace(
+                    layer,
+                    mixer=layer.mixer.shard(world),
+                    mlp=layer.mlp.shard(world),
+                    experts=None if layer.experts is None else layer.experts.shard(world),
+                )
+                for layer in self.layers
             ),
         )
 
@@ -491,7 +502,7 @@ class TargetSpec(DecoderShape):
             **shape.shape(),
             architecture=architecture,
             layers=tuple(
-                spec if experts is None else replace(spec, mlp=experts)
+                spec if experts is None else spec.with_experts(experts)
                 for spec, experts in zip(layers, experts_of(architecture, values, activation), strict=True)
             ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
@@ -586,12 +597,10 @@ def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int |
 def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activation") -> list[MoESpec | None]:
     """The mixture of each layer, from a transformers config; None for a dense one."""
     count = values["num_hidden_layers"]
-    if architecture not in families.MIXTURES:
+    family = families.MIXTURES.get(architecture)
+    if family is None or (family.switch and not values.get(family.switch)):
         return [None] * count
-    family = families.MIXTURES[architecture]
     is_gpt_oss = architecture == "GptOssForCausalLM"
-    if activation != "silu" and not is_gpt_oss:  # gpt-oss has one of its own, whatever its config says
-        raise ValueError(f"config.json: hidden_act is {values['hidden_act']!r}; experts have 'silu' here")
     has_hf_name = "num_experts" in values
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
     if len(set(counts.values())) > 1:
@@ -603,7 +612,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activa
         normalise=not family.normalise or bool(values.get(family.normalise)),
         shared_size=shared_size_of(values, family),
         shared_gate=family.shared_gate,
-        activation=clamped_swiglu(values) if is_gpt_oss else None,
+        activation=clamped_swiglu(values) if is_gpt_oss else None if activation == "silu" else activation,
         bias=is_gpt_oss,
         transposed=is_gpt_oss,
     )

@@ -121,6 +121,8 @@ class Traits:
 class Mixture:
     """The fields of a family's configs that its experts depend on."""
 
+    switch: str = ""
+    """Whether there are any; empty: there are."""
     size: str = "intermediate_size"
     """Of one expert."""
     top_k: str = "num_experts_per_tok"
@@ -192,10 +194,8 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
 
 def gemma4(values: Mapping[str, Any]) -> Traits:
     """Gemma 4: full layers have heads of their own size, and may have no values but their keys; the last layers may
-    read keys and values of earlier ones. Scores are not scaled."""
+    read keys and values of earlier ones. Scores are not scaled. Experts are beside the MLPs."""
     hidden = count_of(values, "hidden_size")
-    if values.get("enable_moe_block"):
-        raise ValueError("config.json: enable_moe_block is true, and experts beside an MLP are not supported")
     per_layer = None
     if values.get("hidden_size_per_layer_input"):
         sizes = {"vocab_size": "vocab_size_per_layer_input", "size": "hidden_size_per_layer_input"}
@@ -491,6 +491,7 @@ GRANITE_MOE_SHARED = Mixture(shared="shared_intermediate_size")
 # The families that have experts.
 MIXTURES: dict[str, Mixture] = {
     "FlexOlmoForCausalLM": Mixture(normalise="norm_topk_prob"),
+    "Gemma4ForCausalLM": Mixture(switch="enable_moe_block", top_k="top_k_experts", size="moe_intermediate_size"),
     "GptOssForCausalLM": Mixture(),
     "GraniteMoeForCausalLM": Mixture(),
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SHARED,

@@ -84,7 +84,7 @@ def loop(
         total = torch.zeros_like(row)
         for expert, share in zip(experts, shares, strict=True):
             hidden = gate_up[expert] @ inputs(row) + (0 if gate_up_bias is None else gate_up_bias[expert])
-            output = down[expert] @ inputs(activate(hidden, weights.clamped))
+            output = down[expert] @ inputs(activate(hidden, weights.activation))
             total += share * (output + (0 if down_bias is None else down_bias[expert]))
         rows.append(total)
     if shared is None:
@@ -279,13 +279,15 @@ def test_of_equal_experts_the_lowest_is_chosen_and_nan_chooses_different_ones(de
 @grouped()
 @each_device
 @pytest.mark.parametrize(
-    ("shape", "dtype", "is_gpt_oss", "sharing"), rotating(SHAPES, DTYPES, [True, False], ["none", "gated", "plain"])
+    ("shape", "dtype", "kind", "sharing"),
+    rotating(SHAPES, DTYPES, ["gpt-oss", "silu", "gelu"], ["none", "gated", "plain"]),
 )
 def test_outputs_are_those_of_a_loop_over_tokens(
-    shape: tuple[int, ...], dtype: torch.dtype, is_gpt_oss: bool, sharing: str, device: str
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str, sharing: str, device: str
 ) -> None:
     rows, size, _, experts, top_k = shape
-    router, bias, weights = random_layer(shape[1:], dtype, device, is_gpt_oss)
+    router, bias, weights = random_layer(shape[1:], dtype, device, kind == "gpt-oss")
+    weights = weights._replace(activation="gelu_tanh") if kind == "gelu" else weights
     x = random_rows(rows, size, dtype, device)
     shared = random_shared(sharing, rows, size, dtype, device)
     expected = loop(x, route.reference(x, router, bias, top_k, True), weights, shared)
@@ -495,7 +497,7 @@ def test_a_row_of_quantised_experts_has_the_same_bits_among_any_others(kind: str
     size, _, experts, top_k = REAL[name]
     weights, _ = quantized_experts(kind, (*REAL[name][:2], min(experts, 16), top_k), "cuda")
     router, bias, _ = random_layer((size, 8, min(experts, 16), top_k), torch.bfloat16, "cuda")
-    weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
+    weights = ExpertWeights(*(w.bfloat16() if isinstance(w, Tensor) else w for w in weights[:4]), weights.activation)
     x = random_rows(ROWS[-1], size, torch.bfloat16, "cuda")
     min_rows = least_rows(format_of(weights.gate_up))
 
@@ -542,7 +544,7 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
     few = x[:24].contiguous()
     part_shared = None if shared is None else Shared(*(part[:24].float() for part in shared))
     routing = Routing(*(part[:24] for part in expected[1:]))
-    wide = ExpertWeights(*(w.float() if isinstance(w, Tensor) else w for w in weights[:4]), weights.clamped)
+    wide = ExpertWeights(*(w.float() if isinstance(w, Tensor) else w for w in weights[:4]), weights.activation)
     torch.testing.assert_close(
         expected[0][:24].float(), loop(few, routing, wide, part_shared).float(), atol=0.05, rtol=0.05
     )

@@ -234,9 +234,15 @@ LATER: dict[str, list[Changes]] = {
             }
         },
         *({"enable_moe_block": True}, {"tie_word_embeddings": False}, {"num_hidden_layers": 4}),
+        {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 6, "moe_intermediate_size": 16},
+        {
+            **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 16},
+            **{"hidden_activation": "silu", "hidden_size_per_layer_input": 8},
+        },
     ],
 }
 LATER_ALSO_NAMED = {"layer_types", "per_layer_config", "partial_rotary_factor", "llama_4_scaling_beta", ORIGINAL}
+LATER_ALSO_NAMED |= {"num_experts"}
 LATER_CASES = [(family, changes) for family in LATER if family in RELATIVES for changes in LATER[family]]
 
 

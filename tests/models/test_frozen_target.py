@@ -48,7 +48,16 @@ CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2",
 ALL = torch.arange(SHAPE["vocab_size"])
 NEWER = ("gemma2", "gemma3", "olmo2")
 LATER = (
-    *("gemma4", "gemma4-shared", "gemma4-odd", "gemma4-unified", "hunyuan", "hyperclovax", "ministral3"),
+    *(
+        "gemma4",
+        "gemma4-shared",
+        "gemma4-odd",
+        "gemma4-unified",
+        "gemma4-experts",
+        "hunyuan",
+        "hyperclovax",
+        "ministral3",
+    ),
     *("muse-glimmer", "muse-glimmer-unrotated"),
 )
 CONFIGS |= {"gemma2": CAPPED["gemma2"], "olmo2": FAMILIES["olmo2"]}

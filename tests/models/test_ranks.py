@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream.models.files.checkpoint import read_tensors
+from slipstream.models.layers.moe import Experts
 from slipstream.models.targets import decoder
 from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -49,6 +50,12 @@ class Sum(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         return torch.stack([module(*inputs) for module in self.ranks]).sum(0)
+
+
+class ExpertSum(Sum):
+    @property
+    def least_rows(self) -> int:
+        return cast(Experts, self.ranks[0]).least_rows
 
 
 class AttentionSum(Sum):
@@ -98,6 +105,8 @@ class LockStep:
             layer._modules = dict(parts[0]._modules)
             layer.self_attn = AttentionSum([part.self_attn for part in parts], attentions)
             layer.mlp = Sum([part.mlp for part in parts])
+            if getattr(layer, "experts", None) is not None:
+                layer.experts = ExpertSum([part.experts for part in parts])
             layers.append(layer)
         self.target.layers = nn.ModuleList(layers)
 

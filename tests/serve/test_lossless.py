@@ -103,7 +103,7 @@ BLOCKS = [
 ]
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 LATER = [
-    name for name in ("gemma4", "gemma4-shared", "muse-glimmer") if name in RELATIVES
+    name for name in ("gemma4", "gemma4-experts", "gemma4-shared", "muse-glimmer") if name in RELATIVES
 ]  # than the oldest transformers that we allow
 FEW = ("qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied")
 BuildDrafted = Callable[..., Engine]

@@ -14,7 +14,7 @@ from slipstream.train import dflash, eagle3
 from slipstream.train.trackers import read_metrics
 
 LATER = [
-    name for name in ("gemma4-shared", "ministral3", "muse-glimmer") if name in RELATIVES
+    name for name in ("gemma4-experts", "gemma4-shared", "ministral3", "muse-glimmer") if name in RELATIVES
 ]  # than the oldest transformers that we allow
 
 

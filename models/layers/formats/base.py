@@ -126,7 +126,7 @@ class QuantizedExperts(Experts, ABC):
         """Takes the place of `like`, on the meta device."""
         nn.Module.__init__(self)
         self.spec = like.spec
-        self.clamped = like.clamped
+        self.activation = like.activation
         self.hidden_size = like.down_proj.shape[1]
         self.gate_up_proj_bias = like.gate_up_proj_bias
         self.down_proj_bias = like.down_proj_bias
