@@ -62,7 +62,7 @@ def weights_read(target: FrozenTarget) -> int:
         if isinstance(mlp, MoESpec):
             total += size * (3 * (mlp.top_k * mlp.intermediate_size + mlp.shared_size) + mlp.num_experts)
         else:
-            total += 3 * size * mlp.intermediate_size
+            total += (2 if mlp.activation == "relu2" else 3) * size * mlp.intermediate_size
     return total
 
 

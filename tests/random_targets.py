@@ -163,6 +163,8 @@ GROWTH = {**YARN_ROPE, "original_max_position_embeddings": 8, "factor": 32.0, "l
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 # Name of transformers' class, which older releases may lack, and fields.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("ArceeConfig", {}),
+    "arcee-bias": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True, "attention_bias": True}),
     "exaone": ("ExaoneConfig", {"rope_parameters": dict(LLAMA3_ROPE)}),
     "exaone-tied": ("ExaoneConfig", {"head_dim": 16, "tie_word_embeddings": True}),
     "flex-olmo": ("FlexOlmoConfig", OLMOE),

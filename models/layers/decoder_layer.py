@@ -4,8 +4,7 @@ from torch.nn import functional as F
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Embedding, Linear
-from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.layers.moe import Experts, ScaledRouter, feed_forward
+from slipstream.models.layers.moe import Experts, MixtureOfExperts, ScaledRouter, feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec, MLPSpec
 from slipstream.models.targets.families import Norms, PerLayerSpec
@@ -24,7 +23,7 @@ class DecoderLayer(nn.Module):
     @property
     def norm_readers(self) -> list[tuple[RMSNorm, Linear | Experts]]:
         """Norms whose output a single projection reads, or experts and their router."""
-        reader = self.mlp.gate_up_proj if isinstance(self.mlp, GatedMLP) else self.mlp.experts
+        reader = self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else self.mlp.reader
         return [*self.input_readers, (self.post_attention_layernorm, reader)]
 
     @property

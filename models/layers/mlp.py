@@ -1,4 +1,5 @@
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.config import MLPSpec
@@ -9,11 +10,34 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
+        assert spec.activation != "relu2"
         self.activation = spec.activation
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = Linear(hidden_size, parts, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
+    @property
+    def reader(self) -> Linear:
+        """The projection that reads the input."""
+        return self.gate_up_proj
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.gate_up_proj.gated_mlp(x, self.down_proj, self.activation)
         return self.down_proj(self.gate_up_proj.gated(x, self.activation)) if out is None else out
+
+
+class SquaredMLP(nn.Module):
+    """down(relu(up(x)) ** 2), without a gate (Primer, arXiv 2109.08668)."""
+
+    def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+
+    @property
+    def reader(self) -> Linear:
+        """The projection that reads the input."""
+        return self.up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())

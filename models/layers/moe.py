@@ -14,7 +14,7 @@ from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows
 from slipstream.kernels.gemm.grouped import Clamped, ExpertWeights, Shared, least_rows, mix_experts, plain_rows
 from slipstream.kernels.gemm.router import LEAST_ROWS, Routing, Scoring, route
 from slipstream.models.layers.linear import Linear, copy_converted
-from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.mlp import GatedMLP, SquaredMLP
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import ClampedSwiGLU, MLPSpec, MoESpec
 
@@ -161,6 +161,8 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x, self.gate(rows, self.experts.least_rows), shared)
 
 
-def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | MixtureOfExperts:
+def feed_forward(hidden_size: int, spec: MLPSpec | MoESpec) -> GatedMLP | SquaredMLP | MixtureOfExperts:
     """Builds the layer's MLP or mixture of experts."""
-    return MixtureOfExperts(hidden_size, spec) if isinstance(spec, MoESpec) else GatedMLP(hidden_size, spec)
+    if isinstance(spec, MoESpec):
+        return MixtureOfExperts(hidden_size, spec)
+    return SquaredMLP(hidden_size, spec) if spec.activation == "relu2" else GatedMLP(hidden_size, spec)

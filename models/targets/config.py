@@ -9,7 +9,7 @@ from slipstream.models.targets import families
 from slipstream.models.targets.families import Norms, OutputGate, PerLayerSpec
 
 if TYPE_CHECKING:
-    from slipstream.kernels.gemm.activation import Activation
+    from slipstream.models.targets.families import MLPActivation
 
 ARCHITECTURES = frozenset(families.FAMILIES)
 # Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
@@ -263,11 +263,11 @@ def kv_heads_of_rank(num_kv_heads: int, world: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSpec:
-    """A gated MLP."""
+    """A gated MLP; one without a gate where the activation is "relu2", the square of ReLU (Arcee)."""
 
     intermediate_size: int
     bias: bool = False
-    activation: "Activation" = "silu"
+    activation: "MLPActivation" = "silu"
 
     def shard(self, world: int) -> "MLPSpec":
         """Returns one of `world` ranks' part."""
@@ -594,7 +594,7 @@ def windows_of(values: Mapping[str, Any], traits: families.Traits) -> list[int |
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def experts_of(architecture: str, values: Mapping[str, Any], activation: "Activation") -> list[MoESpec | None]:
+def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPActivation") -> list[MoESpec | None]:
     """The mixture of each layer, from a transformers config; None for a dense one."""
     count = values["num_hidden_layers"]
     family = families.MIXTURES.get(architecture)

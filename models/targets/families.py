@@ -15,6 +15,8 @@ from slipstream.models.targets.unserved import NEEDS
 if TYPE_CHECKING:
     from slipstream.kernels.gemm.activation import Activation
 
+    MLPActivation = Activation | Literal["relu2"]
+
 Norms = Literal["pre", "post", "sandwich"]
 Windows = Literal["none", "alike", "by_layer"]
 # A multimodal checkpoint whose text part is served -> the architecture of that part.
@@ -35,7 +37,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"final_logit_softcapping": None},
     "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
 }
-ACTIVATIONS: dict[str, "Activation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNGATED: dict[str, "MLPActivation"] = {"relu2": "relu2"}  # of MLPs without a gate
+ACTIVATIONS: dict[str, "MLPActivation"] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # `refusal` appends this to its reason; README's table and docs/families.md list the same.
 NOT_SERVED = (
     "Slipstream does not serve hybrid and recurrent targets (gated delta nets, Mamba, RWKV), multi-head latent "
@@ -91,6 +94,8 @@ class Traits:
     """`use_sliding_window` decides whether there are windows."""
     attention_bias: bool = True
     """`attention_bias` decides whether all four projections of attention have biases."""
+    gated: bool = True
+    """MLPs have a gate."""
     mlp_bias: str = ""
     """The config's field that decides whether MLPs have biases; empty: they have none."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -140,6 +145,10 @@ class Mixture:
 
 def llama(_values: Mapping[str, Any]) -> Traits:
     return Traits(windows="none", mlp_bias="mlp_bias")
+
+
+def arcee(values: Mapping[str, Any]) -> Traits:
+    return replace(llama(values), gated=False)
 
 
 def mistral(values: Mapping[str, Any]) -> Traits:
@@ -442,6 +451,7 @@ def phi3(_values: Mapping[str, Any]) -> Traits:
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
+    "ArceeForCausalLM": arcee,
     "CwmForCausalLM": cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
@@ -558,12 +568,13 @@ def cap_of(values: Mapping[str, Any], name: str) -> float | None:
     return None if values.get(name) is None else number_of(values, name)
 
 
-def activation_of(values: Mapping[str, Any], traits: Traits) -> "Activation":
+def activation_of(values: Mapping[str, Any], traits: Traits) -> "MLPActivation":
     """Raises ValueError for one that there are no kernels for."""
     name = values.get(traits.activation) or ("gelu_pytorch_tanh" if traits.activation == "hidden_activation" else None)
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{traits.activation} is {name!r}; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    supported = ACTIVATIONS if traits.gated else UNGATED
+    if name not in supported:
+        raise ValueError(f"{traits.activation} is {name!r}; supported: {', '.join(supported)}")
+    return supported[name]
 
 
 def refusal(values: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ SIGMOID = "a sigmoid router"
 NEEDS: dict[str, str] = {
     "AfmoeForCausalLM": f"{SIGMOID}, gates of attention's output by layer",
     "ApertusForCausalLM": f"{NO_GATE} (xIELU)",
-    "ArceeForCausalLM": f"{NO_GATE} (squared ReLU)",
     "BeamForCausalLM": SIGMOID,
     "BitNetForCausalLM": "norms inside attention and MLP, ternary weights",
     "BloomForCausalLM": f"{LAYER_NORM}, {NO_GATE}",

@@ -158,6 +158,7 @@ GROWTH = {**YARN, "rope_theta": 1e4, ORIGINAL: 16, "llama_4_scaling_beta": 0.3}
 # Families with fields of their own -> changes of them, and of those that they share with others.
 BY_LAYER = {"0": {"head_dim": 16}, "1": {"head_dim": 16}, "3": {"head_dim": 16}, "5": {"head_dim": 16}}
 LATER: dict[str, list[Changes]] = {
+    "arcee": [{"hidden_act": name} for name in ("silu", "relu2")],
     "granite-moe-shared": [
         *({key: 2.0} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")),
         *({"logits_scaling": factor} for factor in (2.0, 1, 0, None)),

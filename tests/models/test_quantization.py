@@ -103,6 +103,8 @@ ADAPTED = {
     "ernie, two heads in a block": Ernie4_5Config(**WIDE, head_dim=64),
     "granite": GraniteConfig(**WIDE, **GRANITE | {"attention_multiplier": 128**-0.5}),  # a factor of outputs
 }
+if "arcee" in RELATIVES:
+    ADAPTED["arcee"] = transformers.ArceeConfig(**WIDE, head_dim=128)  # MLPs without a gate
 if "hyperclovax" in RELATIVES:
     ADAPTED["hyperclovax"] = transformers.HyperCLOVAXConfig(**WIDE, **GRANITE)  # a factor of the norms of outputs
 if "muse-glimmer" in RELATIVES:

@@ -339,7 +339,7 @@ HUB_PHI4MM = {"img_processor": None, "vision_lora": {"r": 256}, "embd_layer": {"
     ("values", "reason"),
     [
         ({"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", **HUB_PHI4MM, **CODE}, ": it reads images"),
-        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: CwmForCausal"),
+        ({"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing", **CODE}, "; supported: ArceeForCausal"),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
             ": its text part is a llama",
