@@ -600,6 +600,7 @@ def experts_of(architecture: str, values: Mapping[str, Any], activation: "MLPAct
     family = families.MIXTURES.get(architecture)
     if family is None or (family.switch and not values.get(family.switch)):
         return [None] * count
+    assert activation != "relu2", "experts have gates"
     is_gpt_oss = architecture == "GptOssForCausalLM"
     has_hf_name = "num_experts" in values
     counts = {name: values[name] for name in ("num_experts", "num_local_experts") if name in values}
