@@ -272,8 +272,8 @@ def add_noise_triton(scores: Tensor, tokens: Tensor, positions: Tensor, sampling
 
 
 def _arguments(confidence: Confidence | None) -> tuple[Tensor | None, ...]:
-    slots, *others = confidence or (None, None, None)
-    return None if slots is None else slots.contiguous(), *others
+    slots, temperatures, by_token = confidence or (None, None, None)
+    return None if slots is None else slots.contiguous(), temperatures, by_token
 
 
 @triton.jit
